@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muscale.cli.application import MACHINE, command
 from muscale.cli.ending import Ending, line, print_ending
 from muscale.cli.options import AsJson, Flag
 from muscale.cli.running import result_alone, show
+from muscale.errors import StageError
 from muscale.layout import STUDY_FILE
+
+if TYPE_CHECKING:
+    from muscale.machine.findings import Diagnosis
+    from muscale.machine.gpu.report import GpuReport
 
 
 @command(MACHINE, example="muscale init my-study --source ~/texts")
@@ -39,20 +45,37 @@ def init(
 
 
 @command(MACHINE, example="muscale doctor study.toml")
-def doctor(study: Path | None = None, *, json: AsJson = False) -> int:
+def doctor(
+    study: Path | None = None, *, gpu: Flag = False, out: Path = Path("muscale-gpu.json"), json: AsJson = False
+) -> int:
     """Check whether this machine can run a study, with a remedy for each problem; exit code 1 if there is one.
 
     Checks versions, devices, communication of two workers, the Ray cluster and its token, storage and the W&B key.
+    With --gpu it trains instead, on one GPU and on all of this machine, and compares losses, memory, speed, collectives,
+    attention's kernels and waits of the host with what they should be.
 
     Args:
         study: The study file whose directory, storage and resources to check; by default the current directory.
+        gpu: Check full runs on this machine's GPUs, which takes some minutes; needs no study and no Ray.
+        out: The file that --gpu writes, to send to who maintains muscale; it names no machine and has no secret.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.machine.doctor import diagnose
-
     with result_alone(json):
-        found = diagnose(study)
+        if gpu:
+            from muscale.machine.gpu.checks import check_gpus
+
+            if study:
+                raise StageError(f"doctor: --gpu takes no study file; leave out {study}")
+            report = check_gpus()
+            report.write(out)
+            found: Diagnosis | GpuReport = report
+        else:
+            from muscale.machine.doctor import diagnose
+
+            found = diagnose(study)
     show(found, as_json=json)
+    if gpu and not json:
+        print_ending(Ending(wrote={"figures": out}))
     return 0 if found.passed else 1
 
 

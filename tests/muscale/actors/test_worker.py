@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -21,6 +22,7 @@ from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, chain, stem
 from proxy_models.training.numerics import Numerics
+from tests.muscale.fake_gpus import H100
 
 BATCH = 128
 
@@ -66,6 +68,23 @@ def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device cuda: torch .* sees 0 CUDA devices here"):
         Worker(worker.ledger, compiled=False, device="cuda")
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.5, [(0.5, "cuda:0")]), (1.0, [])])
+def test_a_worker_on_a_part_of_a_gpu_may_allocate_that_share_of_its_memory(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, share: float, taken: list[Any]
+) -> None:
+    limits: list[Any] = []
+    gpus: dict[str, Any] = {
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _device: H100,
+        "set_per_process_memory_fraction": lambda share, device: limits.append((share, str(device))),
+    }
+    for name, planted in gpus.items():
+        monkeypatch.setattr(torch.cuda, name, planted)
+    Worker(worker.ledger, compiled=False, device="cuda", device_share=share)
+    assert limits == taken
 
 
 def test_a_stem_may_end_within_the_averaged_part_of_a_longer_one(worker: Worker, numerics: Numerics) -> None:

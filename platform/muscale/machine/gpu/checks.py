@@ -1,0 +1,295 @@
+"""Checks of full runs on this machine's GPUs, against the same runs on the CPU, the memory estimate and the predicted step.
+
+With one rank and with one for each GPU: a small model in fp32 and bf16, whose losses and collectives are compared with those of
+CPU ranks over gloo, and one of 350M in bf16, compiled, whose memory and speed are compared with what a plan goes by. Bounds are
+stated with each check; those without a source are assumed, as no GPU has been seen yet.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muscale.environment import device_name
+from muscale.errors import StageError
+from muscale.full_runs.train.rank_flags import MOST_SECONDS, MOST_STEPS
+from muscale.machine.gpu.report import Check, GpuReport
+from muscale.machine.gpu.training import Case, Device, Measurement, measure
+from muscale.plans.step_time import step_time
+from muscale.secrets import redacted
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch
+from proxy_models.data.corpus import EMBEDDED, write_corpus
+
+LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}
+"""Largest relative difference of a step's loss from the CPU's in fp32: of another order of sums, and of the tests' runs in bf16."""
+MEMORY_TOLERANCE = 0.1
+"""Of the peak against the estimate: traced peaks lie within .06 of it, and the allocator rounds up."""
+MFU_TOLERANCE = 0.25
+"""Of the MFU against the predicted one, whose own errors are -4 % to +18 % (docs/full_run.md, Predicted speed)."""
+WAITS_PER_READ = 4
+"""Waits of the host where it reads the figures of many steps: losses, verdicts of the guard, and two of Lightning's call."""
+
+SMALL = ModelConfig(d_model=64, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64)
+GPT_350M = ModelConfig(
+    d_model=1024, n_layers=24, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75
+)  # Brown et al., arXiv 2005.14165, table 2.1
+_SEQUENCES = 32  # of a rank, of 350M
+_KNOWN = {
+    r"H100 80GB HBM3": "H100 SXM",
+    r"G?H200": "H200",
+    r"A100-SXM4-80GB": "A100 80GB",
+    r"A100-SXM4-40GB": "A100 40GB",
+}
+"""Accelerators whose links are known, by a pattern in the name that the driver reports."""
+
+
+def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: str = EMBEDDED) -> GpuReport:
+    """Run all checks; on GPUs they take some minutes.
+
+    Args:
+        device: "cuda"; "cpu" runs the same code on CPU ranks, for the tests, without memory and speed.
+        ranks: Numbers of ranks; by default one, and one for each GPU.
+        source: Of the text that is trained on.
+
+    Raises:
+        StageError: If torch sees no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise StageError(
+            f"doctor --gpu: torch must see a GPU; torch {torch.__version__}, {build}, sees none here; install the driver and "
+            "a CUDA build of torch, or leave out --gpu"
+        )
+    ranks = ranks or tuple(sorted({1, torch.cuda.device_count()}))
+    checks: list[Check] = []
+    trainings: list[Measurement] = []
+    with tempfile.TemporaryDirectory(prefix="muscale-doctor-") as folder:
+        corpus = write_corpus(Path(folder) / "corpus", source).folder
+
+        def trained(case: Case) -> Measurement:
+            trainings.append(measure(case, corpus, Path(folder)))
+            return trainings[-1]
+
+        for n_ranks in ranks:
+            golden = trained(small_case(f"golden-{n_ranks}", "cpu", n_ranks, "fp32"))
+            for precision in LOSS_TOLERANCE:
+                small = trained(small_case(f"{precision}-{n_ranks}", device, n_ranks, precision))
+                checks += [*loss_checks(small, golden), *step_checks(small), *collective_checks(small, golden)]
+            if device == "cuda":  # whose memory and speed are known
+                large = trained(large_case(n_ranks))
+                checks += [*speed_checks(large), *step_checks(large)]
+        of_packing, workers = packing(device, Path(folder))
+    return GpuReport(
+        machine=_machine(device),
+        checks=tuple(replace(c, found=_anonymous(c.found, folder)) for c in (*checks, *of_packing)),
+        trainings=tuple(_anonymous(training.to_dict(), folder) for training in trainings),
+        packing=tuple(workers),
+    )
+
+
+def small_case(name: str, device: Device, ranks: int, precision: Precision) -> Case:
+    """A model whose losses a CPU computes in seconds, in two passes a step."""
+    return Case(
+        name=name,
+        model=SMALL,
+        device=device,
+        ranks=ranks,
+        precision=precision,
+        sequences=4 * ranks,
+        micro_batch=2,
+        steps=10,
+        profile=(5, 7),
+    )
+
+
+def large_case(ranks: int) -> Case:
+    """350M parameters, with the largest micro-batch that fits by the estimate."""
+    memory = min(torch.cuda.get_device_properties(n).total_memory for n in range(ranks))
+    fitting = largest_micro_batch(
+        GPT_350M,
+        _SEQUENCES,
+        limit=int(MEMORY_SHARE * memory),
+        precision="bf16",
+        sharding="full",
+        world_size=ranks,
+    )
+    return Case(
+        name=f"speed-{ranks}",
+        model=GPT_350M,
+        device="cuda",
+        ranks=ranks,
+        precision="bf16",
+        sequences=_SEQUENCES * ranks,
+        micro_batch=fitting,
+        steps=24,
+        profile=(9, 16),
+        compile=True,
+    )
+
+
+def loss_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
+    """Whether the losses are those of the CPU."""
+    what = f"{_where(found)}: losses"
+    if failure := found.failure or golden.failure:
+        yield Check(what=what, status="fail", found=failure, bound="trains to its end")
+        return
+    off = max(abs(one / other - 1) for one, other in zip(found.losses, golden.losses, strict=True))
+    tolerance = LOSS_TOLERANCE[found.case.precision]
+    yield _at_most(what, off, tolerance, f"{off:.1e} off", f"≤ {tolerance:g} of the CPU's in fp32, at every step")
+
+
+def step_checks(found: Measurement) -> Iterator[Check]:
+    """What the trace says: that FSDP2 is there, that attention is fused, and that the host does not wait."""
+    if found.trace is None:
+        return
+    trace, where = found.trace, _where(found)
+    units = found.case.model.n_layers + 3
+    yield Check(
+        what=f"{where}: units of FSDP2",
+        status="pass" if len(trace.units) == units else "fail",
+        found=str(len(trace.units)),
+        bound=f"{units}: blocks, embedding, readout, the rest",
+        value=len(trace.units),
+    )
+    kernels = ", ".join(f"{calls:g} {name}" for name, calls in sorted(trace.attention.items()))
+    yield Check(
+        what=f"{where}: attention",
+        status="pass" if trace.attention and "math" not in trace.attention else "fail",
+        found=f"{kernels or 'none'} a step",
+        bound="no math kernel",
+        value=trace.attention.get("math", 0.0),
+    )
+    what = f"{where}: waits of the host"
+    if trace.host_waits is None:
+        why = "a CPU does not run ahead" if found.case.device == "cpu" else "the profiler could not see CUDA's runtime"
+        yield Check(what=what, status="skipped", found=why)
+        return
+    between = max(1, min(MOST_STEPS, int(MOST_SECONDS / found.median_seconds)))
+    bound = WAITS_PER_READ * (trace.steps // between + 1) / trace.steps
+    stated = f"≤ {bound:.3g} a step: {WAITS_PER_READ} where figures are read, every {between} steps"
+    yield _at_most(what, trace.host_waits, bound, f"{trace.host_waits:.3g} a step", stated)
+
+
+def collective_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
+    """Whether weights and gradients travel as between CPU ranks: as often, in as many bytes; weights in half of them in bf16."""
+    if not found.trace or not golden.trace or found.case.ranks == 1:
+        return
+    for kind in ("all-gather", "reduce-scatter"):
+        share = 0.5 if kind == "all-gather" and found.case.precision == "bf16" else 1.0
+        here, expected = (
+            {size * scale: calls for (name, size), calls in trace.collectives.items() if name == kind}
+            for trace, scale in ((found.trace, 1.0), (golden.trace, share))
+        )
+        n_bytes, wanted = (sum(size * calls for size, calls in sizes.items()) for sizes in (here, expected))
+        yield Check(
+            what=f"{_where(found)}: {kind}s",
+            status="pass" if here == expected and here else "fail",
+            found=f"{sum(here.values()):g} of {n_bytes:,.0f} bytes a step",
+            bound=f"{sum(expected.values()):g} of {wanted:,.0f} bytes, size by size",
+            value=n_bytes,
+        )
+
+
+def speed_checks(found: Measurement) -> Iterator[Check]:
+    """Memory against the estimate, MFU against the predicted step."""
+    memory = f"{_where(found)}: peak memory"
+    if found.failure:
+        yield Check(what=memory, status="fail", found=found.failure, bound="trains to its end")
+        return
+    estimate = found.case.estimate.total
+    peak = found.peak_bytes or 0
+    off = peak / estimate - 1
+    stated = f"within {MEMORY_TOLERANCE:.0%} of the estimate, {estimate / 2**30:.2f} GiB"
+    yield _at_most(memory, abs(off), MEMORY_TOLERANCE, f"{peak / 2**30:.2f} GiB ({off:+.1%})", stated)
+    yield mfu_check(f"{_where(found)}: MFU", found, device_name(torch.device("cuda", 0)))
+
+
+def mfu_check(what: str, found: Measurement, name: str) -> Check:
+    """The MFU of a device of this name, against the predicted one."""
+    case, mfu = found.case, found.median_mfu
+    known = next((known for part, known in _KNOWN.items() if re.search(rf"\b{part}\b", name)), None)
+    if mfu is None or known is None:
+        return Check(what=what, status="skipped", found=f"no prediction for {name}", value=mfu)
+    predicted = step_time(
+        case.model,
+        case.parallelism,
+        workers=case.ranks,
+        micro_batch=case.micro_batch,
+        batch_tokens=case.batch_tokens,
+        device=known,
+        precision=case.precision,
+        compiled=found.compiled,
+    ).mfu
+    off, how = mfu / predicted - 1, "compiled" if found.compiled else "eager"
+    stated = f"within {MFU_TOLERANCE:.0%} of the predicted {predicted:.1%} ({known}, {how})"
+    return _at_most(what, abs(off), MFU_TOLERANCE, f"{mfu:.1%} ({off:+.0%})", stated)
+
+
+def _at_most(what: str, value: float, bound: float, found: str, stated: str) -> Check:
+    return Check(what=what, status="pass" if value <= bound else "fail", found=found, bound=stated, value=value)
+
+
+def _where(found: Measurement) -> str:
+    case = found.case
+    size = "350M" if case.model == GPT_350M else "small"
+    return f"{case.ranks} rank{'s' if case.ranks > 1 else ''}, {size}, {case.precision}"
+
+
+def packing(device: Device, directory: Path) -> tuple[list[Check], list[dict[str, Any]]]:
+    """Checks of workers that share devices, and what each of them reported; skipped without Ray, which starts them.
+
+    Args:
+        device: As `check_gpus`.
+        directory: For their ledger; has the corpus.
+    """
+    if find_spec("ray") is None:
+        return [Check(what="packing", status="skipped", found="Ray is not installed")], []
+    from muscale.machine.gpu.packing import packed
+
+    return packed(device, directory, SMALL)
+
+
+def _machine(device: Device) -> dict[str, Any]:
+    """Versions and devices, without the machine's name."""
+    facts: dict[str, Any] = {name: _version(name) for name in ("muscale", "lightning", "ray")}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    if device == "cpu":
+        return facts | {"devices": [device_name(torch.device("cpu"))]}
+    properties = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return facts | {
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "devices": [
+            {"name": each.name, "bytes": each.total_memory, "capability": [each.major, each.minor]}
+            for each in properties
+        ],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _anonymous(value: Any, folder: str) -> Any:
+    """Plain values without secrets, the machine's name and folders of its user."""
+    if isinstance(value, str):
+        for known, instead in ((folder, "FOLDER"), (str(Path.home()), "~"), (platform.node(), "HOST")):
+            value = value.replace(known, instead) if known else value
+        return redacted(value)
+    if isinstance(value, dict):
+        return {key: _anonymous(item, folder) for key, item in value.items()}
+    return [_anonymous(item, folder) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,150 @@
+"""Workers that share a device, as those of a search with `resources.gpus_per_worker = 0.5`: each keeps to its share of the memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from muscale.actors.cluster import cluster
+from muscale.actors.pool import PooledWorker, TrainingActor, WorkerPool
+from muscale.errors import last_line
+from muscale.layout import LEDGER
+from muscale.machine.gpu.report import Check
+from muscale.settings.tables import ResourceSettings
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
+
+GPT_125M = ModelConfig(d_model=768, n_layers=12, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75)
+"""Brown et al., arXiv 2005.14165, table 2.1."""
+PER_DEVICE = 2
+_STEPS = 6
+
+
+class SharingActor(TrainingActor):
+    """A worker of the pool that also reports its device, its memory, and what it gets when it asks for more than its share."""
+
+    def reach(self, chain: Chain) -> Any:
+        """Train the chain to its end; plain values."""
+        outcome, device = super().reach(chain), self._worker.trainer.device
+        facts: dict[str, Any] = {"loss": outcome.loss, "seconds": outcome.seconds}
+        if device.type == "cpu":
+            return facts
+        total = torch.cuda.get_device_properties(device).total_memory
+        facts |= {
+            "device": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "peak_bytes": torch.cuda.max_memory_reserved(device),
+            "device_bytes": total,
+            "refused": False,
+        }
+        try:
+            torch.empty(total // PER_DEVICE, dtype=torch.uint8, device=device)  # beside what is reserved already
+        except torch.OutOfMemoryError:
+            facts["refused"] = True
+        return facts
+
+
+def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, directory: Path) -> list[dict[str, Any]]:
+    """Train on all workers of a pool at the same time, each with a seed of its own; what each of them reports.
+
+    Args:
+        resources: Of the pool.
+        model: What each trains.
+        sequences: Of a batch.
+        directory: A study's, with its corpus.
+    """
+    batch = sequences * model.context_length
+    segments = chain(Hyperparameters(learning_rate=0.002, batch_tokens=batch), _STEPS * batch)
+    corpus = Corpus.open(directory / "corpus")
+    chains = [
+        Chain(
+            numerics=Numerics(
+                model=model,
+                base=model,
+                corpus_key=corpus.key,
+                seed=seed,
+                evaluation_tokens=16 * model.context_length,
+                precision="bf16" if resources.gpus_per_worker else "fp32",
+            ),
+            segments=segments,
+        )
+        for seed in range(resources.workers)
+    ]
+    pool = WorkerPool(Ledger(directory / LEDGER), resources, SharingActor)
+    with cluster(resources):
+        try:
+            workers: list[PooledWorker] = []
+            while len(workers) < resources.workers:
+                if worker := pool.lease(resources.workers - len(workers)):
+                    workers.append(worker)
+                else:
+                    pool.wait(seconds=1.0)
+            return list(ray.get([w.actor.reach.remote(c) for w, c in zip(workers, chains, strict=True)]))
+        finally:
+            pool.end()
+
+
+def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check], list[dict[str, Any]]]:
+    """Checks of two workers on each GPU, or of two on this CPU, and what they reported."""
+    on_gpu = device == "cuda"
+    resources = ResourceSettings(
+        workers=PER_DEVICE * (torch.cuda.device_count() if on_gpu else 1),
+        cpus_per_worker=0.5,
+        gpus_per_worker=1 / PER_DEVICE if on_gpu else 0.0,
+    )
+    model = GPT_125M if on_gpu else small
+    try:
+        facts = pack(resources, model, sequences=64 if on_gpu else 4, directory=directory)
+    except Exception as error:  # Ray's own, too: the report is written all the same
+        return [Check(what="packing", status="fail", found=last_line(error), bound="two workers on each device")], []
+    return list(packing_checks(facts)), facts
+
+
+def packing_checks(facts: list[dict[str, Any]]) -> Iterator[Check]:
+    """Whether workers trained, where they were, and whether memory was kept apart."""
+    trained = sum(fact["loss"] is not None and math.isfinite(fact["loss"]) for fact in facts)
+    yield Check(
+        what="packing: workers trained",
+        status="pass" if trained == len(facts) else "fail",
+        found=str(trained),
+        bound=f"{len(facts)} at the same time",
+        value=trained,
+    )
+    if "device" not in facts[0]:
+        yield Check(what="packing: memory", status="skipped", found="a CPU's memory is not shared out")
+        return
+    on_each = Counter(fact["device"] for fact in facts)
+    yield Check(
+        what="packing: workers on a device",
+        status="pass" if set(on_each.values()) == {PER_DEVICE} else "fail",
+        found=", ".join(map(str, on_each.values())),
+        bound=f"{PER_DEVICE} on each",
+        value=max(on_each.values()),
+    )
+    share = max(fact["peak_bytes"] / fact["device_bytes"] for fact in facts)
+    yield Check(
+        what="packing: memory of a worker",
+        status="pass" if share <= 1 / PER_DEVICE else "fail",
+        found=f"{share:.0%} of the device",
+        bound=f"≤ {1 / PER_DEVICE:.0%}",
+        value=share,
+    )
+    refused = sum(fact["refused"] for fact in facts)
+    yield Check(
+        what="packing: more than its share",
+        status="pass" if refused == len(facts) else "fail",
+        found=f"refused to {refused}",
+        bound=f"refused to all {len(facts)}",
+        value=refused,
+    )

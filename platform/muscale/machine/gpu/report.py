@@ -1,0 +1,67 @@
+"""The report of `muscale doctor --gpu`: checks with their numbers and bounds, for a terminal and as a file to send."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from muscale.formatting import finite
+from proxy_models.files import atomic_write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        what: Where, and what was compared.
+        status: "skipped" is neither passed nor failed.
+        found: The number with its unit; of a skipped check the reason.
+        bound: What it has to be.
+        value: The number alone; None where there is none.
+    """
+
+    what: str
+    status: Literal["pass", "fail", "skipped"]
+    found: str
+    bound: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReport:
+    """All checks, and the figures that they were made from.
+
+    Attributes:
+        machine: Versions and devices.
+        checks: In order.
+        trainings: Each as plain values.
+        packing: Of each worker that shared a device.
+    """
+
+    machine: dict[str, Any]
+    checks: tuple[Check, ...]
+    trainings: tuple[dict[str, Any], ...]
+    packing: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not any(check.status == "fail" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with `passed`."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def write(self, file: Path) -> None:
+        """Write it as JSON."""
+        with atomic_write(file) as unfinished:
+            unfinished.write_text(json.dumps(finite(self.to_dict()), indent=1))
+
+    def __str__(self) -> str:
+        wide, found = (max(len(getattr(check, name)) for check in self.checks) for name in ("what", "found"))
+        lines = [f"{c.status:<7}  {c.what:<{wide}}  {c.found:<{found}}  {c.bound}".rstrip() for c in self.checks]
+        count = {status: sum(c.status == status for c in self.checks) for status in ("pass", "fail", "skipped")}
+        return "\n".join([*lines, ", ".join(f"{status}: {number}" for status, number in count.items())])
