@@ -17,6 +17,7 @@ from scaling.arrays import Array, Integers
 from scaling.checks import losses, require_columns
 from scaling.presentation import Result, lines
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
+from scaling.search.coverage import Region, is_within, moved_into, untried
 from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.process import Observations, Process
 from scaling.search.search_box import Point, SearchBox
@@ -25,10 +26,12 @@ from scaling.threads import single_threaded
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-NEAR = 0.01
-"""Excess of log loss over the surface's minimum beyond which nothing is suggested.
+NEAR, FAR = 0.01, 2.0
+"""Excess of log loss over the surface's minimum beyond which a point must promise more, and by how much in the logarithm of
+expected improvement.
 
-Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py)."""
+Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py). FAR is assumed: there 2, 4
+and a refusal of all such points need the same warm evaluations."""
 PRIOR_WEIGHT = 10.0
 """Strength of a user's prior: after n runs of the scale its logarithm counts PRIOR_WEIGHT / (n + 1) (the decay of piBO,
 2204.11051; ten is assumed)."""
@@ -77,7 +80,8 @@ class ResponseSurface(Result):
 
     Attributes:
         box: coordinates and scales.
-        n_runs: all runs, diverged ones among them.
+        u: encoded coordinates of all runs, diverged ones among them, [n, q].
+        cell: number of the scale of each, [n].
         process: what was fitted.
         centre: mean log2 of the scales, [k].
         cells: scales [C, k], log2, in the order of the process's cell numbers.
@@ -85,11 +89,17 @@ class ResponseSurface(Result):
     """
 
     box: SearchBox
-    n_runs: int
+    u: Array
+    cell: Integers
     process: Process
     centre: Array
     cells: Array
     n_finite: tuple[int, ...]
+
+    @property
+    def n_runs(self) -> int:
+        """All runs, diverged ones among them."""
+        return len(self.u)
 
     @property
     def noise(self) -> float:
@@ -196,7 +206,9 @@ class ResponseSurface(Result):
 
         Until the runs made and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
         from the prior. Then the largest expected improvement on the best that was tried at this scale, or where nothing
-        was, the surface's minimum; within `NEAR` of that minimum. The same arguments give the same point.
+        was, the surface's minimum; what lies further than `NEAR` above that minimum counts less by `FAR`. Where runs of
+        other scales leave categories or ends of ranges untried (`coverage`), every second point lies there, until each was
+        tried. The same arguments give the same point.
 
         Args:
             scale: the scale that is searched; may be left out where the box has none.
@@ -212,9 +224,9 @@ class ResponseSurface(Result):
         under_way = self.box.octaves(pending)
         octaves = np.concatenate([self.box.octaves(pd.DataFrame([dict(scale or {})])), under_way])
         s, cells = octaves - self.centre, self._cells_of(octaves)
-        process = self.process.and_exactly(self.box.encode(pending), s[1:], cells[1:])
-        s, cell, n_pending = s[0], cells[0], len(pending)
-        n = self.n_runs + n_pending
+        u = self.box.encode(pending)
+        process = self.process.and_exactly(u, s[1:], cells[1:])
+        s, cell, n = s[0], cells[0], self.n_runs + len(pending)
         generator = np.random.default_rng([seed, n])
         if n < (start := len(self.box.names) + 2):
             if prior is not None:
@@ -222,10 +234,17 @@ class ResponseSurface(Result):
                 return self._point(drawn[np.argmax(self._logs(prior, drawn) + generator.gumbel(size=len(drawn)))])
             design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
             return self._point(self.box.place(design)[n])
-        return self._point(self._most_promising(process, s, cell, prior, generator))
+        regions = self._to_explore(np.concatenate([self.u[self.cell == cell], u[cells[1:] == cell]]), cell)
+        return self._point(self._most_promising(process, s, cell, prior, generator, regions))
 
     def _most_promising(
-        self, process: Process, s: Array, cell: int, prior: LogPrior | None, generator: np.random.Generator
+        self,
+        process: Process,
+        s: Array,
+        cell: int,
+        prior: LogPrior | None,
+        generator: np.random.Generator,
+        regions: list[Region],
     ) -> Array:
         lowest = self._lowest(process, s, cell, generator)
         tried = process.data.u[process.data.cell == cell]
@@ -239,9 +258,25 @@ class ResponseSurface(Result):
             promise = log_expected_improvement(mean, std, incumbent)
             if prior is not None:
                 promise = promise + PRIOR_WEIGHT / (len(tried) + 1) * self._logs(prior, u)
-            return np.where(mean <= bottom + NEAR, -promise, np.inf)
+            if regions:
+                return np.where(is_within(regions, u), -promise, np.inf)
+            return -promise + FAR * (mean > bottom + NEAR)
 
-        return minimise(score, self.box, generator, lowest[None])
+        start = moved_into(regions, lowest, self.box) if regions else lowest[None]
+        return minimise(score, self.box, generator, start)
+
+    def _to_explore(self, here: Array, cell: int) -> list[Region]:
+        """Untried regions, one of which the next point of a scale shall lie in; none: it may lie anywhere.
+
+        Every second point of a scale, from its second on, explores, at most as often as the runs of other scales left
+        regions untried. `here` are the encoded points made and under way at the scale.
+        """
+        elsewhere = self.u[self.cell != cell]
+        columns = [column for column, *_ in untried(self.box, elsewhere)]
+        if len(here) % 2 == 0 or len(here) >= 2 * len(columns):
+            return []
+        left = untried(self.box, np.concatenate([elsewhere, here]))
+        return [region for region in left if region[0] in columns]
 
     def _lowest(self, process: Process, s: Array, cell: int, generator: np.random.Generator) -> Array:
         """The encoded minimum of the mean."""
@@ -328,7 +363,8 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     )
     return ResponseSurface(
         box=box,
-        n_runs=len(rows),
+        u=u,
+        cell=cell,
         process=Process.fit(data, box.layout),
         centre=centre,
         cells=cells,

@@ -76,3 +76,31 @@ def test_a_longer_run_is_first_tried_at_a_lower_rate() -> None:
     known = known_runs(0.02).query("n_params == 500").assign(n_params=1000, n_tokens=2000)
     config = searcher(Space({"learning_rate": RATE}), known).propose(0, Trials([]))
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.02) + 0.2) < 0.15
+
+
+def test_a_better_choice_that_no_prior_run_has_is_found() -> None:
+    """Muon is 3 % better, all known runs are adamw's: it is among the first trials and the search ends within .5 % of its best."""
+    space = Space(
+        {
+            "learning_rate": RATE,
+            "init_scale": LogUniform(low=1 / 8, high=8),
+            "optimizer": Choice(values=("adamw", "muon")),
+        }
+    )
+
+    def excess(config: Config) -> float:
+        rate, scale = (math.log2(cast(float, config[name])) for name in ("learning_rate", "init_scale"))
+        best, worse = (-5.6, 0.0) if config["optimizer"] == "muon" else (-6.6, 0.03)
+        return worse + 0.01 * (rate - best) ** 2 + 0.0033 * scale**2
+
+    drawn = [space.draw(1, number) | {"optimizer": "adamw"} for number in range(16)]
+    known = [
+        {**c, "n_params": 250 + 250 * (i % 2), "n_tokens": 8000, "loss": 3.2 * math.exp(excess(c))}
+        for i, c in enumerate(drawn)
+    ]
+    search, trials = searcher(space, pd.DataFrame(known)), Trials([])
+    for number in range(8):
+        config = search.propose(number, trials)
+        trials.observations.append(Observation(config=config, loss=3 * math.exp(excess(config))))
+    assert "muon" in [seen.config["optimizer"] for seen in trials.observations[:2]]
+    assert min(excess(seen.config) for seen in trials.observations) < 0.005
