@@ -217,6 +217,7 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
     ("positions", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("rotary_fraction", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("rope_theta", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("document_separator", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("parallel", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "tied",

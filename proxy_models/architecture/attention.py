@@ -12,12 +12,18 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-Kernel = Literal["flash", "efficient", "math"]
+from proxy_models.architecture.documents import attend_within
+
+Kernel = Literal["flash", "efficient", "flex", "math"]
 _LARGEST_FLASH_HEAD = 256
+_SMALLEST_FLEX_HEAD = 16
 
 
-def cuda_kernel(dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool) -> Kernel:
+def cuda_kernel(
+    dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool, within_documents: bool = False
+) -> Kernel:
     """The kernel that torch takes on an NVIDIA GPU of compute capability 8 or more.
 
     Args:
@@ -25,21 +31,36 @@ def cuda_kernel(dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: boo
         head_dim: FlashAttention pads it to a multiple of 8, the memory-efficient kernel refuses one that does not fill 16 bytes.
         biased: Whether a bias is added to the logits.
         grouped: Whether fewer key and value heads than query heads are passed on.
+        within_documents: Whether attention stays within documents, which FlexAttention does for every dtype, bias
+            and grouping, but for heads of 16 on only (torch/_inductor/kernel/flex/flex_attention.py of torch 2.13).
     """
+    if within_documents:
+        return "flex" if head_dim >= _SMALLEST_FLEX_HEAD else "math"
     if dtype != torch.float32 and not biased and head_dim <= _LARGEST_FLASH_HEAD:
         return "flash"
     return "math" if grouped or head_dim % (16 // dtype.itemsize) else "efficient"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, dropout: float) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    dropout: float,
+    documents: Tensor | BlockMask | None = None,
+) -> Tensor:
     """Mix values, (batch, time, heads, head_dim) of each, by causal attention without a scale.
 
     Args:
         query: As many heads as `key` and `value`, or a multiple.
         key, value: Keys and values.
         bias: Added to the logits, (heads, time, time) with -inf on the future; None: causal without one.
-        dropout: Probability of dropping a weight.
+        dropout: Probability of dropping a weight; 0 within documents.
+        documents: As `documents.attend_within` takes them; None: attention reaches over the whole sequence.
     """
+    if documents is not None:
+        return attend_within(query, key, value, documents, bias)
     n_groups = query.shape[2] // key.shape[2]
     kernel = cuda_kernel(query.dtype, query.shape[3], biased=bias is not None, grouped=n_groups > 1)
     if n_groups > 1 and kernel == "math" and _on_gpu(query):

@@ -49,6 +49,9 @@ class ModelConfig(Serializable):
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
         vocab_size: Number of token ids.
+        document_separator: Id of the token that closes documents. Attention then stays within a document, which begins with the
+            token that closes the one before; None: attention reaches over the whole sequence. As with `rope_theta`, the default
+            is neither written nor in a key.
         context_length: Tokens in one training sequence.
     """
 
@@ -73,6 +76,7 @@ class ModelConfig(Serializable):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     vocab_size: int = 256
+    document_separator: int | None = None
     context_length: int = 128
 
     def __post_init__(self) -> None:
@@ -106,6 +110,15 @@ class ModelConfig(Serializable):
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.z_loss < 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        if self.document_separator is not None:
+            if not 0 <= self.document_separator < self.vocab_size:
+                raise ValueError(
+                    f"document_separator must be an id below vocab_size={self.vocab_size}, got {self.document_separator}"
+                )
+            if self.attention_dropout:
+                raise ValueError(
+                    f"attention_dropout must be 0 with document_separator, as its kernels have none, got {self.attention_dropout}"
+                )
 
     @property
     def n_heads(self) -> int:
@@ -190,7 +203,13 @@ class ModelConfig(Serializable):
 
 # Fields that came later: at their default they are left out, so that older keys stay.
 converter.register_unstructure_hook(
-    ModelConfig, make_dict_unstructure_fn(ModelConfig, converter, rope_theta=override(omit_if_default=True))
+    ModelConfig,
+    make_dict_unstructure_fn(
+        ModelConfig,
+        converter,
+        rope_theta=override(omit_if_default=True),
+        document_separator=override(omit_if_default=True),
+    ),
 )
 
 

@@ -15,10 +15,12 @@ from typing import NamedTuple, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.documents import document_blocks, number_documents
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.parametrization import ForwardMultipliers
@@ -71,11 +73,12 @@ def constants(config: ModelConfig) -> dict[str, Tensor | None]:
 
 
 class Positions(NamedTuple):
-    """Positions as attention takes them: rotary angles, or a bias on the logits; None where not used."""
+    """Positions as attention takes them: rotary angles, or a bias on the logits, and documents; None where not used."""
 
     cos: Tensor | None = None
     sin: Tensor | None = None
     bias: Tensor | None = None
+    documents: Tensor | BlockMask | None = None
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
@@ -110,7 +113,7 @@ class Attention(nn.Module):
         if positions.cos is not None and positions.sin is not None:
             query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
         dropout = config.attention_dropout if self.training else 0.0
-        mixed = attend(query * scale, key, value, bias=positions.bias, dropout=dropout)
+        mixed = attend(query * scale, key, value, bias=positions.bias, dropout=dropout, documents=positions.documents)
         return cast(Tensor, self.output(mixed.flatten(-2)))
 
 
@@ -268,7 +271,6 @@ class Decoder(nn.Module):
 
         `regularized` adds the config's label smoothing and z-loss.
         """
-        time = tokens.shape[1]
         x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
             if is_sharded(self.position.weight) and tokens.shape[1] != self.config.context_length:
@@ -278,7 +280,7 @@ class Decoder(nn.Module):
                 )
             x = x + own(self.position.weight)[: x.shape[1]].to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
-        positions = self.positions(time)
+        positions = self.positions(tokens)
         for block in self.blocks:
             x = block(x, positions, self.attention_scale, self.branch_multiplier)
         x = self.final_norm(x) * self.readout_multiplier
@@ -287,13 +289,19 @@ class Decoder(nn.Module):
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
         return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
 
-    def positions(self, time: int) -> Positions:
-        """Return the positions of `time` tokens as attention takes them."""
+    def positions(self, tokens: Tensor) -> Positions:
+        """Return the positions of tokens (batch, time) as attention takes them."""
+        time, documents = tokens.shape[1], self._documents(tokens)
         if self.cos is not None and self.sin is not None:
-            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None])
-        return Positions(
-            bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time].to(self.compute_dtype)
-        )
+            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None], documents=documents)
+        bias = None if self.logit_bias is None else self.logit_bias[:, :time, :time].to(self.compute_dtype)
+        return Positions(bias=bias, documents=documents)
+
+    def _documents(self, tokens: Tensor) -> Tensor | BlockMask | None:
+        if self.config.document_separator is None:
+            return None
+        documents = number_documents(tokens, self.config.document_separator)
+        return document_blocks(documents) if tokens.device.type == "cuda" else documents
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:

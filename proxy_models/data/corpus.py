@@ -169,9 +169,18 @@ class Corpus:
         Raises:
             CorpusError: If the corpus was given as tokens.
         """
-        if all(files.manifest["tokenizer"] == STATED for files in self.sources.values()):
+        if not self._has_tokenizer:
             raise CorpusError(f"{self.folder}: the corpus was given as tokens, their tokenizer is not known")
         return kept_tokenizer(self.folder)
+
+    @property
+    def end_of_document(self) -> int | None:
+        """Id that closes documents; None where the corpus was given as tokens."""
+        return self.tokenizer().end_of_document if self._has_tokenizer else None
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return any(files.manifest["tokenizer"] != STATED for files in self.sources.values())
 
     def epochs(self, n_tokens: int) -> dict[str, float]:
         """Return how often a run of `n_tokens` sees each source."""

@@ -307,7 +307,7 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
         name="attention",
         status="failed",
         compared=f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block",
-        advice="take a model.head_dim that is a multiple of 8",
+        advice="take a model.head_dim that is a multiple of 8, and with model.document_separator at least 16",
     )
 
 

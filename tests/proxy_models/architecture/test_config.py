@@ -41,6 +41,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         positions=draw(st.sampled_from(get_args(Positions))),
         rotary_fraction=draw(st.sampled_from([0.25, 0.5, 1.0])),
         rope_theta=draw(st.sampled_from([10_000.0, 500_000.0])),
+        document_separator=None,
         qk_norm=draw(st.booleans()),
         parallel=draw(st.booleans()),
         tied=draw(st.booleans()),

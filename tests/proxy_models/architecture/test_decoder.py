@@ -195,7 +195,7 @@ def test_activations_are_what_their_names_say() -> None:
 def test_a_parallel_block_adds_both_branches_of_one_norm(tokens: Tensor) -> None:
     model = variant_of({"parallel": True}, n_layers=1)
     (block,), x = blocks(model), model.embedding(tokens) * model.embedding_multiplier
-    positions = model.positions(tokens.shape[1])
+    positions = model.positions(tokens)
     normed = block.attention_norm(x)
     added = block.attention(normed, positions, model.attention_scale) + block.mlp(normed)
     expected = x + MULTIPLIERS.branch * added

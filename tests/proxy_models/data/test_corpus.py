@@ -327,6 +327,7 @@ def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (corpus.vocab_size, corpus.train.dtype.name) == (200, "uint8")  # the smallest that holds them
     assert corpus.sources["corpus"].fertility is None
     assert corpus.bytes_per_token is None
+    assert corpus.end_of_document is None
     with pytest.raises(CorpusError, match="given as tokens, their tokenizer is not known"):
         corpus.tokenizer()
 

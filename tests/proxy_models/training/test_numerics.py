@@ -45,10 +45,12 @@ def test_a_change_of_what_is_rounded_is_in_the_keys_of_low_precision_alone() -> 
 
 
 def test_fields_of_the_model_that_came_later_are_in_the_key_only_where_they_are_set() -> None:
-    assert "rope_theta" not in NUMERICS.to_dict()["model"]
-    changed = replace(NUMERICS, model=replace(NUMERICS.model, rope_theta=5e5))
-    assert changed.key != NUMERICS.key
-    assert Numerics.from_dict(changed.to_dict()) == changed
+    later: dict[str, Any] = {"rope_theta": 5e5, "document_separator": 0}
+    for name, value in later.items():
+        assert name not in NUMERICS.to_dict()["model"]
+        changed = replace(NUMERICS, model=replace(NUMERICS.model, **{name: value}))
+        assert changed.key != NUMERICS.key
+        assert Numerics.from_dict(changed.to_dict()) == changed
 
 
 @pytest.mark.parametrize(

@@ -279,8 +279,12 @@ def _attention(plan: Plan, config: StudyConfig) -> GateLine:
 
     model = plan.model
     kernel = cuda_kernel(
-        DTYPES[plan.precision], model.head_dim, biased=model.positions == "alibi", grouped=False
-    )  # where a kernel lacks grouped heads, they are expanded
+        DTYPES[plan.precision],
+        model.head_dim,
+        biased=model.positions == "alibi",
+        grouped=False,  # where a kernel lacks grouped heads, they are expanded
+        within_documents=model.document_separator is not None,
+    )
     weights = 4 * _micro_batch(plan, config) * model.n_heads * model.context_length**2
     return attention_line(
         kernel, head_dim=model.head_dim, weight_bytes=weights / config.promote.parallelism.tensor_parallel

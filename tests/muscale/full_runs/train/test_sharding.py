@@ -106,10 +106,14 @@ LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "full, uneven": (  # 3, 3 and 2 of 8
         Parallelism(sharding="full", checkpointing="selective"),
         3,
-        {"tied": True, "optimizer": "adafactor"},
+        {"tied": True, "optimizer": "adafactor", "document_separator": ord(" ")},  # words are the documents
     ),
     "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2), 4, {"optimizer": "muon"}),
-    "tensor": (Parallelism(tensor_parallel=2, checkpointing="full"), 4, {"tied": True, **EVERYTHING}),
+    "tensor": (
+        Parallelism(tensor_parallel=2, checkpointing="full"),
+        4,
+        {"tied": True, "document_separator": ord(" "), **EVERYTHING},
+    ),
     "tensor, bf16": (Parallelism(tensor_parallel=2, checkpointing="selective"), 4, {"precision": "bf16", **EVERYTHING}),
     "tensor, replicas": (
         Parallelism(sharding="none", tensor_parallel=2),
