@@ -7,16 +7,16 @@ Width follows Tensor Programs V (Yang et al., arXiv 2203.03466, table 8, in the 
 standard parametrization); depth follows CompleteP (Dey et al., arXiv 2505.01618, table 1, exponent alpha = 1).
 With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth exponent:
 
-| tensor class    | init std                 | learning rate | multiplier                    | weight decay | Adam eps    |
-| --------------- | ------------------------ | ------------- | ----------------------------- | ------------ | ----------- |
-| embedding       | 1                        | 1             | 1                             | 1            | 1/m         |
-| hidden matrix   | 1/sqrt(fan_in)           | m_L^(a-1) / m | branch m_L^(-a)               | m or sqrt(m) | 1/(m·m_L^a) |
-| block norm gain | constant 1               | m_L^(a-1)     |                               | 0            | 1/(m·m_L^a) |
-| qk-norm gain    | constant 1               | m_L^(a-1)     |                               | 0            | 1/m_L^a     |
-| final norm gain | constant 1               | 1             |                               | 0            | 1/m         |
-| bias            | constant 0               | as the gain   |                               | 0            | as the gain |
-| readout         | 1/sqrt(base fan_in) or 0 | 1             | 1/m                           | 1            | 1/m         |
-| tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1            | 1/m         |
+| tensor class    | init std                 | learning rate | multiplier                    | weight decay        | Adam eps    |
+| --------------- | ------------------------ | ------------- | ----------------------------- | ------------------- | ----------- |
+| embedding       | 1                        | 1             | 1                             | 1                   | 1/m         |
+| hidden matrix   | 1/sqrt(fan_in)           | m_L^(a-1) / m | branch m_L^(-a)               | m_L^(1-a)·(m or √m) | 1/(m·m_L^a) |
+| block norm gain | constant 1               | m_L^(a-1)     |                               | 0                   | 1/(m·m_L^a) |
+| qk-norm gain    | constant 1               | m_L^(a-1)     |                               | 0                   | 1/m_L^a     |
+| final norm gain | constant 1               | 1             |                               | 0                   | 1/m         |
+| bias            | constant 0               | as the gain   |                               | 0                   | as the gain |
+| readout         | 1/sqrt(base fan_in) or 0 | 1             | 1/m                           | 1                   | 1/m         |
+| tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1                   | 1/m         |
 
 A bias goes with the gain of its place, in a block or at the end. The tied table's values suit its use as a readout; the
 multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. Learned
@@ -28,7 +28,9 @@ An untied readout may start at zero (`Hyperparameters.zero_readout`), as Tensor 
 random part of the logits vanishes with the width, so small models differ by it from large.
 
 Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
-AdamW does), so a matrix shrinks at the same speed at every width: `decay_scaling` "timescale". The other, "sublayer_gain",
+AdamW does), so a matrix shrinks at the same speed at every width and depth, and the timescale tau of its average is the one that was
+tuned: `decay_scaling` "timescale". CompleteP's table leaves the decay as it is in depth, which is the same where a = 1; at a = .75
+and sixteen times the depth tau would double. The other, "sublayer_gain",
 has sqrt(m) in place of m for the decay of hidden matrices: where decay and updates have come to balance, the largest
 singular value of a matrix is found to grow as sqrt(rate / decay)·width^.75, and with a rate of 1/m this keeps its gain
 (Fan et al., arXiv 2510.15262, for AdamW).
@@ -236,7 +238,7 @@ def tensor_rule(
         width_mult=m,
         init_std=init_std,
         lr_factor=depth_rate / width_rate,
-        weight_decay_factor=width_decay if is_matrix else 0.0,
+        weight_decay_factor=width_decay / depth_rate if is_matrix else 0.0,
         eps_factor=1 / (m * depth_eps),
     )
 

@@ -19,6 +19,8 @@ SEMANTICS = 1
 a sum): results of another number are not reused. tests/muscale/golden.json holds losses that are fixed by the number."""
 ROUNDING = 2
 """As `SEMANTICS`, for bf16 and fp16 alone: raise it with a change of what is rounded to them; fp32 keys stay. 1 was autocast."""
+DEPTH_DECAY = 2
+"""As `SEMANTICS`, for a depth exponent below 1 alone. 1 left the decay as it was in depth, so that rate × decay moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Numerics(Serializable):
             lengths may share their beginning.
         semantics: Version of the training semantics.
         rounding: Version of what is rounded to bf16 or fp16; not written, nor in the key, in fp32.
+        depth_decay: Version of the decay in depth; not written, nor in the key, at a depth exponent of 1.
     """
 
     model: ModelConfig
@@ -54,6 +57,7 @@ class Numerics(Serializable):
     run_tokens: int | None = None
     semantics: int = SEMANTICS
     rounding: int = ROUNDING
+    depth_decay: int = DEPTH_DECAY
 
     def __post_init__(self) -> None:
         if self.run_tokens is not None and not self.stages_by_fraction:
@@ -104,6 +108,8 @@ def _written(numerics: Numerics) -> dict[str, Any]:
     fields = _every_field(numerics)
     if numerics.precision == "fp32":
         del fields["rounding"]
+    if numerics.depth_exponent == 1:
+        del fields["depth_decay"]
     return fields
 
 

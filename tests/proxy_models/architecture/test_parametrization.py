@@ -129,7 +129,9 @@ def test_depth_scales_branches_rates_and_eps_inside_the_blocks_only(
     shallow = parametrize(BASE, BASE)
     assert deep.multipliers == replace(shallow.multipliers, branch=branch)
     for name in (MATRIX, BLOCK_GAIN):
-        assert deep.rules[name] == replace(shallow.rules[name], lr_factor=rate, eps_factor=branch), name
+        decay = shallow.rules[name].weight_decay_factor / rate
+        scaled = {"lr_factor": rate, "eps_factor": branch, "weight_decay_factor": decay}
+        assert deep.rules[name] == replace(shallow.rules[name], **scaled), name
     for name in ("embedding.weight", "final_norm.weight", "readout.weight"):
         assert deep.rules[name] == shallow.rules[name], name
 
@@ -157,6 +159,17 @@ def test_eps_falls_with_depth_as_gradients_in_a_block_do(exponent: float) -> Non
     }
     for kind in (TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.QK_NORM):
         assert at_depth[kind] / at_base[kind] == pytest.approx(factors[kind], rel=0.3), kind
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("exponent", [0.5, 0.75, 1.0])
+def test_a_matrix_shrinks_at_the_tuned_speed_at_every_width_and_depth(
+    exponent: float, optimizer: OptimizerName
+) -> None:
+    for model in (FAMILY.at(depth=32), FAMILY.at(width=128, depth=32)):
+        for rule in parametrize(model, BASE, depth_exponent=exponent, optimizer=optimizer).rules.values():
+            if rule.weight_decay_factor:
+                assert rule.lr_factor * rule.weight_decay_factor == pytest.approx(1)
 
 
 def test_width_and_depth_multiply() -> None:

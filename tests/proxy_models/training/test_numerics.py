@@ -44,6 +44,13 @@ def test_a_change_of_what_is_rounded_is_in_the_keys_of_low_precision_alone() -> 
     assert replace(low, rounding=1).key != low.key
 
 
+def test_a_change_of_the_decay_in_depth_is_in_the_keys_of_depth_exponents_below_1_alone() -> None:
+    assert replace(NUMERICS, depth_decay=1).key == NUMERICS.key
+    assert "depth_decay" not in NUMERICS.to_dict()
+    lower = replace(NUMERICS, depth_exponent=0.75)
+    assert replace(lower, depth_decay=1).key != lower.key
+
+
 def test_fields_of_the_model_that_came_later_are_in_the_key_only_where_they_are_set() -> None:
     later: dict[str, Any] = {"rope_theta": 5e5, "document_separator": 0}
     for name, value in later.items():
