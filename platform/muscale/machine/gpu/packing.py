@@ -15,7 +15,7 @@ import torch
 from muscale.actors.cluster import cluster
 from muscale.actors.pool import PooledWorker, TrainingActor, WorkerPool
 from muscale.errors import last_line
-from muscale.layout import LEDGER
+from muscale.layout import CORPUS, LEDGER
 from muscale.machine.gpu.report import Check
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
@@ -49,7 +49,7 @@ class SharingActor(TrainingActor):
             "refused": False,
         }
         try:
-            torch.empty(total // PER_DEVICE, dtype=torch.uint8, device=device)  # beside what is reserved already
+            torch.empty(total // PER_DEVICE + 2**21, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             facts["refused"] = True
         return facts
@@ -66,7 +66,7 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
     """
     batch = sequences * model.context_length
     segments = chain(Hyperparameters(learning_rate=0.002, batch_tokens=batch), _STEPS * batch)
-    corpus = Corpus.open(directory / "corpus")
+    corpus = Corpus.open(directory / CORPUS)
     chains = [
         Chain(
             numerics=Numerics(
@@ -81,7 +81,9 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
         )
         for seed in range(resources.workers)
     ]
-    pool = WorkerPool(Ledger(directory / LEDGER), resources, SharingActor)
+    ledger = Ledger(directory / LEDGER)
+    ledger.claim({"name": "doctor"}, {})  # which makes the file that workers open
+    pool = WorkerPool(ledger, resources, SharingActor)
     with cluster(resources):
         try:
             workers: list[PooledWorker] = []

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,21 +35,21 @@ class StepTrace:
         units: Modules that FSDP2 shards by themselves; "" is the rest of the model.
         collectives: Calls a step by (kind, bytes that a rank puts in), of weights and gradients.
         attention: Calls a step by the kernel's name.
-        host_waits: Calls a step in which the host waited for the device; None where no calls of CUDA's runtime were traced.
+        host_waits: Calls in each step in which the host waited for the device; None where no calls of CUDA's runtime were traced.
     """
 
     steps: int
     units: tuple[str, ...]
     collectives: Mapping[tuple[str, int], float]
     attention: Mapping[str, float]
-    host_waits: float | None
+    host_waits: tuple[int, ...] | None
 
     @classmethod
     def read(cls, file: Path) -> Self:
         """From a trace of at least two steps."""
         with gzip.open(file) as opened:
             events = [event for event in json.load(opened)["traceEvents"] if event.get("ph") == "X"]
-        updates = sorted(_end(event) for event in events if event["name"].startswith("Optimizer.step"))
+        updates = sorted(_end(event) for event in events if _is_update(event))
         steps = len(updates) - 1
         within = [event for event in events if updates[0] <= event["ts"] < updates[-1]]
         has_runtime = any(event.get("cat") == "cuda_runtime" for event in events)
@@ -57,7 +58,12 @@ class StepTrace:
             units=tuple(sorted({unit for event in within if (unit := _unit(event["name"])) is not None})),
             collectives=_a_step((_collective(e) for e in within if e["name"] in _COLLECTIVES), steps),
             attention=_a_step((m[1] or m[2] for e in within if (m := _ATTENTION.match(e["name"]))), steps),
-            host_waits=sum(event["name"] in _WAITS for event in within) / steps if has_runtime else None,
+            host_waits=tuple(
+                sum(event["name"] in _WAITS and start <= event["ts"] < end for event in within)
+                for start, end in pairwise(updates)
+            )
+            if has_runtime
+            else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +78,11 @@ class StepTrace:
             "attention": dict(self.attention),
             "host_waits": self.host_waits,
         }
+
+
+def _is_update(event: Mapping[str, Any]) -> bool:
+    """Whether it is the optimizer's step by the host's clock; on a GPU's own line it is there a second time."""
+    return event.get("cat") == "user_annotation" and event["name"].startswith("Optimizer.step")
 
 
 def _end(event: Mapping[str, Any]) -> float:

@@ -25,7 +25,6 @@ from muscale.machine.gpu.checks import (
     speed_checks,
     step_checks,
 )
-from muscale.machine.gpu.packing import packing_checks
 from muscale.machine.gpu.report import Check, GpuReport
 from muscale.machine.gpu.traces import StepTrace
 from muscale.machine.gpu.training import Case, Measurement
@@ -89,7 +88,7 @@ def measured(case: Case | None = None, **facts: Any) -> Measurement:
         units=("", "blocks.0", "blocks.1", "embedding", "readout"),
         collectives={("all-gather", 1000): 2.0, ("reduce-scatter", 2000): 1.0},
         attention={"flash": 4.0},
-        host_waits=0.0,
+        host_waits=(0, 0),
     )
     given: dict[str, Any] = {
         "losses": (5.0,) * case.steps,
@@ -119,8 +118,8 @@ def test_a_loss_that_is_off_at_one_step_fails() -> None:
         ({"units": ()}, ["units of FSDP2"]),
         ({"attention": {"flash": 2.0, "math": 2.0}}, ["attention"]),
         ({"attention": {}}, ["attention"]),
-        ({"host_waits": 2.0}, []),
-        ({"host_waits": 2.5}, ["waits of the host"]),
+        ({"host_waits": (0, 4)}, []),
+        ({"host_waits": (1, 1)}, ["waits of the host"]),
     ],
     ids=["all well", "not sharded", "some math", "no attention", "waits at a read", "waits between"],
 )
@@ -179,16 +178,6 @@ def test_mfu_is_held_against_the_predicted_step_of_a_known_device(monkeypatch: p
         assert check.status == expected
         assert check.value == pytest.approx(abs(share - 1))
     assert mfu_check("MFU", measured(case), "NVIDIA H100 PCIe").status == "skipped"
-
-
-def test_workers_that_share_a_device_each_keep_to_their_part() -> None:
-    fact = {"loss": 5.0, "device": "0", "peak_bytes": 30, "device_bytes": 80, "refused": True}
-    well = [fact, fact]
-    assert status(list(packing_checks(well))) == ["pass"] * 4
-    for broken, place in (({"loss": None}, 0), ({"device": "1"}, 1), ({"peak_bytes": 41}, 2), ({"refused": False}, 3)):
-        found = status(list(packing_checks([fact, fact | broken])))
-        assert [number for number, each in enumerate(found) if each == "fail"] == [place]
-    assert status(list(packing_checks([{"loss": 5.0}] * 2))) == ["pass", "skipped"]
 
 
 def test_without_a_gpu_the_command_refuses(

@@ -34,6 +34,10 @@ def test_what_comes_before_the_first_update_or_after_the_last_is_left_out(tmp_pa
     assert read(tmp_path, gather(15.0, "float")).collectives == {("all-gather", 128): 0.5}
 
 
+def test_an_update_on_the_gpu_s_own_line_is_not_a_second_one(tmp_path: Path) -> None:
+    assert read(tmp_path, event("Optimizer.step#AdamW.step", 33.0, cat="gpu_user_annotation")).steps == 2
+
+
 def test_attention_is_counted_by_kernel_and_only_forward(tmp_path: Path) -> None:
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "attention_math", "attention")
     events = [event(f"aten::_scaled_dot_product_{name}", 15.0) for name in names]
@@ -43,9 +47,9 @@ def test_attention_is_counted_by_kernel_and_only_forward(tmp_path: Path) -> None
 
 def test_waits_are_the_runtime_s_calls_that_return_once_the_device_is_done(tmp_path: Path) -> None:
     runtime = [event(name, 15.0, cat="cuda_runtime") for name in ("cudaLaunchKernel", "cudaStreamWaitEvent")]
-    assert read(tmp_path, *runtime).host_waits == 0.0
-    waits = event("cudaStreamSynchronize", 16.0, cat="cuda_runtime")
-    assert read(tmp_path, *runtime, waits).host_waits == 0.5
+    assert read(tmp_path, *runtime).host_waits == (0, 0)
+    waits = [event("cudaStreamSynchronize", ts, cat="cuda_runtime") for ts in (5.0, 26.0, 27.0, 35.0)]
+    assert read(tmp_path, *runtime, *waits).host_waits == (0, 2)
     assert read(tmp_path, event("aten::mm", 15.0)).host_waits is None
 
 
