@@ -177,6 +177,11 @@ class Recorder:
         """Seconds so far, without those of measuring."""
         return time.perf_counter() - self._started
 
+    @property
+    def last_norm(self) -> float:
+        """Gradient norm of the last step."""
+        return float(self._norms[-1])
+
     def curve(self) -> Curve:
         """Return the collected curve."""
         tokens, factors, seconds = zip(*self._steps, strict=True)

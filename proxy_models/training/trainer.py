@@ -6,7 +6,6 @@ this file only walks over them without a trainer's overhead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +26,7 @@ from proxy_models.training import compilation
 from proxy_models.training.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import CPU, evaluation_batch, fitting_on, memory_limit, send, usable
-from proxy_models.training.guard import Divergence, Spike
+from proxy_models.training.guard import Divergence, Spike, judge_evaluation
 from proxy_models.training.metrics import WAIT_EVERY, Curve, Observation, Recorder
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -181,9 +180,14 @@ class Trainer:
         if not divergence:
             source_losses = self._source_losses(warm, numerics, batch)
             loss = corpus_loss(self._held_out(numerics), source_losses)
-            if not math.isfinite(loss):
-                last = segment.recipe.ramp.n_steps(segment.end)
-                divergence = Divergence(step=last, reason="the validation loss is not finite")
+            divergence = judge_evaluation(
+                loss,
+                recorder.last_norm,
+                vocab_size=numerics.model.vocab_size,
+                step=segment.recipe.ramp.n_steps(segment.end),
+                is_warm=segment.end > segment.recipe.warmup_tokens,
+            )
+            if divergence:
                 loss, source_losses = None, {}
         if not divergence:
             end = self._state(stepper, segment.end)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proxy_models.training.guard import Divergence, Guard, Spike, Verdict, robust_limit
+from proxy_models.training.guard import Divergence, Guard, Spike, Verdict, judge_evaluation, robust_limit
 from proxy_models.training.guard_settings import GuardSettings
 
 SETTINGS = GuardSettings(window=16, threshold=8.0, max_spikes=2)
@@ -139,3 +139,26 @@ def test_verdicts_read_late_are_those_read_at_once() -> None:
 def test_settings_out_of_range_are_refused(change: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         GuardSettings(**change)
+
+
+UNIFORM = math.log(256)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "is_warm", "diverged"),
+    [
+        (math.nan, 1.0, False, True),
+        (10.1 * UNIFORM, 1.0, True, True),
+        (10.1 * UNIFORM, 1.0, False, False),  # a large readout at its start
+        (9.9 * UNIFORM, 1.0, True, False),
+        (UNIFORM, 0.0, True, True),
+        (UNIFORM, 0.0, False, False),  # before the first step of a readout of zeros
+        (UNIFORM, 0.1, True, False),  # it still learns
+        (0.99 * UNIFORM, 0.0, True, False),
+        (9.9 * UNIFORM, 0.0, True, True),
+    ],
+)
+def test_an_evaluation_tells_of_a_divergence(loss: float, norm: float, is_warm: bool, diverged: bool) -> None:
+    found = judge_evaluation(loss, norm, vocab_size=256, step=7, is_warm=is_warm)
+    assert (found is not None) == diverged
+    assert found is None or found.step == 7

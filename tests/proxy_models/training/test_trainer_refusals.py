@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,36 @@ def test_a_last_step_that_breaks_the_model_is_a_divergence(
     assert np.isfinite(result.train_losses).all()
     assert result.divergence == Divergence(step=1, reason="the validation loss is not finite")
     assert result.loss is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "reason"), [(100.0, r"more than 10 ln V = 55\.45"), (1e4, r"no better than ln V = 5\.545")]
+)
+def test_a_finite_loss_that_tells_nothing_is_a_divergence(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, rate: float, reason: str
+) -> None:
+    recipe = replace(hyperparameters, learning_rate=rate).resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
+    assert np.isfinite(result.train_losses).all()
+    assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
+    assert result.divergence is not None
+    assert result.divergence.step == 20
+    assert re.search(reason, result.divergence.reason)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"learning_rate": 1.0}, {"output_multiplier": 16.0}, {"init_scale": 16.0}, {"zero_readout": True}],
+    ids=str,
+)
+def test_a_run_that_begins_high_or_peaks_is_none(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, values: dict[str, Any]
+) -> None:
+    recipe = replace(hyperparameters, **values).resolve(N_TOKENS)
+    for n_steps in (1, 20):
+        result = trainer.train(numerics, stem(recipe, n_steps * BATCH))
+        assert result.divergence is None
+        assert result.loss is not None
 
 
 def test_a_state_of_another_position_is_refused(

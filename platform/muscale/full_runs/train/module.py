@@ -46,7 +46,7 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
 from proxy_models.training.device import datasheet_flops, evaluation_batch, send
 from proxy_models.training.fsdp import between_parts, rank_mean, settle
-from proxy_models.training.guard import Divergence, Verdict
+from proxy_models.training.guard import Divergence, Verdict, judge_evaluation
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
@@ -415,16 +415,22 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Evaluate and save what has become due since `before` tokens, and end the run if it was preempted.
 
         Raises:
-            StageError: If the validation loss is not finite.
+            StageError: If the run diverged by its validation loss.
             PreemptedError: Once the state is saved.
         """
         run, tokens, flags = self.run, self.tokens, self._flags
         at_end = tokens == run.n_tokens
         if at_end or self._passes_evaluation(before):
             began, losses = time.perf_counter(), self.evaluate()
-            if not math.isfinite(losses["val_loss"]):
-                step = run.n_steps(tokens)
-                raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
+            divergence = judge_evaluation(
+                losses["val_loss"],
+                self._rows[-1].get("grad_norm", math.inf),
+                vocab_size=run.numerics.model.vocab_size,
+                step=run.n_steps(tokens),
+                is_warm=tokens > run.recipe_before(tokens).warmup_tokens,
+            )
+            if divergence:
+                raise StageError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
             ended = time.perf_counter()
             self._rows[-1] |= {**losses, "evaluation_seconds": ended - began, "seconds": ended - self._started}
         self._flush()  # before the save: a checkpoint implies that the rows before it are written

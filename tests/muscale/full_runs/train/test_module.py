@@ -266,6 +266,11 @@ def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
     guarded = replace(broken, numerics=replace(run.numerics, guard=GuardSettings()))
     with pytest.raises(StageError, match=r"the run diverged: the .* is nan at step \d"):
         train(guarded)
+    dead = replace(run, segments=chain(replace(values, learning_rate=1e4), BATCH * STEPS))
+    with pytest.raises(
+        StageError, match=r"the run diverged: the validation loss is .* than (10 )?ln V = .* at step \d"
+    ):
+        train(dead)
 
 
 def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> None:
