@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from cattrs.gen import make_dict_unstructure_fn, override
 
-from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.architecture.parametrization import RATE_EXPONENT, OptimizerName
 from proxy_models.recipes.batch_ramp import MOST_DOUBLINGS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.schedule import ScheduleName
@@ -111,6 +111,11 @@ class Hyperparameters(Serializable):
         if self.warmup_floor_tokens < 0:
             raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
         self._validate_schedule()
+        for name in ("optimizer", "swap_optimizer"):
+            if (value := getattr(self, name)) not in (*RATE_EXPONENT, None):
+                raise ValueError(
+                    f"{name} must be one that has transfer rules, {', '.join(RATE_EXPONENT)}; got {value!r}"
+                )
         self._validate_swap()
         self._refuse_ignored("optimizer", OPTIMIZERS_THAT_READ, {self.optimizer, self.swap_optimizer})
         if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
