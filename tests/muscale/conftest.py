@@ -103,7 +103,7 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
-    """One Ray on this machine for all tests that need one; it keeps the workers of the last study."""
+    """One Ray on this machine for all tests that need one; its warm workers serve one study after another."""
     from muscale.actors.cluster import cluster
     from muscale.settings.tables import ResourceSettings
 

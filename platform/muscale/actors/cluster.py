@@ -31,7 +31,7 @@ class Cluster:
 
     @contextmanager
     def workers(self, ledger: Ledger, resources: ResourceSettings) -> Iterator[WorkerPool]:
-        """The pool of a study, warm from its stages before. Another study's workers, or of other [resources], end first.
+        """The pool, warm from stages before, whichever study they were of. Those with other [resources] end first.
 
         Workers that are still at work at the end of the block end with it.
 
@@ -43,7 +43,7 @@ class Cluster:
             from muscale.actors.pool import WorkerPool
 
         pool = self._pool
-        if pool is None or (pool.ledger.directory, pool.resources) != (ledger.directory, resources):
+        if pool is None or not pool.serve(ledger, resources):
             self.end_workers()
             self._pool = pool = WorkerPool(ledger, resources)
             self._at_exit.callback(pool.end)

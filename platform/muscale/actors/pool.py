@@ -1,4 +1,4 @@
-"""The pool of warm workers in which every proxy training of a study runs: trials, grids and ladders alike."""
+"""The pool of warm workers in which every proxy training runs: trials, grids and ladders, of one study after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -17,28 +18,45 @@ from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 
+if TYPE_CHECKING:
+    from muscale.actors.worker import Worker
+
 IDLE_SECONDS = 20.0
 """Time that an idle worker stays warm while others work; somebody else may want its device."""
 _STARTS = 3  # that may fail one after the other
 
 
 class TrainingActor:
-    """A worker in a process of its own, if that computes with the driver's code."""
+    """A worker in a process of its own, if that computes with the driver's code; it serves one study at a time."""
 
-    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+    def __init__(self, resources: ResourceSettings, package: str) -> None:
         require_same_package(package)
         import torch  # here, as the driver names this class and needs no torch
 
+        self._resources = resources
+        self._worker: Worker  # once it serves a study
+        torch.set_num_threads(resources.threads)
+
+    def serve(self, ledger: Ledger) -> None:
+        """Train for the study of this ledger from now on; the models of the study before are dropped."""
         from muscale.actors.worker import Worker
 
-        torch.set_num_threads(resources.threads)
-        stall_seconds = 60 * resources.stall_minutes
+        resources = self._resources
+        if hasattr(self, "_worker"):
+            if self._worker.ledger.study == ledger.study:
+                return
+            self._worker.ledger.close()
+            del self._worker  # before the next one takes memory
+            if resources.compile:
+                import torch._dynamo
+
+                torch._dynamo.reset()
         self._worker = Worker(
             ledger,
             compiled=resources.compile,
             device=resources.device,
             device_share=resources.device_share,
-            stall_seconds=stall_seconds,
+            stall_seconds=60 * resources.stall_minutes,
         )
 
     def reach(self, chain: Chain) -> Outcome:
@@ -53,25 +71,28 @@ class PooledWorker:
     Attributes:
         name: By which other processes of the driver's job find it.
         actor: Ray's handle.
+        study: That it serves, or was asked to.
         has_started: Whether it ever answered.
         idle_since: By the monotonic clock, when it was given back.
     """
 
     name: str
     actor: Any
+    study: tuple[str, Path] | None = None
     has_started: bool = False
     idle_since: float = 0.0
 
 
 class WorkerPool:
-    """Warm workers of one study, at most `resources.workers`: started on demand, leased, given back, replaced when they die.
+    """Warm workers, at most `resources.workers`: started on demand, leased, given back, replaced when they die.
 
-    Only workers that have started are leased: where the cluster has fewer devices than workers, some may never start.
+    They serve one study after another. Only those are leased that have started and serve the present one: where the cluster has
+    fewer devices than workers, some may never start.
 
     Args:
         ledger: What the workers ask and record in.
         resources: Of one worker, and how many there may be.
-        actor: The class of the workers; takes ledger, resources and the driver's package.
+        actor: The class of the workers; takes resources and the driver's package.
     """
 
     def __init__(self, ledger: Ledger, resources: ResourceSettings, actor: type = TrainingActor) -> None:
@@ -82,6 +103,16 @@ class WorkerPool:
         self._idle: list[PooledWorker] = []
         self._leased: set[PooledWorker] = set()
         self._died_starting = 0  # one after the other
+
+    def serve(self, ledger: Ledger, resources: ResourceSettings) -> bool:
+        """Go on with the study of this ledger, while nothing is leased; False if it wants other workers, and nothing changes."""
+        if resources.model_copy(update={"workers": self.resources.workers}) != self.resources:
+            return False
+        is_other = ledger.study != self.ledger.study
+        self.ledger, self.resources = ledger, resources
+        if is_other:
+            self._await_idle()
+        return True
 
     def lease(self, wanted: int = 1) -> PooledWorker | None:
         """The worker that was given back last; None while none is free.
@@ -96,7 +127,7 @@ class WorkerPool:
         unused = len(self._idle) + len(self._starting)
         for _ in range(min(wanted, self.resources.workers - len(self._leased)) - unused):
             self._start()
-        if not self._idle:
+        if not self._idle or len(self._leased) >= self.resources.workers:
             return None
         worker = self._idle.pop()
         self._leased.add(worker)
@@ -128,8 +159,7 @@ class WorkerPool:
         """Take back a worker that was lost. Idle ones answer again before they are leased: a lost node had several."""
         self._leased.remove(worker)
         ray.kill(worker.actor)
-        while self._idle:
-            self._await(self._idle.pop())
+        self._await_idle()
 
     def end_idle(self) -> None:
         """End workers that had nothing to do for `IDLE_SECONDS` while others have."""
@@ -147,11 +177,16 @@ class WorkerPool:
 
     def _start(self) -> None:
         name = f"muscale-worker-{secrets.token_hex(8)}"
-        actor = self._remote.options(name=name).remote(self.ledger.for_worker(), self.resources, package_fingerprint())
+        actor = self._remote.options(name=name).remote(self.resources, package_fingerprint())
         self._await(PooledWorker(name=name, actor=actor))
 
+    def _await_idle(self) -> None:
+        while self._idle:
+            self._await(self._idle.pop())
+
     def _await(self, worker: PooledWorker) -> None:
-        self._starting[worker.actor.__ray_ready__.remote()] = worker
+        worker.study = self.ledger.study
+        self._starting[worker.actor.serve.remote(self.ledger.for_worker())] = worker
 
     def _note_started(self, answer: Any, worker: PooledWorker) -> None:
         try:
@@ -161,7 +196,14 @@ class WorkerPool:
             if error.actor_init_failed or self._died_starting == _STARTS:
                 raise StageError(f"a worker can't start: {last_line(error)}") from error
             return
+        except RayTaskError as error:
+            if worker.study == self.ledger.study:
+                ray.kill(worker.actor)
+                raise StageError(f"a worker can't start: {last_line(error)}") from error
         worker.has_started, self._died_starting = True, 0
+        if worker.study != self.ledger.study:
+            self._await(worker)
+            return
         worker.idle_since = time.monotonic()
         self._idle.append(worker)
 

@@ -102,6 +102,11 @@ class Ledger:
     def __repr__(self) -> str:
         return f"Ledger({self.storage.name})"
 
+    @property
+    def study(self) -> tuple[str, Path]:
+        """The place of its study: the name of the storage, and the directory."""
+        return self.storage.name, self.directory
+
     def under(self, lease: str, token: int) -> Ledger:
         """This ledger, but a write through it raises a LeaseLostError once the lease has another token."""
         fenced = copy(self)

@@ -1,4 +1,4 @@
-"""Workers that stay between stages: warm for one study, and never another's."""
+"""Workers that stay between stages train for one study after another, and record in the ledger of each."""
 
 from __future__ import annotations
 

@@ -6,17 +6,18 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from muscale.actors.cluster import Cluster
 from muscale.actors.pool import WorkerPool
 from muscale.actors.stalls import ended_where_stalled
 from muscale.errors import PackageMismatchError, StageError
-from muscale.layout import STALLS
+from muscale.layout import LEDGER, STALLS
 from muscale.search import config_history
 from muscale.search.engine import Engine
 from muscale.search.record import Record
@@ -32,11 +33,11 @@ MakeEngine = Callable[..., Engine]
 Run = Callable[..., Engine]
 RUNGS, TRIALS = 2, 4
 SPACE = Space({"seed": Ordinal(values=tuple(range(TRIALS)))})
-ONE = ResourceSettings(workers=1)
+ONE = ResourceSettings(workers=1, cpus_per_worker=0.25)
 GRID = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="grid", scheduler="none")
 FAULT = "fault"  # the file that names it
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
+pytestmark = pytest.mark.cluster
 
 
 class PlantedPlan:
@@ -51,7 +52,10 @@ class PlantedPlan:
 class PlantedWorker:
     """Has trials' numbers for losses, until the fault of a test."""
 
-    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+    def __init__(self, resources: ResourceSettings, package: str) -> None:
+        pass
+
+    def serve(self, ledger: Ledger) -> None:
         self._folder = ledger.directory
         self._fault = (self._folder / FAULT).read_text()
         if self._fault == "can't start":
@@ -129,14 +133,23 @@ def once(folder: Path) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def pool(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+    """One for all tests, whose workers read the fault of each as they begin to serve it."""
+    ray_cluster.end_workers()
+    pool = WorkerPool(Ledger(tmp_path_factory.mktemp("none") / LEDGER), ONE, PlantedWorker)
+    yield pool
+    pool.end()
+
+
 @pytest.fixture
-def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
+def run(make_engine: MakeEngine, ledger: Ledger, pool: WorkerPool) -> Run:
     """Runs an engine with a fault and returns it."""
 
     def run(
         fault: str,
         settings: SweepSettings = GRID,
-        resources: ResourceSettings = ONE,
+        workers: int = 1,
         scheduler: Any = None,
         trainable: type = SweepTrainable,
         **parameters: Any,
@@ -144,11 +157,8 @@ def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
         (ledger.directory / FAULT).write_text(fault)
         engine = make_engine(settings)
         engine._scheduler = scheduler or engine._scheduler
-        pool = WorkerPool(ledger, resources, PlantedWorker)
-        try:
-            run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
-        finally:
-            pool.end()
+        assert pool.serve(ledger, ONE.model_copy(update={"workers": workers}))
+        run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
         return engine
 
     return run
@@ -210,7 +220,7 @@ def test_workers_that_wait_for_the_last_job_of_a_generation_stay(run: Run, tmp_p
     settings = SweepSettings(
         trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
     )
-    engine = run("first is slow", settings, ResourceSettings(workers=2))
+    engine = run("first is slow", settings, workers=2)
     assert len(engine.record.results) == 2 * 4
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
@@ -228,6 +238,5 @@ class FirstGoesOn:
 @pytest.mark.soak
 def test_a_job_is_not_lost_to_one_dead_worker_after_the_other(run: Run) -> None:
     """As where a node is lost on which workers were at rest: a job that three of them lose is given up."""
-    resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
-    engine = run("all others die at rest", resources=resources, scheduler=FirstGoesOn())
+    engine = run("all others die at rest", workers=TRIALS, scheduler=FirstGoesOn())
     assert set(engine.record.results) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}
