@@ -169,10 +169,12 @@ def test_runs_are_chosen_compared_and_exported(make_study: MakeStudy, capsys: py
     assert (path.parent / "runs.csv").read_text().startswith("purpose,key,")
 
 
-def test_a_command_names_the_next_one(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_names_the_next_one_with_the_same_settings(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_study()
-    done = muscale(capsys, "check", path)
-    assert done.err.splitlines()[-1] == f"next: muscale sweep {path}"
+    done = muscale(capsys, "check", path, "--set", "check.seeds=[0,1]", "--set", 'name="a b"')
+    assert done.err.splitlines()[-1] == f"next: muscale sweep {path} --set 'check.seeds=[0,1]' --set 'name=\"a b\"'"
     assert "next:" not in done.out
     done = muscale(capsys, "report", path)
     assert done.out == f"{path.parent / 'report.html'}\n"

@@ -54,7 +54,7 @@ def promote(
     plan_option = ("--plan", plan) if plan else ()
 
     def then(_opened: Study, _result: Any) -> Ending:
-        return Ending(next=(line("promote", study, *plan_option),))
+        return Ending(next=(options.line("promote", study, *plan_option),))
 
     if smoke_test:
         return run_stage(study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then)
@@ -73,8 +73,8 @@ def promote(
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
         if not bundle.exists():
-            return Ending(wrote=wrote, next=(line("bundle", study), line("report", study)))
-        return Ending(wrote=wrote | {"bundle": bundle}, next=(line("report", study), line("generate", bundle)))
+            return Ending(wrote=wrote, next=(options.line("bundle", study), options.line("report", study)))
+        return Ending(wrote=wrote | {"bundle": bundle}, next=(options.line("report", study), line("generate", bundle)))
 
     return run_stage(
         study,
@@ -109,7 +109,7 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
         from muscale.full_runs.continue_run.continuation import plan_continuation
 
         seen = replace(options, dry_run=False)
-        once_more = Ending(next=(line("continue", study, file),))
+        once_more = Ending(next=(options.line("continue", study, file),))
 
         def planned(opened: Study) -> Any:
             corpus = opened.corpus
@@ -121,7 +121,7 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
         options,
         lambda opened: opened.continue_run(file),
         None,
-        ending=lambda _, result: Ending(next=(line("bundle", study, "--continuation", result.key),)),
+        ending=lambda _, result: Ending(next=(options.line("bundle", study, "--continuation", result.key),)),
     )
 
 

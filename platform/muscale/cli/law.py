@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
-from muscale.cli.ending import Ending, line
+from muscale.cli.ending import Ending
 from muscale.cli.options import Options, StageOptions
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
@@ -27,7 +27,7 @@ def ladder(study: Path, *, options: StageOptions = StageOptions()) -> int:
         options,
         lambda opened: opened.ladder(),
         "ladder",
-        ending=lambda *_: Ending(next=(line("fit", study),)),
+        ending=lambda *_: Ending(next=(options.line("fit", study),)),
     )
 
 
@@ -58,7 +58,7 @@ def fit(
         raise StudyFileError(
             "fit: --n-params, --loss-unit and --compute-flops are for --runs; a study's budget is in its [plan]"
         )
-    ending = Ending(next=(line("plan", study),))
+    ending = Ending(next=(options.line("plan", study),))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending)
 
 
@@ -111,9 +111,9 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
         return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
 
     def ending(_opened: Study, _result: Any) -> Ending:
-        return Ending(wrote=wrote, next=(line("promote", study, "--dry-run"), line("promote", study)))
+        return Ending(wrote=wrote, next=(options.line("promote", study, "--dry-run"), options.line("promote", study)))
 
-    return run_stage(study, options, planned, "promote", ending=ending)
+    return run_stage(study, options, planned, "plan", ending=ending)
 
 
 @command(LAW, example="muscale calibration study.toml ../other-study")

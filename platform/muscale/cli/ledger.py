@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from muscale.cli.application import ARTIFACTS, INSPECT, command
-from muscale.cli.ending import Ending, line
+from muscale.cli.ending import Ending
 from muscale.cli.options import Flag, Options, Settings, StageOptions, Words
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
@@ -71,7 +71,7 @@ def runs(
 
     def ending(_opened: Study, result: Any) -> Ending:
         nothing = not compare and result.empty and not where
-        return Ending(wrote=wrote, next=(line("sweep", study),) if nothing else ())
+        return Ending(wrote=wrote, next=(options.line("sweep", study),) if nothing else ())
 
     return run_stage(study, options, table, "runs", ending=ending, empty="no runs" if where else "no runs yet")
 
@@ -121,7 +121,7 @@ def gc(study: Path, *, options: StageOptions = StageOptions()) -> int:
     from muscale.store.retention import prune
 
     removes = replace(options, dry_run=False)  # run_stage would print costs
-    once_more = Ending(next=(line("gc", study),) if options.dry_run else ())
+    once_more = Ending(next=(options.line("gc", study),) if options.dry_run else ())
     return run_stage(
         study,
         removes,

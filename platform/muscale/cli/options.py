@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from muscale.cli.ending import line
+
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
 Words = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
@@ -28,6 +30,10 @@ class Options:
     set: Settings = ()
     json: AsJson = False
 
+    def line(self, command: str, study: Path, *words: str | Path) -> str:
+        """The line of another command on a study, with the same settings."""
+        return line(command, study, *words, *(word for setting in self.set for word in ("--set", setting)))
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,7 @@ class StageOptions(Options):
     """Options of commands that cost compute.
 
     Attributes:
-        dry_run: Print an upper bound of the cost, and train nothing.
+        dry_run: Print an upper bound of the cost, that of the stages before included, and train nothing.
     """
 
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative=(), show_default=False)] = False

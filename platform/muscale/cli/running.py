@@ -37,7 +37,7 @@ def run_stage(
         path: The study file.
         options: Of the command line.
         stage: Calls the method.
-        name: Of the stage whose cost a dry run prints; None: all stages.
+        name: Of the command, if a dry run prints its cost and that of the stages before it.
         failed: Whether the result means exit code 1.
         ending: The last lines; not printed with --json.
         empty: Printed in place of a table without rows.
@@ -46,14 +46,13 @@ def run_stage(
         raise StudyFileError(
             f"{path}: must be an absolute path on a file system that every node has, as this Ray job runs in {Path.cwd()}"
         )
-    dry_run = isinstance(options, StageOptions) and options.dry_run
+    dry_run = name if isinstance(options, StageOptions) and options.dry_run else None
     with result_alone(options.json):
         if dry_run:
-            from muscale.plans.costs import estimate
+            from muscale.plans.costs import cost_of
             from muscale.settings.config import StudyConfig
 
-            table = estimate(StudyConfig.read(path, options.set))
-            result = table[table["stage"] != "ablate" if name is None else table["stage"] == name]  # no stage of `run`
+            result: Any = cost_of(dry_run, StudyConfig.read(path, options.set))
         else:
             from muscale.study import Study
 

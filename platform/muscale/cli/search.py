@@ -29,14 +29,14 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"report": opened.directory / REPORT}
         if not bundle.exists():
-            return Ending(wrote=wrote, next=(line("bundle", study),))
+            return Ending(wrote=wrote, next=(options.line("bundle", study),))
         return Ending(wrote=wrote | {"bundle": bundle}, next=(line("generate", bundle),))
 
     return run_stage(
         study,
         options,
         lambda opened: opened.run(force=force),
-        None,
+        "run",
         failed=lambda result: not result.inside,
         ending=ending,
     )
@@ -55,7 +55,7 @@ def check(study: Path, *, options: StageOptions = StageOptions()) -> int:
         lambda opened: opened.check(),
         "check",
         failed=lambda result: not result.passed,
-        ending=lambda _, result: Ending(next=(line("sweep" if result.passed else "report", study),)),
+        ending=lambda _, result: Ending(next=(options.line("sweep" if result.passed else "report", study),)),
     )
 
 
@@ -85,7 +85,7 @@ def sweep(
         options,
         lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from),
         "sweep",
-        ending=lambda *_: Ending(next=(line("transfer", study), line("sweep", study, "--narrow"))),
+        ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
     )
 
 
@@ -102,7 +102,7 @@ def transfer(study: Path, *, options: StageOptions = StageOptions()) -> int:
         lambda opened: opened.transfer(),
         "transfer",
         failed=lambda result: not result.passed,
-        ending=lambda _, result: Ending(next=(line("ladder" if result.passed else "report", study),)),
+        ending=lambda _, result: Ending(next=(options.line("ladder" if result.passed else "report", study),)),
     )
 
 
@@ -118,5 +118,5 @@ def ablate(study: Path, *, options: StageOptions = StageOptions()) -> int:
         options,
         lambda opened: opened.ablate(),
         "ablate",
-        ending=lambda *_: Ending(next=(line("report", study),)),
+        ending=lambda *_: Ending(next=(options.line("report", study),)),
     )

@@ -14,6 +14,25 @@ from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
 from proxy_models.training.numerics import Numerics
 
+_IN_TURN = ("sweep", "transfer", "ladder")
+_TRAINS = {
+    "check": (),
+    "sweep": _IN_TURN[:1],
+    "transfer": _IN_TURN[:2],
+    "ladder": _IN_TURN,
+    "fit": _IN_TURN,
+    "plan": _IN_TURN,
+    "promote": (*_IN_TURN, "promote"),
+    "run": (*_IN_TURN, "promote"),
+    "ablate": ("sweep", "ablate"),
+}
+"""What each command trains where nothing is known yet, in order: itself, and the stages that it stands on."""
+
+
+def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
+    """`estimate` of the stages that a command on a new study runs."""
+    return estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
+
 
 def estimate(config: StudyConfig) -> pd.DataFrame:
     """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
