@@ -25,6 +25,7 @@ from search_spaces import TransferClass
 
 if TYPE_CHECKING:
     from proxy_models.architecture.attention import Kernel
+    from proxy_models.architecture.config import ModelConfig
     from proxy_models.coordinates.check import CoordinateCheck
 
 Status = Literal["passed", "failed", "unknown"]
@@ -410,6 +411,31 @@ def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16
     elif full == "fp32" and has_bf16:
         advice = 'promote.precision = "bf16" multiplies several times as fast on this device'
     return GateLine(name="precision", status="passed", compared=compared, advice=advice)
+
+
+def context_line(full: ModelConfig, proxies: ModelConfig, *, too_short: str = "") -> GateLine:
+    """Whether the full run reads sequences as its proxies did; a declared difference is reported and does not block.
+
+    Args:
+        full, proxies: Shapes of the full run and of the study's base.
+        too_short: What the held-out split lacks for evaluations at that context, if anything.
+    """
+    same = f"{full.context_length:,} tokens a sequence"
+    compared = (
+        same if full.context_length == proxies.context_length else f"{same}, {proxies.context_length:,} in proxies"
+    )
+    if full.rope_theta != proxies.rope_theta:
+        compared += f"; rope_theta {full.rope_theta:,g}, {proxies.rope_theta:,g} in proxies"
+    if too_short:
+        advice = "more held-out text, or fewer corpus.evaluation_tokens"
+        return GateLine(name="context", status="failed", compared=f"{compared}; {too_short}", advice=advice)
+    advice = ""
+    if compared != same:
+        advice = (
+            "forecast and band are of losses at the proxies' context and do not cover this: a token's loss depends on how much "
+            "stands before it; train a proxy in both ways and compare the two"
+        )
+    return GateLine(name="context", status="passed", compared=compared, advice=advice)
 
 
 def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:

@@ -13,7 +13,7 @@ from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
-from muscale.settings.plan import REGULARIZERS, model_with_explicit, with_explicit
+from muscale.settings.plan import OF_MODEL, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import forecasts
@@ -87,8 +87,8 @@ class Plan(Recorded):
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        # Of regularizers the parametrization knows nothing: the full run may have others than its base.
-        base = replace(numerics.base, **{name: getattr(self.model, name) for name in REGULARIZERS})
+        # Of these the parametrization knows nothing: the full run may have others than its base.
+        base = replace(numerics.base, **{name: getattr(self.model, name) for name in OF_MODEL})
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
         return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from muscale.plans.batch import CARRIED, BatchChoice
-from muscale.settings.plan import REGULARIZERS
+from muscale.settings.plan import DECLARED, REGULARIZERS
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, TransferClass
@@ -88,7 +88,7 @@ def carried(
     if by_mup and model.n_layers != base.n_layers:
         scaled.append("muP depth")
     values: dict[str, Any] = json.loads(json.dumps(hyperparameters.to_dict()))
-    values |= {name: getattr(model, name) for name in REGULARIZERS}
+    values |= {name: getattr(model, name) for name in (*REGULARIZERS, *explicit.intersection(DECLARED))}
     defaults = {field.name: field.default for kind in (Hyperparameters, ModelConfig) for field in fields(kind)}
     found = []
     for name, value in values.items():

@@ -92,6 +92,8 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         model_with_explicit(model, config.plan.explicit)
     except ValueError as error:
         problems.append(f"plan.explicit: {error}")
+    else:
+        problems += _declared_errors(config)
     largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
     if (budget := config.plan.budget).compute_flops <= largest:
         key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)
@@ -139,6 +141,21 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
             continue
         reasons = promote.parallelism.unfit(promote.workers, sequences=first // context)
         yield from (f"promote.workers: {reason}" for reason in reasons)
+
+
+def _declared_errors(config: StudyTables) -> Iterator[str]:
+    """Reasons against the context and the rotary base of the full run alone."""
+    explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
+    if "rope_theta" in explicit and model.positions != "rotary":
+        yield f'plan.explicit.rope_theta: is for model.positions = "rotary", got it with "{model.positions}"'
+    if (context := explicit.get("context_length")) is None:
+        return
+    if context < model.context_length:
+        yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"
+    doublings = explicit.get("batch_doublings", h.batch_doublings)
+    for batch in (explicit["batch_tokens"],) if "batch_tokens" in explicit else config.batches:
+        if (batch >> doublings) % context:
+            yield f"plan.explicit.context_length: batches must be multiples of it, got {batch >> doublings} and {context}"
 
 
 def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:

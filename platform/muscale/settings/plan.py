@@ -19,6 +19,9 @@ BUDGETS = ("compute_flops", "gpu_hours", "dollars", "days")
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Settings of the model without a transfer rule; 0 turns one off."""
+DECLARED = ("context_length", "rope_theta")
+"""Settings of the model in which the full run may differ from its proxies where it is declared; no forecast covers that."""
+OF_MODEL = (*REGULARIZERS, *DECLARED)
 
 
 class Shape(StrictTable):
@@ -122,13 +125,15 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Naming the key, the rule and the value.
     """
-    hints = get_type_hints(Hyperparameters) | dict.fromkeys(REGULARIZERS, float)
+    of_model = get_type_hints(ModelConfig)
+    hints = get_type_hints(Hyperparameters) | {name: of_model[name] for name in OF_MODEL}
     found = {}
     for name, value in explicit.items():
         if name not in hints or name == "stages":
             known = ", ".join(sorted(set(hints) - {"stages"}))
             raise ValueError(f"explicit.{name}: not a value that a full run can state; those are {known}")
-        if (known_as := transferability(name)).transfer is TransferClass.MUST_MATCH:
+        known_as = transferability(name)
+        if known_as.transfer is TransferClass.MUST_MATCH and name not in DECLARED:
             raise ValueError(
                 f"explicit.{name}: must be the proxies' own, or nothing tuned on them holds ({known_as.reason}), got {value!r}"
             )
@@ -141,9 +146,9 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any]) -> Hyperparameters:
     """The hyperparameters with the explicit ones."""
-    return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in REGULARIZERS})
+    return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in OF_MODEL})
 
 
 def model_with_explicit(model: ModelConfig, explicit: Mapping[str, Any]) -> ModelConfig:
-    """The model with the explicit regularizers."""
-    return replace(model, **{name: v for name, v in explicit.items() if name in REGULARIZERS})
+    """The model with the explicit regularizers, context and rotary base."""
+    return replace(model, **{name: v for name, v in explicit.items() if name in OF_MODEL})

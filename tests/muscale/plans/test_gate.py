@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -19,6 +20,7 @@ from muscale.plans.gate import (
     carried_line,
     check_line,
     communication_line,
+    context_line,
     data_line,
     disk_line,
     evaluation_line,
@@ -234,6 +236,17 @@ def test_bf16_needs_a_device_that_has_it_and_a_difference_from_the_proxies_is_re
     assert "losses in fp32" in other.advice
     assert "bf16" in precision_line("fp32", "fp32", device="H100 SXM", has_bf16=True).advice
     assert not precision_line("fp32", "fp32", device="this machine", has_bf16=None).advice
+
+
+def test_another_context_than_the_proxies_is_reported_and_only_a_short_held_out_split_blocks() -> None:
+    proxies = ModelConfig(d_model=64, n_layers=2, context_length=2048)
+    longer = replace(proxies, context_length=8192, rope_theta=5e5)
+    same, other = context_line(proxies, proxies), context_line(longer, proxies)
+    assert (same.status, same.compared, same.advice) == ("passed", "2,048 tokens a sequence", "")
+    assert other.status == "passed"
+    assert other.compared == "8,192 tokens a sequence, 2,048 in proxies; rope_theta 500,000, 10,000 in proxies"
+    assert "do not cover this" in other.advice
+    assert context_line(longer, proxies, too_short="4 sequences of 8192").status == "failed"
 
 
 def test_a_much_faster_layout_and_long_waits_are_reported_and_do_not_block() -> None:

@@ -15,6 +15,7 @@ from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -206,6 +207,24 @@ def test_a_plan_of_another_study_or_a_missing_file_is_refused(
         other.close()
     with pytest.raises(StageError, match=r"no such file; `muscale plan` writes one"):
         read(tmp_path / "none.toml", ledger, config)
+
+
+def test_a_longer_context_is_declared_and_leaves_the_rest_of_the_plan(planned: MakePlan, ledger: Ledger) -> None:
+    plan, _ = planned()
+    longer, config = planned("plan.explicit.context_length=256", "plan.explicit.rope_theta=40000.0")
+    assert longer.key != plan.key
+    assert longer.model == replace(plan.model, context_length=256, rope_theta=40000.0)
+    assert (longer.hyperparameters, longer.n_tokens) == (plan.hyperparameters, plan.n_tokens)
+    assert longer.forecast == replace(plan.forecast, reasons=longer.forecast.reasons)
+    assert any("context_length = 256 is stated" in reason for reason in longer.forecast.reasons)
+    proxies = Numerics(model=config.model, base=config.model, corpus_key="", seed=0, evaluation_tokens=1024)
+    of_run = longer.chain(proxies).numerics
+    assert of_run.base == replace(config.model, context_length=256, rope_theta=40000.0)
+    assert of_run.parametrization("adamw") == plan.chain(proxies).numerics.parametrization("adamw")
+    stated = {one.name: one for one in longer.carried if "explicit" in one.rules}
+    assert stated.keys() == {"context_length", "rope_theta"}
+    assert not any(one.is_silent for one in stated.values())
+    read(write(longer, config, ledger.directory), ledger, config)
 
 
 def test_a_stated_value_makes_another_plan_that_records_it(planned: MakePlan, ledger: Ledger) -> None:

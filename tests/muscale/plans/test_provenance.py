@@ -127,3 +127,6 @@ def test_stated_values_go_to_training_or_to_the_model() -> None:
     assert explicit == {"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001}
     assert with_explicit(TUNED, explicit) == replace(TUNED, learning_rate=0.004)
     assert model_with_explicit(BASE, explicit) == replace(BASE, mlp_dropout=0.1, z_loss=0.0001)
+    longer = validate_explicit({"context_length": 512, "rope_theta": 5e5})
+    assert with_explicit(TUNED, longer) == TUNED
+    assert model_with_explicit(BASE, longer) == replace(BASE, context_length=512, rope_theta=5e5)

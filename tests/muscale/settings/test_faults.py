@@ -89,6 +89,9 @@ tracking.tensorbord=true => tracking.tensorbord | tensorboard
 plan.explicit.warp=1.0 => plan.explicit | explicit.warp | attention_dropout | z_loss
 plan.explicit.stages=[] => plan.explicit | explicit.stages
 plan.explicit.zero_readout=true => plan.explicit | explicit.zero_readout | got True
+plan.explicit.context_length=16 => plan.explicit.context_length | at least the proxies' | got 16
+plan.explicit.context_length=384 => plan.explicit.context_length | multiples | 384
+plan.explicit.rope_theta=-1.0 => plan.explicit | rope_theta | got -1.0
 plan.explicit.cycles=2.5 => plan.explicit | explicit.cycles | got 2.5
 plan.explicit.beta1=1.5 => plan.explicit | beta1 | got 1.5
 plan.compute_flops=1e9 => plan.compute_flops | 1.95e+10 | got 1e+09

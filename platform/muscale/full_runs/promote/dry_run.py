@@ -23,6 +23,7 @@ from muscale.plans.gate import (
     carried_line,
     check_line,
     communication_line,
+    context_line,
     data_line,
     disk_line,
     evaluation_line,
@@ -35,6 +36,7 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
@@ -202,6 +204,7 @@ def dry_run(
             precision_line(
                 config.shared_numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
             ),
+            context_line(model, config.model, too_short=_too_short(corpus, model, config)),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
             *(
                 (_attention(plan, config), communication_line(step, proposed))
@@ -289,6 +292,17 @@ def _attention(plan: Plan, config: StudyConfig) -> GateLine:
     return attention_line(
         kernel, head_dim=model.head_dim, weight_bytes=weights / config.promote.parallelism.tensor_parallel
     )
+
+
+def _too_short(corpus: Corpus, model: ModelConfig, config: StudyConfig) -> str:
+    """What the held-out split lacks for evaluations at the run's context, "" if nothing."""
+    from proxy_models.data.batches import evaluation_sets
+
+    try:
+        evaluation_sets(corpus, model.context_length, config.corpus.evaluation_tokens)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "evaluation": "passed",
         "layout": "passed",
         "precision": "passed",
+        "context": "passed",
         "cadence": "passed",
         "disk": "passed",
     }
