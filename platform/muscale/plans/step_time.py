@@ -207,8 +207,9 @@ def step_time(
             exposed += (layers - 1) * max(0.0, wanted - beside)
             slowed += (layers - 1) * CONTENTION * min(wanted, beside)
     activations = n_bytes * micro_batch * model.context_length * width
-    sublayers = 4 * (3 if parallelism.checkpointing == "full" else 2) * layers
-    tensor_seconds = passes * sublayers * collective(activations, tensor, 1)
+    # Of a block four forward, four backward and four recomputed; of the embedding's sum and the last norm one each way.
+    calls = 4 * (2 + recomputes) * layers + 4
+    tensor_seconds = passes * calls * collective(activations, tensor, 1)
     products = passes * (layers * (forward + backward) + readout) + slowed
     state = model.n_params_total / tensor / (1 if parallelism.sharding == "none" else shards)
     optimizer = _STATE_BYTES * state / (links.memory * MOVED_SHARE)

@@ -4,7 +4,7 @@ Data parallelism is FSDP2's, over one or two mesh dimensions, as where ranks tra
 DTensor's, within it. On a mesh all parameters are DTensors under their own names, which optimizer groups, clipping and
 checkpoints use.
 
-Tested on gloo with up to four ranks, compiled with up to two; collectives counted on fake ranks; not tested on several GPUs or nodes.
+Tested on gloo with up to four ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def build_decoder(
     if tensor:
         _share_products(model, tensor)
     for block in _blocks(model) if compiled else ():
-        block.compile(dynamic=False)
+        _compile(block, outside_recomputing=tensor is not None and device.type == "cpu")
     if mesh is not None:
         replicated = parallelism.sharding in ("none", "hybrid")
         of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
@@ -205,6 +205,18 @@ def fitting_micro_batch(
         checkpointing=parallelism.checkpointing,
     )
     return min(of_all_ranks(fitting))
+
+
+def _compile(block: Block, *, outside_recomputing: bool) -> None:
+    """Compile a block and its recomputation as one graph; `outside_recomputing` compiles what is recomputed in full alone.
+
+    torch 2.13 saves the state of the CPU's random numbers for fused attention that is recomputed, and takes it for the mesh that
+    a graph of DTensors saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's state is saved elsewhere.
+    """
+    if outside_recomputing and block.checkpointing == "full":
+        block._map = torch.compile(block._map, dynamic=False)  # type: ignore[method-assign]
+    else:
+        block.compile(dynamic=False)
 
 
 def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
