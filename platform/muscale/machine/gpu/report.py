@@ -61,7 +61,8 @@ class GpuReport:
             unfinished.write_text(json.dumps(finite(self.to_dict()), indent=1))
 
     def __str__(self) -> str:
-        wide, found = (max(len(getattr(check, name)) for check in self.checks) for name in ("what", "found"))
+        wide = max(len(check.what) for check in self.checks)
+        found = max((len(check.found) for check in self.checks if check.value is not None), default=0)  # not reasons
         lines = [f"{c.status:<7}  {c.what:<{wide}}  {c.found:<{found}}  {c.bound}".rstrip() for c in self.checks]
         count = {status: sum(c.status == status for c in self.checks) for status in ("pass", "fail", "skipped")}
         return "\n".join([*lines, ", ".join(f"{status}: {number}" for status, number in count.items())])
