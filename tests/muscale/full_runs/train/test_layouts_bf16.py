@@ -140,6 +140,7 @@ def test_a_layout_has_the_losses_of_one_process(
 @pytest.mark.soak
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_every_layout_has_the_losses_of_one_process(
     losses_of: Losses, compile: bool, monkeypatch: pytest.MonkeyPatch
