@@ -41,7 +41,8 @@ def connected(resources: ResourceSettings) -> Iterator[None]:
         return
     local: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
-        n_cpus = max(math.ceil(resources.workers * resources.cpus_per_worker), os.cpu_count() or 1)
+        n_ranks = resources.workers * resources.ranks_per_trial
+        n_cpus = max(math.ceil(n_ranks * resources.cpus_per_worker), os.cpu_count() or 1)
         # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
         _make_token()

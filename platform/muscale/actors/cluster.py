@@ -36,9 +36,9 @@ class Cluster:
         Workers that are still at work at the end of the block end with it.
 
         Raises:
-            StageError: If no node could hold a worker, and no autoscaler may add one.
+            StageError: If no nodes could hold a worker, with all ranks of a trial, and no autoscaler may add them.
         """
-        require_room("resources", 1, resources.worker)
+        require_room("resources", resources.ranks_per_trial, resources.worker)
         with defer_sigint():
             from muscale.actors.pool import WorkerPool
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from muscale.errors import StageError, WorkerLostError, last_line
 from muscale.fingerprint import package_fingerprint, require_same_package
@@ -19,6 +21,7 @@ from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 
 if TYPE_CHECKING:
+    from muscale.actors.ranks import Followers
     from muscale.actors.worker import Worker
 
 IDLE_SECONDS = 20.0
@@ -27,7 +30,10 @@ _STARTS = 3  # that may fail one after the other
 
 
 class TrainingActor:
-    """A worker in a process of its own, if that computes with the driver's code; it serves one study at a time."""
+    """A worker in a process of its own, if that computes with the driver's code; it serves one study at a time.
+
+    With several ranks to a trial it is the first of them.
+    """
 
     def __init__(self, resources: ResourceSettings, package: str) -> None:
         require_same_package(package)
@@ -36,6 +42,11 @@ class TrainingActor:
         self._resources = resources
         self._worker: Worker  # once it serves a study
         torch.set_num_threads(resources.threads)
+        self._followers: Followers | None = None
+        if resources.ranks_per_trial > 1:
+            from muscale.actors.ranks import Followers
+
+            self._followers = Followers(resources, package)
 
     def serve(self, ledger: Ledger) -> None:
         """Train for the study of this ledger from now on; the models of the study before are dropped."""
@@ -57,6 +68,7 @@ class TrainingActor:
             device=resources.device,
             device_share=resources.device_share,
             stall_seconds=60 * resources.stall_minutes,
+            followers=self._followers,
         )
 
     def reach(self, chain: Chain) -> Outcome:
@@ -72,6 +84,7 @@ class PooledWorker:
         name: By which other processes of the driver's job find it.
         actor: Ray's handle.
         study: That it serves, or was asked to.
+        placement: Placement group of a trial's ranks; None for one.
         has_started: Whether it ever answered.
         idle_since: By the monotonic clock, when it was given back.
     """
@@ -79,8 +92,15 @@ class PooledWorker:
     name: str
     actor: Any
     study: tuple[str, Path] | None = None
+    placement: PlacementGroup | None = None
     has_started: bool = False
     idle_since: float = 0.0
+
+    def kill(self) -> None:
+        """End its process, and those of a trial's other ranks."""
+        ray.kill(self.actor)
+        if self.placement:
+            remove_placement_group(self.placement)
 
 
 class WorkerPool:
@@ -158,7 +178,7 @@ class WorkerPool:
     def discard(self, worker: PooledWorker) -> None:
         """Take back a worker that was lost. Idle ones answer again before they are leased: a lost node had several."""
         self._leased.remove(worker)
-        ray.kill(worker.actor)
+        worker.kill()
         self._await_idle()
 
     def end_idle(self) -> None:
@@ -177,8 +197,13 @@ class WorkerPool:
 
     def _start(self) -> None:
         name = f"muscale-worker-{secrets.token_hex(8)}"
-        actor = self._remote.options(name=name).remote(self.resources, package_fingerprint())
-        self._await(PooledWorker(name=name, actor=actor))
+        options: dict[str, Any] = {"name": name}
+        placement, n_ranks = None, self.resources.ranks_per_trial
+        if n_ranks > 1:  # on one node, if one has room
+            placement = placement_group([self.resources.worker] * n_ranks, strategy="PACK")
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement, 0)
+        actor = self._remote.options(**options).remote(self.resources, package_fingerprint())
+        self._await(PooledWorker(name=name, actor=actor, placement=placement))
 
     def _await_idle(self) -> None:
         while self._idle:
@@ -198,7 +223,7 @@ class WorkerPool:
             return
         except RayTaskError as error:
             if worker.study == self.ledger.study:
-                ray.kill(worker.actor)
+                worker.kill()
                 raise StageError(f"a worker can't start: {last_line(error)}") from error
         worker.has_started, self._died_starting = True, 0
         if worker.study != self.ledger.study:
@@ -210,7 +235,7 @@ class WorkerPool:
     def _end(self, workers: Iterable[PooledWorker]) -> None:
         ended = set(workers)
         for worker in ended:
-            ray.kill(worker.actor)
+            worker.kill()
         self._starting = {answer: worker for answer, worker in self._starting.items() if worker not in ended}
         self._idle = [worker for worker in self._idle if worker not in ended]
         self._leased -= ended

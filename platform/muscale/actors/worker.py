@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,13 +25,19 @@ from proxy_models.training.device import datasheet_flops
 from proxy_models.training.state import StateError, TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
 
+if TYPE_CHECKING:
+    from muscale.actors.ranks import Followers
+
 OnStep = Callable[[int, float], None]
 _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
+    """Trains chains of one study in this process, on one device; keeps its models warm from one to the next.
+
+    With followers it is the first of several ranks, each with a device, and alone asks the ledger and records.
+    """
 
     def __init__(
         self,
@@ -40,12 +47,15 @@ class Worker:
         device: str = "cpu",
         device_share: float = 1.0,
         stall_seconds: float = math.inf,
+        followers: Followers | None = None,
     ) -> None:
-        self.ledger = ledger
+        self.ledger, self._followers = ledger, followers
         self.stall_seconds = stall_seconds  # without a step, after which this process ends itself
         self.directory = ledger.directory
         corpus = Corpus.open(self.directory / CORPUS)
-        self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share)
+        mesh = followers.mesh if followers else None
+        self.ranks = mesh.size() if mesh else 1
+        self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share, mesh=mesh)
         if device_share < 1 and self.trainer.device.type == "cuda":  # what a neighbour allocates must not fail for us
             torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)
 
@@ -74,9 +84,15 @@ class Worker:
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
         stall_file = self.directory / STALLS / f"{chain.key}.txt"
-        with ended_where_stalled(stall_file, self.stall_seconds, f"segment {chain.key}") as moves:
+        averaged = _is_averaged(chain)
+        with (
+            ended_where_stalled(stall_file, self.stall_seconds, f"segment {chain.key}") as moves,
+            self._followers.training(self.trainer.corpus.folder, chain.numerics, remainder, state, averaged=averaged)
+            if self._followers
+            else nullcontext(),
+        ):
             return start, self.trainer.train(
-                chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step, moves=moves
+                chain.numerics, remainder, state, averaged=averaged, on_step=on_step, moves=moves
             )
 
     def _nearest_state(self, chain: Chain) -> TrainState | None:
@@ -146,16 +162,17 @@ class Worker:
             "diverged_because": divergence.reason if divergence else None,
             "seconds": result.seconds,
             "state": state,
-            "environment": environment(self.trainer.device, compiled=result.compiled),
+            "environment": environment(self.trainer.device, world_size=self.ranks, compiled=result.compiled),
         }
         record_segment(self.ledger, chain.line, token, row)
 
     def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
         trainer, numerics = self.trainer, chain.numerics
+        peak = datasheet_flops(device_name(trainer.device), numerics.precision)
         curve = result.curve.table(
             bytes_per_token=trainer.corpus.bytes_per_token,
             train_flops_per_token=numerics.model.train_flops_per_token,
-            peak_flops=datasheet_flops(device_name(trainer.device), numerics.precision),
+            peak_flops=peak * self.ranks if peak else None,
         )
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)

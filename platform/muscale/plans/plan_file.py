@@ -41,7 +41,7 @@ _INFORMATIVE = (
 )  # not registered: as of the day that the file was written
 _OF_THE_RUN = ("precision", "seed", "on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
 """Settings of [promote] that change what is computed, and so are the plan's."""
-_OF_SEARCHES = ("workers",)  # of [resources] of the study file
+_OF_SEARCHES = ("workers", "ranks_per_trial")  # of [resources] of the study file
 _TITLES = {
     "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
     "data": "Hashes of the corpus and of its tokenizer; promotion compares them.",
@@ -272,7 +272,9 @@ def _with_resources(config: StudyConfig, table: _Contents, path: Path) -> StudyC
     given = {name: value for name, value in table.items() if name in own}
     launch = {name: value for name, value in table.items() if name not in own}
     promote = _settings(PromoteSettings, launch, path)
-    resources = _settings(ResourceSettings, {**given, "workers": config.resources.workers}, path)
+    resources = _settings(
+        ResourceSettings, {**given, **{name: getattr(config.resources, name) for name in _OF_SEARCHES}}, path
+    )
     changed = config.model_copy(update={"promote": promote, "resources": resources})
     problems = set(cross_field_errors(changed)) - set(cross_field_errors(config))
     if problems:

@@ -22,7 +22,7 @@ class Budget:
         repeat_tokens: Of the repetitions of one of them.
         repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
         n_params: N of the model that is searched.
-        devices: Of a worker.
+        devices: Of a worker, with all ranks of a trial.
     """
 
     trials: int

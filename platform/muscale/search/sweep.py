@@ -81,7 +81,7 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
         n_finalists=settings.n_finalists,
         repeat_tokens=settings.n_seeds * plan.run_tokens(plan.top),
         n_params=config.model.n_params,
-        devices=resources.gpus_per_worker or resources.cpus_per_worker,
+        devices=resources.ranks_per_trial * (resources.gpus_per_worker or resources.cpus_per_worker),
         max_tokens=settings.max_tokens,
         max_flops=settings.max_flops,
         max_device_hours=settings.max_device_hours,

@@ -76,10 +76,10 @@ class EngineSearcher(Searcher):
         else:
             note = {"lost": self._engine.lost, "refuse": self._engine.refuse, "failed": self._engine.failed}
             note[result["problem"]](job, result["why"])
-            if result["problem"] == "lost":
-                self._pool.discard(worker)
-            else:
+            if result["problem"] == "refuse":
                 self._pool.give_back(worker)
+            else:  # an error in the middle of a pass leaves a model of several ranks unusable
+                self._pool.discard(worker)
 
     def ends(self, trial_id: str) -> bool:
         """Whether a job that came to a rung ends there."""

@@ -31,6 +31,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     if invalid := list(_invalid_batches(config)):
         return problems + invalid  # everything else is counted in batches
     problems += _batch_errors(config)
+    problems += _rank_errors(config)
     problems += _elastic_errors(config.promote)
     if config.full_run_precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
@@ -156,6 +157,22 @@ def _declared_errors(config: StudyTables) -> Iterator[str]:
     for batch in (explicit["batch_tokens"],) if "batch_tokens" in explicit else config.batches:
         if (batch >> doublings) % context:
             yield f"plan.explicit.context_length: batches must be multiples of it, got {batch >> doublings} and {context}"
+
+
+def _rank_errors(config: StudyTables) -> Iterator[str]:
+    """Reasons why the ranks of a trial could not share its batches."""
+    h, context, ranks = config.hyperparameters, config.model.context_length, config.resources.ranks_per_trial
+    if ranks == 1:
+        return
+    if config.precision == "fp16":
+        yield f"numerics.precision: fp16 is for one rank, use bf16 with resources.ranks_per_trial = {ranks}"
+    for batch in sorted({h.batch_tokens, *config.batches, *config.transfer.batches}):
+        first = batch >> h.batch_doublings
+        if first % (ranks * context):
+            yield (
+                f"resources.ranks_per_trial: must divide the {first // context} sequences of each batch of {first} tokens, "
+                f"got {ranks}"
+            )
 
 
 def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:

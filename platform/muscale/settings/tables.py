@@ -63,6 +63,9 @@ class ResourceSettings(StrictTable):
     """[resources]: what searches may use at once."""
 
     workers: PositiveInt = 2  # trainings at a time
+    ranks_per_trial: PositiveInt = (
+        1  # that each training is sharded over by FSDP2; of the next two each rank has as many
+    )
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
     stall_minutes: PositiveOrInfinite = 30.0  # without a step, after which a training's process is ended; inf: never
@@ -73,6 +76,13 @@ class ResourceSettings(StrictTable):
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
         require_whole_or_fraction("resources", self, ("cpus_per_worker", "gpus_per_worker"))
+        together = f"with ranks_per_trial = {self.ranks_per_trial}"
+        if self.ranks_per_trial > 1 and self.gpus_per_worker not in (0, 1):
+            raise ValueError(
+                f"resources.gpus_per_worker must be 0 or 1 {together}, a device for each rank, got {self.gpus_per_worker:g}"
+            )
+        if self.ranks_per_trial > 1 and self.compile:
+            raise ValueError(f"resources.compile must be false {together}, got {self.compile!r}")
         return self
 
     @property
