@@ -76,10 +76,12 @@ class EngineSearcher(Searcher):
         else:
             note = {"lost": self._engine.lost, "refuse": self._engine.refuse, "failed": self._engine.failed}
             note[result["problem"]](job, result["why"])
-            if result["problem"] == "refuse":
-                self._pool.give_back(worker)
-            else:  # an error in the middle of a pass leaves a model of several ranks unusable
+            # An error in the middle of a pass leaves a model of several ranks unusable.
+            failed_together = result["problem"] == "failed" and self._pool.resources.ranks_per_trial > 1
+            if result["problem"] == "lost" or failed_together:
                 self._pool.discard(worker)
+            else:
+                self._pool.give_back(worker)
 
     def ends(self, trial_id: str) -> bool:
         """Whether a job that came to a rung ends there."""
