@@ -130,8 +130,8 @@ def test_depth_scales_branches_rates_and_eps_inside_the_blocks_only(
     assert deep.multipliers == replace(shallow.multipliers, branch=branch)
     for name in (MATRIX, BLOCK_GAIN):
         decay = shallow.rules[name].weight_decay_factor / rate
-        scaled = {"lr_factor": rate, "eps_factor": branch, "weight_decay_factor": decay}
-        assert deep.rules[name] == replace(shallow.rules[name], **scaled), name
+        scaled = replace(shallow.rules[name], lr_factor=rate, eps_factor=branch, weight_decay_factor=decay)
+        assert deep.rules[name] == scaled, name
     for name in ("embedding.weight", "final_norm.weight", "readout.weight"):
         assert deep.rules[name] == shallow.rules[name], name
 
