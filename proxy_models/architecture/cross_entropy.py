@@ -123,6 +123,7 @@ def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, first: int | No
         statistics[1, part] = (at_target if absent is None else at_target.masked_fill(absent, 0.0)).squeeze(1)
         if summed:
             statistics[2, part] = logits.sum(dim=-1)
+        del logits  # before the next chunk's are computed
     return statistics
 
 
@@ -161,8 +162,10 @@ def _gradients(
             at_target.masked_fill_(absent, 0.0)
         slope.scatter_add_(1, index, at_target).mul_(scale)
         low = slope.to(hidden.dtype)
+        del slope
         of_hidden[part] = multiply(low, weight)
         of_weight += multiply(low.t(), states)
+        del low
     return of_hidden, of_weight.to(weight.dtype)
 
 

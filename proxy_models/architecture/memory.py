@@ -31,7 +31,8 @@ _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
 """Numbers of optimizer state for each entry of the blocks' matrices and for each other parameter, which Muon leaves to AdamW.
-Adafactor keeps means of rows and columns only, which is little."""
+Adafactor's are those of `_n_moments`."""
+LARGEST_FLASH_HEAD = 256
 
 
 def is_chunked(n_positions: int, vocab_size: int) -> bool:
@@ -41,28 +42,30 @@ def is_chunked(n_positions: int, vocab_size: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on each device.
+    """Bytes on each device at the moment of a step with the most, in a pass that adds to the gradients of earlier ones.
 
     Attributes:
         parameters: Weights that the device keeps.
-        gathered: Weights of two units at a time: a block, and the next one or the readout, which is as large as the embedding;
-            a tied table and positions stay from the forward pass to the end of the backward pass. All weights under "none"
-            and "zero2", as FSDP2 computes with a copy. On one device, the copies in low precision that the backward pass needs.
+        gathered: Weights of two units at a time: a block and the next one, or the readout; a tied table and positions stay from
+            the forward pass to the end of the backward pass. All weights under "none" and "zero2", as FSDP2 computes with a
+            copy. On one device, the copies in low precision that the backward pass needs.
         gradients: Gradients that it keeps.
         optimizer: Moments that it keeps.
-        activations: Kept between forward and backward of one micro-batch.
+        reduced: Gradients of whole units before they are reduced, and the fp32 buffer that is.
+        activations: What the blocks keep for the backward pass of one micro-batch, and what is at work beside it.
     """
 
     parameters: int
     gathered: int
     gradients: int
     optimizer: int
+    reduced: int
     activations: int
 
     @property
     def total(self) -> int:
-        """Sum of all; allocator and communication buffers come on top."""
-        return self.parameters + self.gathered + self.gradients + self.optimizer + self.activations
+        """Sum of all; the allocator's fragments and NCCL's buffers come on top."""
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
 
     def __str__(self) -> str:
         """A line of gibibytes."""
@@ -102,28 +105,52 @@ def training_memory(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
-    n = _n_params(config, tensor_parallel)
-    share = 1 if sharding == "none" else world_size
+    n, share = _n_params(config, tensor_parallel), 1 if sharding == "none" else world_size
     table, positions, embedding = (
         config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
     )
     in_blocks = config.n_matrix_entries // tensor_parallel
+    block = (n - table - positions - embedding) // config.n_layers
+    compute, is_low = _COMPUTE_BYTES[precision], precision != "fp32"
+    tied = table if config.tied else 0
     if world_size * tensor_parallel == 1:
-        copied = in_blocks if checkpointing == "none" else in_blocks // config.n_layers
-        gathered = 0 if precision == "fp32" else copied + table
-    elif sharding in ("none", "zero2"):
-        gathered = n
+        copied = is_low * (in_blocks if checkpointing == "none" else in_blocks // config.n_layers)
+        beside_readout, beside_block, prefetched = copied + is_low * table, copied + is_low * tied, 0
+        of_table = of_block = 0
+        of_whole_block = (_FP32 + is_low * compute) * config.d_model * config.d_ff  # one matrix's at a time
     else:
-        block = (n - table - positions - embedding) // config.n_layers
-        gathered = positions + block + (table if config.tied else max(block, table))
-    moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
-    moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
+        prefetched = block
+        beside_readout, beside_block = positions + block + table, positions + tied + 2 * block
+        if sharding in ("none", "zero2"):
+            beside_readout = beside_block = prefetched = n
+        of_table, of_block = _FP32 * (table - tied), _FP32 * block
+        of_whole_block = of_block + compute * block
+    of_matrix = compute * config.d_model * config.d_ff // tensor_parallel  # the MLP's last
+    of_tied = compute * tied  # reduced with the rest of the model, at the end
+    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel)
+    n_positions, stream = micro_batch * config.context_length, compute * config.d_model // tensor_parallel
+    blocks = n_positions * kept * config.n_layers + _bias_bytes(config, compute, tensor_parallel)
+    head = n_positions * _kept_by_head(config, n_positions, precision, tensor_parallel)
+    in_block = n_positions * _at_work(config, precision, checkpointing, tensor_parallel)
+    forward, backward = _loss_at_work(config, n_positions, precision, tensor_parallel)
+    before = blocks - n_positions * kept
+    moments = (
+        (beside_readout, 0, blocks + head + forward),
+        (beside_readout, _FP32 * table, blocks + head + backward),
+        (beside_block, of_table + of_tied + of_matrix, blocks + in_block),  # the last block, backward
+        (beside_block, of_block + of_tied + of_matrix, before + in_block),  # the one before it
+        (prefetched, of_whole_block + of_tied, before + n_positions * stream),
+    )
+    gathered, reduced, activations = max(
+        ((compute * weights, gradients, rest) for weights, gradients, rest in moments), key=sum
+    )
     return MemoryEstimate(
         parameters=_FP32 * (n // share),
-        gathered=_COMPUTE_BYTES[precision] * gathered,
+        gathered=gathered,
         gradients=_FP32 * n // share,
-        optimizer=_FP32 * moments // share,
-        activations=activation_bytes(config, micro_batch, precision, checkpointing, tensor_parallel=tensor_parallel),
+        optimizer=_FP32 * _n_moments(config, optimizer, in_blocks, n, share),
+        reduced=reduced,
+        activations=activations,
     )
 
 
@@ -131,6 +158,24 @@ def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
     """Parameters that one of so many devices has: its part of matrices and tables, all norms, and biases after a sum."""
     norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
     return norms + (config.n_params_total - norms) // tensor_parallel
+
+
+def _n_moments(config: ModelConfig, optimizer: str, in_blocks: int, n: int, share: int) -> int:
+    """Numbers of optimizer state on a device with 1/`share` of `n` parameters.
+
+    Adafactor keeps a mean for each row and column of a matrix on every device, and one for each entry of a vector.
+    """
+    if optimizer == "adafactor":
+        width, d_kv, n_mlp = (
+            config.d_model,
+            config.n_kv_heads * config.head_dim,
+            3 if config.activation == "swiglu" else 2,
+        )
+        tables = (1 if config.tied else 2) * (config.vocab_size + width)
+        positions = config.context_length + width if config.positions == "learned" else 0
+        return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
+    in_matrices, elsewhere = _MOMENTS[optimizer]
+    return (in_matrices * in_blocks + elsewhere * (n - in_blocks)) // share
 
 
 def activation_bytes(
@@ -144,40 +189,91 @@ def activation_bytes(
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
     Devices that share products each keep their own heads and columns of the MLP, their own positions of the residual stream,
-    and all positions of what the matrices read. Their logits are always chunked.
-
-    Chunked logits are not kept; those of one chunk and their exponentials are in memory while the loss is computed. The loss is
-    computed from logits in fp32.
+    and all positions of what the matrices read. Their logits are always chunked, and chunked logits are not kept.
     """
-    compute = _COMPUTE_BYTES[precision]
-    width = config.d_model
+    n_positions = micro_batch * config.context_length
+    blocks = config.n_layers * _kept_by_block(config, precision, checkpointing, tensor_parallel)
+    head = _kept_by_head(config, n_positions, precision, tensor_parallel)
+    return n_positions * (blocks + head) + _bias_bytes(config, _COMPUTE_BYTES[precision], tensor_parallel)
+
+
+def _kept_by_block(
+    config: ModelConfig, precision: Precision, checkpointing: Checkpointing, tensor_parallel: int
+) -> int:
+    """Bytes a token that a block keeps."""
+    compute, width = _COMPUTE_BYTES[precision], config.d_model
     mixed, d_kv, d_ff, n_heads, n_kv_heads = (
         size // tensor_parallel
         for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
     )
     n_up, n_norms = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2
-    norm = _norm(config, compute) // tensor_parallel
-    block = n_norms * (norm + compute * width)
-    block += compute * (mixed + 2 * d_kv)  # queries, keys, values
+    stream = compute * width // tensor_parallel
+    if checkpointing == "full":
+        return stream
+    if checkpointing == "selective":
+        return stream + compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
+    block = n_norms * (_norm(config, compute) // tensor_parallel + compute * width)
+    block += compute * (mixed + 2 * (mixed if _expands_keys(config, precision) else d_kv))  # queries, keys, values
     block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
     if config.qk_norm:
         block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
-    kept_of_mlp = {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
-    block += compute * kept_of_mlp * d_ff
-    if config.mlp_dropout:
-        block += width  # a mask of bytes
-    again = compute * width // tensor_parallel + (
-        compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
-        if checkpointing == "selective"
-        else 0
+    block += compute * {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
+    return block + (width if config.mlp_dropout else 0)  # a mask of bytes
+
+
+def _at_work(config: ModelConfig, precision: Precision, checkpointing: Checkpointing, tensor_parallel: int) -> int:
+    """Bytes a token in a block's backward pass beside what blocks keep: what it recomputes, and gradients."""
+    compute, width = _COMPUTE_BYTES[precision], config.d_model
+    gradients = compute * (2 * config.d_ff + width) // tensor_parallel  # of the MLP's hidden layer twice, of the stream
+    if tensor_parallel > 1:
+        gradients += 2 * compute * width  # of the MLP's output, gathered and then put in order
+    whole, kept = (_kept_by_block(config, precision, kind, tensor_parallel) for kind in ("none", checkpointing))
+    unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
+    return gradients + whole - kept + unread
+
+
+def _kept_by_head(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> int:
+    """Bytes a token that the last norm, the readout and the loss keep; the loss is computed from logits in fp32."""
+    compute = _COMPUTE_BYTES[precision]
+    kept = _norm(config, compute) // tensor_parallel + compute * config.d_model
+    if _chunks_logits(config, n_positions, tensor_parallel):
+        return kept + _FP32
+    return kept + _FP32 * config.vocab_size * (2 if config.z_loss else 1)
+
+
+def _loss_at_work(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> tuple[int, int]:
+    """Bytes at work in the loss, forward and backward, beside what is kept and the readout's gradient in fp32.
+
+    Of logits (of a chunk, where these are chunked) forward fp32 ones and their exponentials; backward those in low precision and in
+    fp32, or in low precision and the chunk's part of the readout's gradient.
+    """
+    vocab_size, compute = -(-config.vocab_size // tensor_parallel), _COMPUTE_BYTES[precision]
+    low, logits = compute if precision != "fp32" else 0, n_positions * vocab_size
+    if not _chunks_logits(config, n_positions, tensor_parallel):
+        return (_FP32 + low) * logits, (_FP32 + low) * logits
+    logits = min(CHUNK_ENTRIES, logits)
+    of_readout = compute * vocab_size * config.d_model
+    backward = max((_FP32 + low) * logits, compute * logits + of_readout)
+    return 2 * _FP32 * logits, backward + n_positions * compute * config.d_model
+
+
+def _chunks_logits(config: ModelConfig, n_positions: int, tensor_parallel: int) -> bool:
+    return tensor_parallel > 1 or is_chunked(n_positions, config.vocab_size)
+
+
+def _bias_bytes(config: ModelConfig, compute: int, tensor_parallel: int) -> int:
+    """ALiBi's bias, in fp32 and in the precision of the products."""
+    if config.positions != "alibi":
+        return 0
+    per_entry = _FP32 + (compute if compute < _FP32 else 0)
+    return per_entry * config.n_heads // tensor_parallel * config.context_length**2
+
+
+def _expands_keys(config: ModelConfig, precision: Precision) -> bool:
+    """Whether a GPU's kernel takes a key and a value for each query head only; `attention.cuda_kernel` in terms of the config."""
+    return config.queries_per_kv > 1 and (
+        precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
     )
-    blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
-    n_positions, vocab_size = micro_batch * config.context_length, -(-config.vocab_size // tensor_parallel)
-    if tensor_parallel > 1 or is_chunked(n_positions, vocab_size):
-        head, standing = compute * width + _FP32, 2 * _FP32 * min(CHUNK_ENTRIES, n_positions * vocab_size)
-    else:
-        head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
-    return n_positions * (blocks + norm + head) + standing
 
 
 def evaluation_bytes(
@@ -185,9 +281,8 @@ def evaluation_bytes(
 ) -> int:
     """Bytes at work in a pass without gradients, at most: all that a block, the last norm and the loss make of `sequences`."""
     one_block = activation_bytes(replace(config, n_layers=1), sequences, precision, tensor_parallel=tensor_parallel)
-    n_positions = sequences * config.context_length
-    again = 0 if is_chunked(n_positions, config.vocab_size) else _FP32 * n_positions * config.vocab_size
-    return one_block + again  # their logarithms, beside whole logits
+    forward, _ = _loss_at_work(config, sequences * config.context_length, precision, tensor_parallel)
+    return one_block + forward
 
 
 def largest_micro_batch(

@@ -257,11 +257,13 @@ def memory_line(
     if needed <= MEMORY_SHARE * memory_bytes:
         return GateLine(name="memory", status="passed", compared=compared)
     largest = max(
-        ("parameters", "gradients", "optimizer", "activations", "gathered"), key=lambda part: getattr(estimate, part)
+        ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced"),
+        key=lambda part: getattr(estimate, part),
     )
     remedy = {
         "activations": "a smaller micro-batch or activation checkpointing",
         "gathered": "devices with more memory",
+        "reduced": "devices with more memory",
     }.get(largest, "more workers to cut the state over")
     return GateLine(
         name="memory",

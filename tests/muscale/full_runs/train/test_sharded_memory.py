@@ -15,7 +15,7 @@ from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import training_loss
-from proxy_models.architecture.memory import largest_micro_batch, training_memory
+from proxy_models.architecture.memory import activation_bytes, largest_micro_batch, training_memory
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
@@ -96,9 +96,9 @@ def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPa
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in (*built.parameters(), *built.buffers())]
         for weight in weights:
             kept.pop(weight.untyped_storage().data_ptr(), None)
-    estimate = training_memory(model, micro_batch=SEQUENCES, tensor_parallel=tensor_parallel).activations
+    estimate = activation_bytes(model, SEQUENCES, tensor_parallel=tensor_parallel)
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(estimate, rel=0.01)
-    assert estimate < 0.7 * training_memory(model, micro_batch=SEQUENCES).activations
+    assert estimate < 0.7 * activation_bytes(model, SEQUENCES)
 
 
 def test_norms_alone_are_whole_on_every_device() -> None:

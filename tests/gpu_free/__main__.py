@@ -1,0 +1,45 @@
+"""The estimate beside the traced peak, for sizes, layouts, checkpointing and numbers of ranks, as a table.
+
+    python -m tests.gpu_free [--layers 3] [--shapes 1.3B 8B 70B] [--ranks 64 1024]
+
+Exits with 1 if an estimate is off by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import product
+from typing import get_args
+
+from proxy_models.architecture.memory import Checkpointing
+from tests.gpu_free.cases import LAYOUTS, SEQUENCES, SHAPES, Case, traced
+
+TOLERANCE = 0.05
+
+
+def main() -> int:
+    """Trace all cases and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=3, help="blocks; 0: all of the model's")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 1024])
+    chosen = parser.parse_args()
+    print("| shape, blocks | layout | checkpointing | ranks | sequences | traced, GiB | estimate | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    worst = 0.0
+    for shape, layout, checkpointing, ranks in product(chosen.shapes, LAYOUTS, get_args(Checkpointing), chosen.ranks):
+        case = Case(shape=shape, layout=layout, checkpointing=checkpointing, ranks=ranks, layers=chosen.layers or None)
+        memory, _ = traced(case)
+        error = case.estimate.total / memory.most - 1
+        worst = max(worst, abs(error))
+        print(
+            f"| {shape}, {case.model.n_layers} | {layout} | {checkpointing} | {ranks:,} | {SEQUENCES[shape]} "
+            f"| {memory.most / 2**30:.2f} | {case.estimate.total / 2**30:.2f} | {error:+.1%} |",
+            flush=True,
+        )
+    return int(worst > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Steps of full runs on GPUs that are not there: shapes, layouts, and what one rank holds and sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from muscale.full_runs.train.sharding import between_parts, build_decoder, mesh_of
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision, training_memory
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.step import Stepper
+from tests.gpu_free.fake_device import fake_gpu
+from tests.gpu_free.memory_trace import MemoryTrace
+from tests.muscale.collectives import Collectives
+from tests.muscale.fake_ranks import rank_of
+
+NODE = 8
+SHAPES = {
+    # GPT-3 XL's width and depth (Brown et al., arXiv 2005.14165, table 2.1); Llama 3's (arXiv 2407.21783, table 3).
+    "1.3B": ModelConfig(d_model=2048, n_layers=24, head_dim=64, mlp_ratio=2.75, vocab_size=50_304, context_length=2048),
+    "8B": ModelConfig(
+        d_model=4096,
+        n_layers=32,
+        head_dim=128,
+        queries_per_kv=4,
+        mlp_ratio=3.5,
+        vocab_size=128_256,
+        context_length=8192,
+    ),
+    "70B": ModelConfig(
+        d_model=8192,
+        n_layers=80,
+        head_dim=128,
+        queries_per_kv=8,
+        mlp_ratio=3.5,
+        vocab_size=128_256,
+        context_length=8192,
+    ),
+}
+LAYOUTS = {
+    "full": Parallelism(),
+    "hybrid": Parallelism(sharding="hybrid", shard_ranks=NODE),
+    "tensor": Parallelism(tensor_parallel=NODE),
+}
+SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1}
+"""Of a pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of two passes on the first of `ranks` ranks.
+
+    Attributes:
+        layers: Of the model; None: all.
+    """
+
+    shape: str
+    layout: str
+    checkpointing: Checkpointing = "none"
+    ranks: int = 64
+    layers: int | None = None
+    precision: Precision = "bf16"
+    optimizer: OptimizerName = "adamw"
+
+    def __str__(self) -> str:
+        """Its name."""
+        return f"{self.shape}, {self.layout}, {self.checkpointing}, {self.ranks} ranks"
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its shape."""
+        shape = SHAPES[self.shape]
+        return replace(shape, n_layers=self.layers or shape.n_layers)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Its layout."""
+        return replace(LAYOUTS[self.layout], checkpointing=self.checkpointing)
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        """As the gate has it."""
+        _, shards, tensor = self.parallelism.grid(self.ranks)
+        return training_memory(
+            self.model,
+            micro_batch=SEQUENCES[self.shape],
+            precision=self.precision,
+            optimizer=self.optimizer,
+            sharding=self.parallelism.sharding,
+            world_size=shards,
+            tensor_parallel=tensor,
+            checkpointing=self.checkpointing,
+        )
+
+
+def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int]]]:
+    """Memory and collectives of a step: two passes, clipping and the optimizer, by `Stepper`, as a full run takes it."""
+    model, parallelism, device = case.model, case.parallelism, torch.device("cpu")
+    grid = parallelism.grid(case.ranks)
+    batch = 2 * SEQUENCES[case.shape] * grid[0] * grid[1] * model.context_length
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
+    numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
+    with rank_of(0, case.ranks):
+        mesh = mesh_of(grid, device.type)
+        with fake_gpu():
+            built = build_decoder(numerics, recipe, parallelism, device=device, mesh=mesh, initial_values=False)
+            optimizer = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
+            stepper = Stepper(
+                built,
+                optimizer,
+                numerics,
+                recipe,
+                micro_batch=SEQUENCES[case.shape],
+                ranks=grid[0] * grid[1],
+                before_part=lambda last: between_parts(built, parallelism, last=last),
+            )
+            for parameter in built.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # makes its state
+            optimizer.zero_grad()
+            sequences = torch.zeros(2 * SEQUENCES[case.shape], model.context_length + 1, dtype=torch.int64)
+            memory, collectives = MemoryTrace(), Collectives()
+            memory.hold("parameters", built.parameters())
+            memory.hold("buffers", built.buffers())
+            memory.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
+            with memory.tracing(), collectives:
+                stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
+    return memory, collectives.calls

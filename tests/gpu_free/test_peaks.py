@@ -1,0 +1,41 @@
+"""One rank of many, on fake tensors: its traced peak beside the estimate, and its collectives beside a golden file.
+
+Two blocks of each model, as what a block adds is the same for all; `python -m tests.gpu_free` traces every layout.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_free.cases import Case, traced
+
+CASES = (
+    Case(shape="1.3B", layout="full", layers=2),
+    Case(shape="1.3B", layout="tensor", checkpointing="selective", layers=2),
+    Case(shape="8B", layout="hybrid", checkpointing="selective", layers=2),
+    Case(shape="8B", layout="tensor", checkpointing="full", ranks=1024, layers=2),
+    Case(shape="70B", layout="full", checkpointing="full", ranks=1024, layers=2),
+)
+GOLDEN = Path(__file__).with_name("collectives.json")
+
+
+def sent(case: Case) -> tuple[int, list[list[str | int]]]:
+    """Peak in bytes, and the calls of collectives: kind, dtype, bytes of what this rank puts in, number."""
+    memory, calls = traced(case)
+    return memory.most, sorted(
+        [kind, str(dtype).removeprefix("torch."), size, n] for (kind, dtype, size), n in calls.items()
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_estimate_is_near_the_traced_peak_and_collectives_are_those_of_the_golden_file(case: Case) -> None:
+    peak, calls = sent(case)
+    assert case.estimate.total == pytest.approx(peak, rel=0.05)
+    assert calls == json.loads(GOLDEN.read_text())[str(case)]
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({str(case): sent(case)[1] for case in CASES}, indent=1) + "\n")
