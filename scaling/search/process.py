@@ -50,6 +50,12 @@ class Observations:
     w: Array
     exact: NDArray[np.bool_]
 
+    def subset(self, rows: NDArray[np.bool_]) -> "Observations":
+        """The observations of some rows."""
+        return Observations(
+            u=self.u[rows], s=self.s[rows], cell=self.cell[rows], w=self.w[rows], exact=self.exact[rows]
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Process:
@@ -91,6 +97,11 @@ class Process:
     def shape(self) -> Shape:
         """The hyperparameters in their own units."""
         return shape_of(self.theta, self.layout)
+
+    @cached_property
+    def negative_log_density(self) -> float:
+        """−log p(w, theta) without the normalization of p(w | theta) by (2π)^(n/2)."""
+        return negative_log_density(self.theta, self.data, self.layout)[0]
 
     def and_exactly(self, u: Array, s: Array, cell: Integers) -> "Process":
         """Conditioned as well on runs that are under way, as if they had ended where they are expected to."""

@@ -20,7 +20,7 @@ from scaling.search.acquisition import around, latin_hypercube, log_expected_imp
 from scaling.search.coverage import Region, is_within, moved_into, untried
 from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.process import Observations, Process
-from scaling.search.search_box import Point, SearchBox
+from scaling.search.search_box import APART, Point, SearchBox
 from scaling.threads import single_threaded
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ PRIOR_WEIGHT = 10.0
 2204.11051; ten is assumed)."""
 N_DRAWS, N_FUNCTIONS, N_CANDIDATES = 24, 16, 256
 """Hyperparameters drawn for an optimum's interval, functions drawn for each, points at which each is looked at."""
+
+MIN_OWN = 5
+"""Runs of the searched family from which a source can be found to disagree (assumed)."""
 
 LogPrior = Callable[[pd.DataFrame], NDArray[np.float64]]
 
@@ -86,6 +89,7 @@ class ResponseSurface(Result):
         centre: mean log2 of the scales, [k].
         cells: scales [C, k], log2, in the order of the process's cell numbers.
         n_finite: finite runs of each scale.
+        left_out: sources that the surface was not fitted to, as the family's own runs are less likely with them.
     """
 
     box: SearchBox
@@ -95,6 +99,7 @@ class ResponseSurface(Result):
     centre: Array
     cells: Array
     n_finite: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def n_runs(self) -> int:
@@ -110,8 +115,15 @@ class ResponseSurface(Result):
     def drift(self) -> pd.DataFrame:
         """Drift of the optimum per doubling of each scale: numeric coordinates × scales, in their own units."""
         widths = np.array([high - low for low, high in self.box.bounds.values()])
-        moved = self.process.shape.drift[: len(widths)] * widths[:, None]
+        moved = self.process.shape.drift[: len(widths), : len(self.box.scales)] * widths[:, None]
         return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.scales))
+
+    @property
+    def offsets(self) -> pd.DataFrame:
+        """Distance of each source's optimum from the family's at the same scale: numeric coordinates × sources, in their own units."""
+        widths = np.array([high - low for low, high in self.box.bounds.values()])
+        moved = self.process.shape.drift[: len(widths), len(self.box.scales) :] * widths[:, None] * APART
+        return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.sources))
 
     @single_threaded
     def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -342,7 +354,8 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     """Fit the surface to the runs of all scales; none at all is allowed, and gives what is assumed beforehand.
 
     Args:
-        rows: the box's coordinates and scales, and `loss` (nats per token; NaN or infinite if diverged).
+        rows: the box's coordinates and scales, and `loss` (nats per token; NaN or infinite if diverged); `source` where
+            the box has sources.
         box: what is searched. Runs outside its bounds are learnt from too.
 
     Raises:
@@ -356,17 +369,43 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     if len(rows) and not box.scales:
         cells, cell = np.zeros((1, 0)), np.zeros(len(rows), int)
     w = clipped_excess(log_loss, cell)
-    kept = most_informative(w, cell)
+    of_source = octaves[:, len(box.scales) :] > 0
+    kept = most_informative(w, cell, np.asarray(~of_source.any(axis=1)))
     centre = octaves[kept].mean(axis=0) if len(rows) else np.zeros(len(box.scales))
     data = Observations(
         u=u[kept], s=octaves[kept] - centre, cell=cell[kept], w=w[kept], exact=np.zeros(len(kept), dtype=bool)
     )
+    process, left_out = _fitted(data, box, of_source[kept])
     return ResponseSurface(
         box=box,
         u=u,
         cell=cell,
-        process=Process.fit(data, box.layout),
+        process=process,
         centre=centre,
         cells=cells,
         n_finite=tuple(int(np.isfinite(log_loss[cell == i]).sum()) for i in range(len(cells))),
+        left_out=left_out,
     )
+
+
+def _fitted(data: Observations, box: SearchBox, of_source: NDArray[np.bool_]) -> tuple[Process, tuple[str, ...]]:
+    """The process of the family and of the sources that make its own runs likelier, and the names of the others.
+
+    By Bayes' factor at the fitted hyperparameters, one source after another: log p(own, source) − log p(own) − log p(source).
+
+    Args:
+        data: All observations.
+        box: The sources' names.
+        of_source: Whether each observation is of each source, [n, sources].
+    """
+    own = np.asarray(~of_source.any(axis=1))
+    if not box.sources or own.sum() < MIN_OWN:
+        return Process.fit(data, box.layout), ()
+    process, left_out = Process.fit(data.subset(own), box.layout), []
+    for name, rows in zip(box.sources, of_source.T, strict=True):
+        alone, both = Process.fit(data.subset(rows), box.layout), Process.fit(data.subset(own | rows), box.layout)
+        if both.negative_log_density > process.negative_log_density + alone.negative_log_density:
+            left_out.append(name)
+        else:
+            process, own = both, own | rows
+    return process, tuple(left_out)

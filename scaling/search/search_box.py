@@ -12,6 +12,12 @@ from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
 from scaling.search.basin import DRIFT_SPREAD, Layout
 
+SOURCE, APART = "source", 4.0
+"""Column of a run's source, and the octaves of scale by which a source counts as far away: over so many what is own to a cell
+loses most of its correlation (`basin.REACH`). Set so, and tried on Step Law's grid (tests/benchmarks/search_families.py)."""
+OFFSET_SPREAD = 0.1
+"""Standard deviation of a source's offset of the optimum, in box widths: twice what is expected of a doubling of scale (assumed)."""
+
 Point = dict[str, Any]
 """A value for each coordinate."""
 
@@ -24,6 +30,8 @@ class SearchBox:
         bounds: lowest and highest value of each numeric coordinate.
         choices: the values of each category.
         scales: columns of a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
+        sources: names of other families whose runs are learnt from, in a column `source` ("" or no column: the family that is
+            searched). At the same scale the optimum of each lies off the family's by an offset that is estimated.
         drift: how far a numeric coordinate's optimum is expected to move per doubling of a scale, before any run: mean and
             standard deviation in the coordinate's own unit. Where nothing is stated, none ± `DRIFT_SPREAD` box widths.
 
@@ -35,6 +43,7 @@ class SearchBox:
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     choices: Mapping[str, tuple[Hashable, ...]] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     drift: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,9 +78,15 @@ class SearchBox:
         for number, values in enumerate(self.choices.values(), start=len(groups)):
             groups += [number] * len(values)
         drifts = tuple(
-            self._drift(name, scale, high - low) for name, (low, high) in self.bounds.items() for scale in self.scales
+            drift
+            for name, (low, high) in self.bounds.items()
+            for drift in (
+                *(self._drift(name, scale, high - low) for scale in self.scales),
+                *[(0.0, OFFSET_SPREAD / APART)] * len(self.sources),
+            )
         )
-        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=len(self.scales), drifts=drifts)
+        n_scales = len(self.scales) + len(self.sources)
+        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=n_scales, drifts=drifts)
 
     def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
         """Expected mean and deviation of one drift, in box widths."""
@@ -119,10 +134,17 @@ class SearchBox:
         return np.hstack(parts)
 
     def octaves(self, rows: pd.DataFrame) -> Array:
-        """log2 of the scales, [n, k].
+        """log2 of the scales, and `APART` for the rows of each source, [n, k].
 
         Raises:
-            ValueError: a column is missing, or a scale is not above 0.
+            ValueError: a column is missing, a scale is not above 0, or a source is none of the box's.
         """
         require_columns(rows, self.scales)
-        return np.column_stack([np.log2(numbers(rows, name)) for name in self.scales] or [np.zeros((len(rows), 0))])
+        given = rows[SOURCE] if SOURCE in rows else pd.Series("", index=rows.index)
+        if strange := set(given) - {"", *self.sources}:
+            raise ValueError(
+                f"source must be one of {', '.join(self.sources) or 'none'}, or empty, got {strange.pop()!r}"
+            )
+        columns = [np.log2(numbers(rows, name)) for name in self.scales]
+        columns += [APART * (given == name).to_numpy(np.float64) for name in self.sources]
+        return np.column_stack(columns or [np.zeros((len(rows), 0))])

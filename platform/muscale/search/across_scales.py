@@ -13,9 +13,10 @@ import pandas as pd
 
 from muscale.search.record_view import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
-from scaling import SearchBox, fit_response
+from scaling import ResponseSurface, SearchBox, fit_response
 from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS
 from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS
+from scaling.search.search_box import OFFSET_SPREAD, SOURCE
 from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"
@@ -90,7 +91,8 @@ class AcrossScales:
         n_params: N of the proxy.
         n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
             averaged weights and annealed ones are not compared with each other.
-        prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
+        prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss and source ("": this
+            study). The optimum of a source may lie off this study's, by an offset that is estimated.
     """
 
     space: Space
@@ -104,23 +106,44 @@ class AcrossScales:
         """The prior runs, asked for at the first suggestion."""
         return self.prior_runs()
 
-    def propose(self, number: int, known: Known) -> Config:
-        """The surface's suggestion, given the prior runs and the sweep's own trials so far."""
-        space, box = self.space, replace(box_of(self.space), drift=expected_drift(self.space))
-        scale = {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
+    @property
+    def scale(self) -> dict[str, float]:
+        """Scale of the sweep's own trials."""
+        return {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
+
+    def surface(self, known: Known) -> ResponseSurface:
+        """The surface through the prior runs and the sweep's own trials so far."""
+        space = self.space
+        prior_runs = [row for row in self.known_runs.to_dict("records") if _is_comparable(space, row)]
         rows = [
-            {**coordinates(space, {name: row[name] for name in space.searched}), **_scale(row), "loss": row["loss"]}
-            for row in self.known_runs.to_dict("records")
-            if _is_comparable(space, row)
+            {
+                **coordinates(space, {name: row[name] for name in space.searched}),
+                **_scale(row),
+                SOURCE: row.get(SOURCE, ""),
+                "loss": row["loss"],
+            }
+            for row in prior_runs
         ]
         rows += [
-            {**coordinates(space, seen.config), **scale, "loss": np.nan if seen.loss is None else seen.loss}
+            {
+                **coordinates(space, seen.config),
+                **self.scale,
+                SOURCE: "",
+                "loss": np.nan if seen.loss is None else seen.loss,
+            }
             for seen in known.observations
             if _is_comparable(space, seen.config)
         ]
-        surface = fit_response(pd.DataFrame(rows), box=box)
+        sources = tuple(sorted({row[SOURCE] for row in rows} - {""}))
+        box = replace(box_of(space), sources=sources, drift=expected_drift(space))
+        return fit_response(pd.DataFrame(rows), box=box)
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The surface's suggestion, given the prior runs and the sweep's own trials so far."""
+        space, scale, surface = self.space, self.scale, self.surface(known)
         pending = _table(
-            [{**coordinates(space, config), **scale} for config in known.pending if _is_comparable(space, config)], box
+            [{**coordinates(space, config), **scale} for config in known.pending if _is_comparable(space, config)],
+            surface.box,
         )
         has_prior = any(distribution.prior for distribution in space.values())
 
@@ -138,6 +161,32 @@ class AcrossScales:
             if space.contains(config := config_at(space, point)):
                 return config
         return Draws(space=space, seed=self.seed).propose(number, known)
+
+    def describe_disagreements(self, known: Known) -> list[str]:
+        """Messages about the sources that disagree with the study's own runs: left out, or with another optimum.
+
+        An optimum is another one if a coordinate's offset is above `OFFSET_SPREAD` of its range.
+        """
+        surface = self.surface(known)
+        messages = [
+            f"{name} disagrees with this study's own runs: the searcher left it out" for name in surface.left_out
+        ]
+        for source in surface.offsets.columns.difference(surface.left_out, sort=False):
+            far = [
+                f"{name} {_format_offset(self.space, str(name), offset)}"
+                for name, offset in surface.offsets[source].items()
+                if abs(offset) > OFFSET_SPREAD * (surface.box.bounds[name][1] - surface.box.bounds[name][0])
+            ]
+            if far:
+                messages.append(
+                    f"{source} has its optimum elsewhere than this study, at the same size and length: {', '.join(far)}; "
+                    "the searcher corrected for it"
+                )
+        return messages
+
+
+def _format_offset(space: Space, name: str, offset: float) -> str:
+    return f"× {2**offset:.3g}" if name in space and is_log(space[name]) else f"{offset:+.3g}"
 
 
 def _is_comparable(space: Space, config: Mapping[str, Any]) -> bool:

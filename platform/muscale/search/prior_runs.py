@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,11 @@ def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def usable_runs(
-    runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Space, numerics: Numerics
-) -> pd.DataFrame:
+def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, numerics: Numerics) -> pd.DataFrame:
     """Runs that locate the optimum: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
 
     Args:
-        runs: Tables of ledgers.
+        runs: The table of a ledger.
         defaults: What is not searched; a run with another value tells nothing.
         space: What is searched; a run without one of its hyperparameters tells nothing.
         numerics: The sweep's; runs of another corpus, parametrization or base shape tell nothing.
@@ -76,22 +74,21 @@ def usable_runs(
         StudyDirectoryError: If a run that tells something says what no run does.
     """
     rows = []
-    for table in runs:
-        for row in table.to_dict("records"):
-            if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
-                try:
-                    values = values_of(row, space.searched)
-                except (
-                    LookupError,
-                    TypeError,
-                    ValueError,
-                    ArithmeticError,
-                ) as error:  # of a ledger that somebody else wrote
-                    raise StudyDirectoryError(
-                        f"{table.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
-                        f"{type(error).__name__}: {' '.join(str(error).split())}"
-                    ) from error
-                rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
+    for row in runs.to_dict("records"):
+        if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
+            try:
+                values = values_of(row, space.searched)
+            except (
+                LookupError,
+                TypeError,
+                ValueError,
+                ArithmeticError,
+            ) as error:  # of a ledger that somebody else wrote
+                raise StudyDirectoryError(
+                    f"{runs.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}"
+                ) from error
+            rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
     table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
     return table.drop_duplicates(ignore_index=True)
 

@@ -16,9 +16,11 @@ from muscale.actors.cluster import cluster, staying_cluster
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.importers.imported_space import place_of
 from muscale.importers.results import is_outside, outside_results
 from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
+from muscale.search.across_scales import AcrossScales
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
@@ -26,6 +28,7 @@ from muscale.search.methods import make_sampler, make_scheduler, resolve_searche
 from muscale.search.prior_runs import runs_of, usable_runs
 from muscale.search.record import Record, Round, RungResult
 from muscale.search.record_view import RecordView
+from muscale.search.samplers import Sampler
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
@@ -129,9 +132,7 @@ class Sweep:
             record.begin_round(resolve_searcher(settings, self.prior_runs()), settings.space)
         search_round = search_round or record.rounds[-1]
         allowed = self._budget(record, search_round)
-        n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
-        sampler = make_sampler(search_round, settings, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs)
-        scheduler = make_scheduler(settings, search_round.space)
+        sampler, scheduler = self._sampler(search_round), make_scheduler(settings, search_round.space)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
         return Engine(record, scheduler, sampler, allowed, top=plan.top, on_result=on_result, anneal_jobs=anneal_jobs)
 
@@ -164,13 +165,16 @@ class Sweep:
         return []
 
     def prior_runs(self) -> pd.DataFrame:
-        """Runs of this study and of those that it learns from, which locate the optimum at other scales."""
-        settings = self.config.sweep
-        studies = [file for file in self.sources() if not is_outside(file)]
-        tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
-        known = usable_runs(tables, self.plan.defaults, settings.space, self.numerics)
-        outside = [self.results_from(file) for file in self.sources() if file not in studies]
-        return pd.concat([known, *outside], ignore_index=True) if any(map(len, outside)) else known
+        """Runs of this study and of those that it learns from, which locate the optimum at other scales; source: "" or the file."""
+        tables = {"": self._usable(self.ledger.runs())}
+        for file in self.sources():
+            tables[str(file)] = self.results_from(file) if is_outside(file) else self._usable(runs_of(file))
+        tables = {source: table.assign(source=source) for source, table in tables.items() if len(table) or not source}
+        known = pd.concat([table for table in tables.values() if len(table)] or [tables[""]], ignore_index=True)
+        return known.drop_duplicates(known.columns.drop("source"), ignore_index=True)
+
+    def _usable(self, runs: pd.DataFrame) -> pd.DataFrame:
+        return usable_runs(runs, self.plan.defaults, self.config.sweep.space, self.numerics)
 
     def results_from(self, file: Path) -> pd.DataFrame:
         """Results of a table, or of a study of Optuna's, under their owner's names."""
@@ -180,6 +184,20 @@ class Sweep:
     def sources(self) -> list[Path]:
         """Studies and outside results that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
+
+    def describe_disagreements(self, record: Record) -> list[str]:
+        """Messages about the sources that disagree with the sweep's own runs; none where a source is gone."""
+        sources = [Path(place_of(str(source))[0]) for source in self.sources()]
+        sampler = self._sampler(record.rounds[-1]) if record.rounds else None
+        if not isinstance(sampler, AcrossScales) or not sources or not all(source.exists() for source in sources):
+            return []
+        return sampler.describe_disagreements(RecordView(record, self.plan.top))
+
+    def _sampler(self, search_round: Round) -> Sampler:
+        n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
+        return make_sampler(
+            search_round, self.config.sweep, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs
+        )
 
     def _budget(self, record: Record, search_round: Round) -> Budget:
         """Budget up to the end of a round."""
@@ -350,4 +368,5 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
         columns=["trial", "seed", "loss"],
     )
     other_runs = sweep.ledger.runs(but_of=("sweep", "full"))
-    return make_result(sweep.config, sweep.plan, record, annealed, repeated, other_runs)
+    notes = sweep.describe_disagreements(record)
+    return make_result(sweep.config, sweep.plan, record, annealed, repeated, other_runs, notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,7 @@ def make_result(
     annealed: pd.DataFrame,
     repeated: pd.DataFrame,
     runs: pd.DataFrame | None = None,
+    notes: Sequence[str] = (),
 ) -> SweepResult:
     """The result of what was recorded.
 
@@ -34,6 +35,7 @@ def make_result(
         annealed: Runs under the search's own seed: trial, rung, n_tokens, loss.
         repeated: Runs of the finalists under other seeds: trial, seed, loss.
         runs: The ledger's, in which others may tell how far seeds differ.
+        notes: Messages about the search that the record does not hold.
 
     Raises:
         StageError: If no trial came to an annealed end.
@@ -63,7 +65,10 @@ def make_result(
         narrowings=tuple(
             {"first_trial": each.first_trial, **each.narrowed} for each in record.rounds if each.narrowed is not None
         ),
-        notes=tuple(_notes(config, plan, record, finalists, comparable=finalists is not None or repeated.empty)),
+        notes=(
+            *_notes(config, plan, record, finalists, comparable=finalists is not None or repeated.empty),
+            *notes,
+        ),
     )
 
 

@@ -150,6 +150,7 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     warm_started = Sweep(config=swept.config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
     table = warm_started.prior_runs()
     assert len(table) == 8
+    assert set(table["source"]) == {str(path)}
     assert table["loss"].isna().sum() == 1, "what failed has no loss"
     assert set(table["n_params"]) == {swept.config.model.n_params}
     settings = swept.config.sweep.model_copy(update={"searcher": "auto"})
@@ -167,7 +168,7 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
         "sha256": "",
     }
     assert swept.ledger.runs().empty, "they are no rows that a law could be fitted from"
-    assert usable_runs([swept.ledger.runs()], swept.plan.defaults, space, swept.numerics).empty
+    assert usable_runs(swept.ledger.runs(), swept.plan.defaults, space, swept.numerics).empty
     assert "no fit of a law has them" in describe_results(path, table)
 
 

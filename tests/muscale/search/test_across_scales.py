@@ -104,3 +104,15 @@ def test_a_better_choice_that_no_prior_run_has_is_found() -> None:
         trials.observations.append(Observation(config=config, loss=3 * math.exp(excess(config))))
     assert "muon" in [seen.config["optimizer"] for seen in trials.observations[:2]]
     assert min(excess(seen.config) for seen in trials.observations) < 0.005
+
+
+def test_a_source_whose_optimum_lies_elsewhere_is_named() -> None:
+    """Both studies are known at two smaller sizes; the other's best rate is four times as high."""
+    other = known_runs(0.024).assign(source="../moe")
+    together = pd.concat([known_runs(0.006).assign(source=""), other], ignore_index=True)
+    search = searcher(Space({"learning_rate": RATE}), together)
+    assert abs(math.log2(cast(float, search.propose(0, Trials([]))["learning_rate"]) / 0.006)) < 0.3
+    (message,) = search.describe_disagreements(Trials([]))
+    assert message.startswith("../moe has its optimum elsewhere")
+    assert "learning_rate × 4" in message or "learning_rate × 3." in message
+    assert searcher(Space({"learning_rate": RATE}), known_runs(0.006)).describe_disagreements(Trials([])) == []
