@@ -16,6 +16,7 @@ from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import ResponseSurface, SearchBox, fit_response
 from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS
 from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS
+from scaling.search.response import MIN_OWN
 from scaling.search.search_box import OFFSET_SPREAD, SOURCE
 from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
@@ -92,7 +93,7 @@ class AcrossScales:
         n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
             averaged weights and annealed ones are not compared with each other.
         prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss and source ("": this
-            study). The optimum of a source may lie off this study's, by an offset that is estimated.
+            study's family). The optimum of a source may lie off this study's, by an offset that is estimated.
     """
 
     space: Space
@@ -134,6 +135,8 @@ class AcrossScales:
             for seen in known.observations
             if _is_comparable(space, seen.config)
         ]
+        if sum(row[SOURCE] == "" for row in rows) < MIN_OWN:  # no offset can be told: sources are taken at their word
+            rows = [{**row, SOURCE: ""} for row in rows]
         sources = tuple(sorted({row[SOURCE] for row in rows} - {""}))
         box = replace(box_of(space), sources=sources, drift=expected_drift(space))
         return fit_response(pd.DataFrame(rows), box=box)

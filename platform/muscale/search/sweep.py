@@ -165,12 +165,14 @@ class Sweep:
         return []
 
     def prior_runs(self) -> pd.DataFrame:
-        """Runs of this study and of those that it learns from, which locate the optimum at other scales; source: "" or the file."""
-        tables = {"": self._usable(self.ledger.runs())}
-        for file in self.sources():
-            tables[str(file)] = self.results_from(file) if is_outside(file) else self._usable(runs_of(file))
-        tables = {source: table.assign(source=source) for source, table in tables.items() if len(table) or not source}
-        known = pd.concat([table for table in tables.values() if len(table)] or [tables[""]], ignore_index=True)
+        """Runs that locate the optimum at other scales; source: the file of results from outside, "" for ledgers.
+
+        A ledger's runs are checked to be of the study's family; for results from outside nobody but their owner knows.
+        """
+        ledgers = [self.ledger.runs(), *(runs_of(file) for file in self.sources() if not is_outside(file))]
+        tables = [self._usable(table).assign(source="") for table in ledgers]
+        tables += [self.results_from(file).assign(source=str(file)) for file in self.sources() if is_outside(file)]
+        known = pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
         return known.drop_duplicates(known.columns.drop("source"), ignore_index=True)
 
     def _usable(self, runs: pd.DataFrame) -> pd.DataFrame:
