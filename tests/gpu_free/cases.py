@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from muscale.full_runs.train.sharding import between_parts, build_decoder, mesh_of
+from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision, training_memory
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.fsdp import between_parts
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.step import Stepper
@@ -119,7 +120,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
                 recipe,
                 micro_batch=SEQUENCES[case.shape],
                 ranks=grid[0] * grid[1],
-                before_part=lambda last: between_parts(built, parallelism, last=last),
+                before_part=lambda last: between_parts(built, parallelism.sharding, last=last),
             )
             for parameter in built.parameters():
                 parameter.grad = torch.zeros_like(parameter)
