@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak audit lowest licences docs pictures wheel ci-system clean
+.PHONY: study test check soak fake-gpu audit lowest licences docs pictures wheel ci-system clean
 
 # Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
 study: $(INSTALLED)
@@ -23,6 +23,10 @@ check: $(INSTALLED)
 # What takes too long for every time: all pairs of methods, and faults by the dozen.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+# The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs; minutes, and no GPU.
+fake-gpu: $(INSTALLED)
+	$(BIN)/python -m tests.gpu_free
 
 # Known weaknesses of the locked packages, from the advisory database of the Python Package Index, which must be reachable.
 audit: .venv/.audit

@@ -113,7 +113,7 @@ def main() -> None:
     rows = pd.DataFrame(found)
     optima: dict[str, Optimum] = {}
     for name, (case, _) in GRIDS.items():
-        grid = rows[(rows[["width", "batch_tokens", "n_tokens", "beta2"]] == case).all(axis=1)]
+        grid = rows[(rows[["width", "batch_tokens", "n_tokens", "beta2"]] == list(case)).all(axis=1)]
         best = optima[name] = fit_optimum(2.0 ** grid["log2_rate"], grid["loss"], seeds=grid["seed"].tolist())
         least = grid.groupby("log2_rate")["loss"].mean().min()
         print(

@@ -36,7 +36,7 @@ def test_the_same_package_passes_and_another_is_refused_with_both_named() -> Non
 
 
 @pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("free_cluster")  # a worker that is warm passed the check when it began
 def test_a_worker_of_another_package_ends_the_stage_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,18 +108,19 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     assert check_that_a_promoted_study_speaks_json(capfd, killed, tmp_path) == PROMOTED
     check_tracked(resumed, promotion)
 
-    undisturbed = Study.open(make_study("undisturbed"), quiet=True)
-    undisturbed.ladder()
-    pd.testing.assert_frame_equal(outcomes(resumed), outcomes(undisturbed))
-    assert undisturbed.plan().key == resumed.plan().key
+    if "ladder" in stages:
+        undisturbed = Study.open(make_study("undisturbed"), quiet=True)
+        undisturbed.ladder()
+        pd.testing.assert_frame_equal(outcomes(resumed), outcomes(undisturbed))
+        assert undisturbed.plan().key == resumed.plan().key
 
     check_that_another_budget_is_another_plan(resumed, promotion)
-    check_that_a_divergence_is_reported(undisturbed)
 
     trained = segments(ledger)
     again = Study.open(killed, quiet=True)
     assert again.run(force=True) == promotion
     assert segments(ledger) == trained
+    check_that_a_divergence_is_reported(again)
 
 
 def check_promotion(study: Study, promotion: Promotion) -> None:

@@ -304,7 +304,7 @@ def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: B
     ]
     if batch is None:
         return replace(forecast, reasons=(*forecast.reasons, *reasons))
-    if batch.is_far:
+    if batch.is_far or batch.best_tokens is None:
         reasons.append(f"batch {batch}; the runs fitted have {batch.tuned_tokens:,}")
     wider = math.exp(batch.effect)
     return replace(
