@@ -36,7 +36,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         most: Largest number of bytes at a time.
-        peak: These by kind: what `hold` was told, "gathered" and "reduced" by FSDP2, and else "activations", to which whole
+        peak: These by kind: what `hold` was given, "gathered" and "reduced" by FSDP2, and else "activations", to which whole
             gradients belong before they are reduced.
     """
 

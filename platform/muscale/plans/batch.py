@@ -14,12 +14,11 @@ from scaling.optima.batch import CURVATURE, RATE_EXPONENT, published_batch
 
 Source = Literal["the study's grids", "Step Law", "stated"]
 CARRIED = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
-"""What another batch changes."""
+"""What another batch may change."""
 EPS_EXPONENT = -0.5
 """Of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
 FAR = 4.0
-"""Times the batch of the sweep and the ladder from which no more than a law of the batch is trusted (assumed; the grids that the
-published laws are from have a factor of two between neighbours)."""
+"""Factor from the proxies' batch, or from the best by a law, up to which the gate lets a batch pass (assumed)."""
 _MOST_OCTAVES = 20
 
 
@@ -64,7 +63,8 @@ class BatchChoice(Recorded):
     def effect(self) -> float:
         """By how much log loss may differ from a run's at the tuned batch, whose policy the law and its forecast are of.
 
-        The difference of both from the best batch's where a law tells it, else what so many octaves cost at most.
+        The difference of both from the best batch's where a law has one, else what so many octaves cost on Step Law's grids.
+        Far above the critical batch that is too little; the forecast is unsupported then.
         """
         if self.best_tokens is None:
             return _cost(self.tokens, self.tuned_tokens, self.curvature)
@@ -93,7 +93,8 @@ class BatchChoice(Recorded):
     def __str__(self) -> str:
         best = f"; best by law {self.best_tokens:,.0f}" if self.best_tokens else "; no law of the batch covers this run"
         ramp = f" from {self.first_tokens:,}" if self.first_tokens != self.tokens else ""
-        return f"{self.tokens:,} tokens a step{ramp}, {self.ratio:g}× the proxies', by {self.source}{best}"
+        source = self.source if self.source == "stated" else f"by {self.source}"
+        return f"{self.tokens:,} tokens a step{ramp}, {self.ratio:g}× the proxies', {source}{best}"
 
 
 def choose_batch(

@@ -200,6 +200,7 @@ def make_plan(
         ranks=config.promote.workers,
     )
     at_batch = batch.carry(best) if batch else best
+    by_batch = frozenset(name for name in CARRIED if getattr(at_batch, name) != getattr(best, name))
     n_tokens = with_explicit(at_batch, explicit).whole_batches(decision.n_tokens)
     by_policy = tuned_for(best, horizon, n_tokens)
     by_policy = batch.carry(by_policy) if batch else by_policy
@@ -220,7 +221,7 @@ def make_plan(
         rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
     if batch:
         rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
-        rules |= {name: "carried to the batch" for name in CARRIED if getattr(by_policy, name) != getattr(best, name)}
+        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "carried to the batch")
     rules |= dict.fromkeys(explicit, "explicit")
     trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
     evidence = fit.rows.to_dict("list")
@@ -265,7 +266,8 @@ def make_plan(
             explicit=frozenset(explicit),
             by_mup=config.parametrization == "mup",
             trial=trial,
-            batch=batch,
+            by_batch=by_batch,
+            batch_source=batch.source if batch else "",
         ),
         batch=batch,
         data={} if corpus is None else data_hashes(corpus),

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from muscale.plans.batch import CARRIED, BatchChoice
 from muscale.settings.plan import DECLARED, REGULARIZERS
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -71,7 +70,8 @@ def carried(
     explicit: frozenset[str],
     by_mup: bool,
     trial: str,
-    batch: BatchChoice | None = None,
+    by_batch: frozenset[str] = frozenset(),
+    batch_source: str = "",
 ) -> tuple[HyperparameterProvenance, ...]:
     """Every hyperparameter and regularizer of the full run with its rules and its source.
 
@@ -82,7 +82,8 @@ def carried(
         explicit: Names that are stated for the full run alone.
         by_mup: Whether the parametrization is muP.
         trial: The sweep's winner, in words.
-        batch: Of the full run, where it is not the proxies'.
+        by_batch: Names that another batch than the proxies' changed.
+        batch_source: What that batch is from.
     """
     scaled: list[Rule] = ["muP width"] if by_mup else []
     if by_mup and model.n_layers != base.n_layers:
@@ -102,12 +103,12 @@ def carried(
             source = f"{trial} and the grids of the transfer check"
         elif name in searched:
             source = trial
-        elif name == "batch_tokens" and batch:
-            source = batch.source
+        elif name == "batch_tokens" and name in by_batch:
+            source = batch_source
         else:
             same = value == (list(default) if isinstance(default := defaults[name], tuple) else default)
             source = "default" if same else _OF_THE_STUDY
-        if batch and name in CARRIED and name not in explicit:
+        if name in by_batch and name not in explicit:
             rules.append("batch law")
         found.append(
             HyperparameterProvenance(

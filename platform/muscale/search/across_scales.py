@@ -135,7 +135,7 @@ class AcrossScales:
             for seen in known.observations
             if _is_comparable(space, seen.config)
         ]
-        if sum(row[SOURCE] == "" for row in rows) < MIN_OWN:  # no offset can be told: sources are taken at their word
+        if sum(row[SOURCE] == "" for row in rows) < MIN_OWN:  # too few for an offset: sources are taken as they are
             rows = [{**row, SOURCE: ""} for row in rows]
         sources = tuple(sorted({row[SOURCE] for row in rows} - {""}))
         box = replace(box_of(space), sources=sources, drift=expected_drift(space))

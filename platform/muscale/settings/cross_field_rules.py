@@ -145,18 +145,18 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _declared_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against the context and the rotary base of the full run alone."""
+    """Reasons against the context, the rotary base and the batch of the full run alone."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
     if "rope_theta" in explicit and model.positions != "rotary":
         yield f'plan.explicit.rope_theta: is for model.positions = "rotary", got it with "{model.positions}"'
-    if (context := explicit.get("context_length")) is None:
-        return
+    context = explicit.get("context_length", model.context_length)
     if context < model.context_length:
         yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"
+    stated = [name for name in ("batch_tokens", "batch_doublings", "context_length") if name in explicit]
     doublings = explicit.get("batch_doublings", h.batch_doublings)
     for batch in (explicit["batch_tokens"],) if "batch_tokens" in explicit else config.batches:
-        if (batch >> doublings) % context:
-            yield f"plan.explicit.context_length: batches must be multiples of it, got {batch >> doublings} and {context}"
+        if stated and (first := batch >> doublings) % context:
+            yield f"plan.explicit.{stated[0]}: batches must be multiples of the context, got {first} and {context}"
 
 
 def _rank_errors(config: StudyTables) -> Iterator[str]:

@@ -119,6 +119,9 @@ def test_a_stated_batch_moves_the_rate_and_widens_the_registered_interval(planne
     assert not plan.forecast.supported
     carried = {one.name: one.rules for one in plan.carried}
     assert "batch law" in carried["learning_rate"]
+    assert carried["beta2"] == ("fixed",), "it stays at a larger batch"
+    assert "horizon law" in plan.rules["learning_rate"]
+    assert "batch^0.50 ± 0.20" in plan.rules["learning_rate"]
     assert carried["batch_tokens"] == ("explicit",)
     assert Plan.from_dict(plan.to_dict()) == plan
     both = planned(f"plan.explicit.batch_tokens={batch}", "plan.explicit.learning_rate=0.5", "plan.explicit.beta2=0.9")
