@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from muscale.settings.tables import ResourceSettings
 
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone
+_RELEASE_SECONDS = 3.0  # until a worker that was ended counts as gone
 _KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray was seen to take 35 s then
 
 
@@ -149,6 +151,26 @@ def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
     if not _may_grow():
         raise StageError(f"{found}; ask for less in [resources], or start nodes that have it and run the command again")
     _log.warning("%s; waiting for its autoscaler to add nodes, Ctrl-C stops", found)
+
+
+def note_taken(stage: str, workers: int, each: Mapping[str, float]) -> None:
+    """Log that a stage waits where the cluster has what its workers need and others hold it: what there is, what is free."""
+    with defer_sigint():
+        import ray
+
+    cluster: Any = ray  # two functions of it have no types
+    wanted = {name: workers * amount for name, amount in each.items() if amount}
+    until = time.monotonic() + _RELEASE_SECONDS
+    while any((free := cluster.available_resources()).get(name, 0.0) < amount for name, amount in wanted.items()):
+        if time.monotonic() > until:
+            there = cluster.cluster_resources()
+            has, left = ({name: amounts.get(name, 0.0) for name in wanted} for amounts in (there, free))
+            _log.warning(
+                "%s: waiting for %s: the cluster has %s, of which %s are free; Ctrl-C stops",
+                *(stage, *map(format_resources, (wanted, has, left))),
+            )
+            return
+        time.sleep(0.1)
 
 
 def _may_grow() -> bool:

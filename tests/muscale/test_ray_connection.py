@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from muscale import ray_connection
 from muscale.actors.cluster import Cluster
 from muscale.errors import StageError
 from muscale.layout import LEDGER
-from muscale.ray_connection import require_room
+from muscale.ray_connection import note_taken, require_room
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 
@@ -75,6 +76,27 @@ def test_devices_that_an_autoscaler_may_bring_are_awaited_with_a_message(
         (tmp_path / sign).touch()
     require_room("resources", 1, ResourceSettings(gpus_per_worker=1).worker)
     assert "waiting for its autoscaler" in caplog.text
+
+
+@pytest.mark.cluster
+def test_a_stage_says_that_it_waits_for_what_others_hold(
+    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    ray_cluster.end_workers()
+    there = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(ray_connection, "_RELEASE_SECONDS", 0.5)
+    held = placement_group([{"CPU": there - 0.5}])
+    try:
+        assert held.wait(60)
+        note_taken("resources", 1, {"CPU": 0.5, "GPU": 0.0})
+        assert caplog.text == ""
+        note_taken("promote", 2, {"CPU": 0.5, "GPU": 0.0})
+    finally:
+        remove_placement_group(held)
+    assert f"promote: waiting for 1 CPU: the cluster has {there:g} CPU, of which 0.5 CPU are free" in caplog.text
 
 
 LEAVES = """

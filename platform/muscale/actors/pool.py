@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from muscale.errors import StageError, WorkerLostError, last_line
 from muscale.fingerprint import package_fingerprint, require_same_package
+from muscale.ray_connection import note_taken
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
@@ -199,6 +200,8 @@ class WorkerPool:
         name = f"muscale-worker-{secrets.token_hex(8)}"
         options: dict[str, Any] = {"name": name}
         placement, n_ranks = None, self.resources.ranks_per_trial
+        if not (self._starting or self._idle or self._leased):
+            note_taken("resources", n_ranks, self.resources.worker)
         if n_ranks > 1:  # on one node, if one has room
             placement = placement_group([self.resources.worker] * n_ranks, strategy="PACK")
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement, 0)

@@ -84,7 +84,7 @@ def sweep(
         study,
         options,
         lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from),
-        "sweep",
+        "sweep --narrow" if narrow else "sweep",
         ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
     )
 

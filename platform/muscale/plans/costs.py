@@ -18,6 +18,7 @@ _IN_TURN = ("sweep", "transfer", "ladder")
 _TRAINS = {
     "check": (),
     "sweep": _IN_TURN[:1],
+    "sweep --narrow": ("sweep", "sweep --narrow"),
     "transfer": _IN_TURN[:2],
     "ladder": _IN_TURN,
     "fit": _IN_TURN,
@@ -37,7 +38,8 @@ def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
 def estimate(config: StudyConfig) -> pd.DataFrame:
     """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
 
-    For the sweep it is the bound without early stopping, with every branch and repetition.
+    For the sweep it is the bound without early stopping, with every branch and repetition; another round of it, in a narrower
+    space, has trials and finalists of its own within the same limits.
     """
     h, model = config.hyperparameters, config.model
     numerics = Numerics(
@@ -48,9 +50,14 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         evaluation_tokens=config.corpus.evaluation_tokens,
         stages_by_fraction=config.corpus.stages_by_fraction,
     )
-    sweep_tokens = budget(config, trial_plan(config, numerics)).most_tokens
+    first = budget(config, trial_plan(config, numerics))
+    both = replace(first, trials=2 * first.trials, n_finalists=2 * first.n_finalists)
     rows: list[tuple[str, int, Any, float]] = [
-        ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
+        (stage, first.trials, n_tokens, 6.0 * model.n_params * n_tokens)
+        for stage, n_tokens in (
+            ("sweep", first.most_tokens),
+            ("sweep --narrow", both.most_tokens - first.most_tokens),
+        )
     ]
     grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
     rows.append(("transfer", len(grid), *_trained(grid)))

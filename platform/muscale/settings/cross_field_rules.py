@@ -205,16 +205,40 @@ def _check_errors(check: CheckSettings) -> list[str]:
 
 
 def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
-    """Reasons why a hyperparameter can't take its space's bounds, or each of its choices."""
-    for value in space[name].grid(2):  # both bounds, or every value
-        given: dict[str, Any] = {name: value}
-        try:
-            dataclasses.replace(h, **given)
-        except ValueError as error:
-            return [f"sweep.space.{name}: {error}"]
-        except TypeError:
-            return [f"sweep.space.{name}: each of its values must be one that [hyperparameters] takes, got {value!r}"]
+    """Reasons why a hyperparameter can't take its space's bounds, or each of its choices, under an optimizer of its trials."""
+    offered = space["optimizer"].grid(2) if "optimizer" in space and name != "optimizer" else [h.optimizer]
+    for optimizer in offered:
+        if not _may_be_active(name, optimizer, space) or (optimizer != h.optimizer and _reason(h, optimizer=optimizer)):
+            continue
+        for value in space[name].grid(2):  # both bounds, or every value
+            if reason := _reason(h, **{"optimizer": optimizer, name: value}):
+                remedy = (
+                    '; give it a "when" with the optimizers that read it'
+                    if "would ignore" in reason and len(offered) > 1
+                    else ""
+                )
+                return [f"sweep.space.{name}: {reason}{remedy}"]
     return []
+
+
+def _reason(h: Hyperparameters, **given: Any) -> str:
+    """Why hyperparameters can't have these values, "" if they can."""
+    try:
+        dataclasses.replace(h, **given)
+    except ValueError as error:
+        return str(error)
+    except TypeError:
+        return f"each of its values must be one that [hyperparameters] takes, got {list(given.values())[-1]!r}"
+    return ""
+
+
+def _may_be_active(name: str, optimizer: Any, space: Space) -> bool:
+    """Whether some trial with this optimizer has the hyperparameter."""
+    condition = space[name].when
+    return condition is None or all(
+        allowed.holds(optimizer) if parent == "optimizer" else _may_be_active(parent, optimizer, space)
+        for parent, allowed in condition.parents
+    )
 
 
 def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:

@@ -42,6 +42,8 @@ sweep.space.swap_fraction={{distribution="log_uniform", low=0.1, high=0.9}} => s
 sweep.space.init_scale.low=-1 => sweep.space.init_scale | low = -1
 sweep.space.colour.distribution="fixed" => sweep.space.colour
 sweep.space.optimizer={{{CHOICE}=["adamw", "sgd"]}} => sweep.space.optimizer | transfer rules | got 'sgd'
+sweep.space.optimizer={{{CHOICE}=["adamw", "adafactor"]}} ;; sweep.space.beta2={{distribution="uniform", low=0.9, high=0.99}} => \
+sweep.space.beta2 | "adafactor" | "when"
 sweep.space=mup_adam => sweep.space | 'mup_adam' | mup_adamw
 sweep.space.learning_rate={{{CHOICE}=["a", "b"]}} => sweep.space.learning_rate | 'a'
 sweep.space.beta1={{distribution="uniform", low=0.5, high=1.5}} => sweep.space.beta1 | got 1.5

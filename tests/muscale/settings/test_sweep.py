@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from muscale import StudyConfig
-from muscale.plans.costs import estimate
+from muscale.plans.costs import cost_of, estimate
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Integer, LogUniform, Space, Uniform
@@ -79,5 +80,26 @@ def test_the_dry_run_counts_every_branch_and_repetition_but_no_more_than_the_bud
     trial = last + (annealed(first) - first) + (annealed(last) - last)
     sweep = estimate(config).set_index("stage").loc["sweep"]
     assert sweep["n_tokens"] == 4 * trial + 9 * annealed(last)
-    capped = estimate(StudyConfig.read(path, ["sweep.max_tokens=50000"])).set_index("stage").loc["sweep"]
-    assert capped["n_tokens"] == 50_000
+    narrowed = cost_of("sweep --narrow", config)
+    assert narrowed["n_tokens"].tolist() == 2 * [sweep["n_tokens"]], "a narrower round repeats finalists of its own"
+    for limit, expected in ((50_000, [50_000, 0]), (int(sweep["n_tokens"]) + 7, [sweep["n_tokens"], 7])):
+        capped = cost_of("sweep --narrow", StudyConfig.read(path, [f"sweep.max_tokens={limit}"]))
+        assert capped["n_tokens"].tolist() == expected
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_setting_may_be_searched_under_the_optimizers_that_read_it(optimizer: str, make_study: MakeStudy) -> None:
+    config = StudyConfig.read(
+        make_study(),
+        [
+            f"hyperparameters.optimizer={optimizer}",
+            'sweep.space.optimizer={distribution="choice", values=["adamw", "adafactor"]}',
+            'sweep.space.beta1={distribution="uniform", low=0.8, high=0.95, when={optimizer=["adamw"]}}',
+            'sweep.space.beta2={distribution="uniform", low=0.9, high=0.99, when={beta1={low=0.5}}}',
+        ],
+    )
+    drawn = config.sweep.space.sample(50, seed=0)
+    assert {replace(config.hyperparameters, **cast(dict[str, Any], values)).optimizer for values in drawn} == {
+        "adamw",
+        "adafactor",
+    }

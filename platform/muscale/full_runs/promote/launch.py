@@ -15,7 +15,7 @@ from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import COLLECTIVES, FAILURE, RESULT
-from muscale.ray_connection import alive_nodes, require_room, room_for
+from muscale.ray_connection import alive_nodes, note_taken, require_room, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
@@ -55,6 +55,7 @@ def launch(
         with cluster(resources) as joined:
             joined.end_workers()
             require_room("promote", settings.sizes[0], resources.full_run_worker)
+            note_taken("promote", settings.sizes[0], resources.full_run_worker)
             with async_evaluation_of(run, settings, resources) as fitting:
                 _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
