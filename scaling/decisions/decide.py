@@ -8,6 +8,7 @@
     decide(fit, budget, memory=MemoryLimit.serving("H100 SXM"))        … within a memory
     decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
     decide(fit, budget, sizes=configs)                                 … among shapes that can be built
+    decide(fit, budget, tokens_per_param=20)                           … at this D/N, where the runs do not tell the best one
 
 They combine. The answer prints the decision, its intervals, and what was assumed.
 
@@ -54,6 +55,7 @@ def decide(
     max_epochs: float | None = None,
     memory: MemoryLimit | Iterable[MemoryLimit] | None = None,
     sizes: Iterable[Any] | None = None,
+    tokens_per_param: float | None = None,
     deadline: Budget | None = None,
     tolerance: float = 0.005,
     level: float = 0.9,
@@ -72,6 +74,7 @@ def decide(
         max_epochs: most times that each is seen, for a law with the column `unique_tokens`.
         memory: limits that the model must fit into.
         sizes: what N can be: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        tokens_per_param: D/N, stated rather than decided; of `sizes` the nearest is taken. It wants a budget.
         deadline: most that the training alone may take, serving left out: `Budget.of_days`.
         tolerance: of the band of near-optimal sizes, a share of the loss.
         level: of the intervals.
@@ -80,7 +83,8 @@ def decide(
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
         ScalingError: nothing meets the conditions: the loss is out of reach, or reached where no law was fitted, or serving
-            alone costs the budget.
+            alone costs the budget; or the fit's runs do not tell the best D/N (`scaling.fits.identification`): two runs that
+            would are named.
     """
     if (budget is None) == (loss is None):
         raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
@@ -96,6 +100,12 @@ def decide(
     fit = law if isinstance(law, ScalingFit) else None
     point = law if isinstance(law, Law) else law.best_law
     chosen = _sizes(sizes)
+    if tokens_per_param is not None:
+        if budget is None:
+            raise ValueError(
+                f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
+            )
+        require_positive("tokens_per_param", tokens_per_param)
     spending = _spending(
         point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
     )
@@ -104,6 +114,10 @@ def decide(
         given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
     else:
         given = budget if isinstance(budget, Budget) else Budget(compute_flops=_number("budget", budget))
+    if tokens_per_param is not None:
+        spending = spending.at_ratio(tokens_per_param, given.compute_flops)
+    elif fit and (chosen is None or len(chosen) > 1) and (doubt := fit.unidentified(given.compute_flops)):
+        raise ScalingError(f"{doubt}; or state it: tokens_per_param={doubt.tokens_per_param:.3g}")
     answer = spending.answers(values, np.array([given.compute_flops])).iloc[0]
     if not math.isfinite(answer["loss"]):
         why = f"serving {served_tokens:.4g} tokens alone costs" if served_tokens else "one token of every size costs"
@@ -125,14 +139,20 @@ def decide(
         budget=given,
         target_loss=loss,
         config=None if chosen is None else chosen[n_params],
+        stated_ratio=tokens_per_param,
         near=_near(spending, values, answer, given.compute_flops, tolerance),
         tolerance=tolerance,
         intervals=intervals if fit else None,
-        size_by_fit=_size_by_fit(fit, spending, given.compute_flops) if fit and forecast else None,
+        size_by_fit=_size_by_fit(fit, spending, given.compute_flops)
+        if fit and forecast and not tokens_per_param
+        else None,
         level=level,
         forecast=forecast,
         limits=_limits(spending, answer, memory, deadline),
-        warnings=_warnings(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
+        warnings=(
+            *([] if tokens_per_param is None else [f"D/N is stated, {tokens_per_param:.4g}, not decided"]),
+            *_warnings(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
+        ),
         assumptions=_assumptions(law, forecast, spending, memory),
     )
 

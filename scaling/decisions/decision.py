@@ -28,6 +28,7 @@ class Decision(Result):
         budget: what was to be spent, or the least that reaches the loss.
         target_loss: the loss asked for, None if a budget was given.
         config: the configuration chosen, where some were given.
+        stated_ratio: D/N asked for, None where it was decided.
         near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the ends of the
             band with the best between them, or all of the sizes given that lie in it.
         tolerance: of that band, a share of the loss.
@@ -52,6 +53,7 @@ class Decision(Result):
     budget: Budget
     target_loss: float | None
     config: Any
+    stated_ratio: float | None
     near: pd.DataFrame = field(repr=False)
     tolerance: float
     intervals: pd.DataFrame | None = field(repr=False)

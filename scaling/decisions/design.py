@@ -20,14 +20,13 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.fits.ensemble import PRIOR, Ensemble
+from scaling.fits.identification import LEAST_NOISE
 from scaling.forms.law import compute_flops
 from scaling.forms.powers import Joint, JointPowers
 from scaling.minimizers.bootstrap import noise_weights
 
 MISFIT_PER_DECADE = 0.01
 """Standard deviation of log loss that is added for each decade between a run and the target (public ladders)."""
-LEAST_NOISE = 5e-4
-"""Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
 Criterion = Literal["variance", "variance per FLOP"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from scaling.fits.identification import Unidentified
 from scaling.forms.law import Law
 from scaling.presentation import span
 
@@ -14,14 +15,16 @@ their smallest models; a mistyped loss lies far beyond."""
 MAX_NAMED = 3
 
 
-def caveats(law: Law, residuals: pd.DataFrame) -> tuple[str, ...]:
+def caveats(law: Law | None, residuals: pd.DataFrame, unidentified: Unidentified | None) -> tuple[str, ...]:
     """Sentences, none if there is nothing to look at.
 
     Args:
-        law: the fitted law.
+        law: by which budgets are decided; None where the runs are too few for that.
         residuals: as `ScalingFit.residuals` gives them.
+        unidentified: why the runs do not tell the best D/N, or None.
     """
-    return tuple(filter(None, [_far_rows(residuals), _off_centre(law, residuals)]))
+    of_best = f"not identified: {unidentified}" if unidentified else _off_centre(law, residuals)
+    return tuple(filter(None, [_far_rows(residuals), of_best]))
 
 
 def _far_rows(residuals: pd.DataFrame) -> str:
@@ -39,9 +42,9 @@ def _far_rows(residuals: pd.DataFrame) -> str:
     return f"{count} far off the law, where half of all are within {deviation / 1.4826:.2%}: {named}"
 
 
-def _off_centre(law: Law, rows: pd.DataFrame) -> str:
+def _off_centre(law: Law | None, rows: pd.DataFrame) -> str:
     """Caveat where the law's best D/N lies outside the runs' at every compute: the form alone places the optimum."""
-    if {*law.form.columns} != {"n_params", "n_tokens"}:
+    if law is None or {*law.form.columns} != {"n_params", "n_tokens"}:
         return ""
     ratio, flops = rows["n_tokens"] / rows["n_params"], rows["compute_flops"]
     low, high = ratio.min(), ratio.max()

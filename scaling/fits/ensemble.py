@@ -37,7 +37,8 @@ MIN_USUAL_ROWS = 12
 RESIDUAL_RATIO = (2.0, 500.0)
 """D/N of the rows whose residuals measure how well the form fits."""
 N_FINALISTS, N_DRAWS = 6, 60
-_MAD = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 _LEAST_SIGMA = 1e-4  # of log residuals; below it a prior would weigh nothing
 _SCALE_STEPS = 4  # of residual scale and fit in turn
 
@@ -201,7 +202,7 @@ class _Fits:
         theta = thetas[np.argmin(values)]
         for _ in range(_SCALE_STEPS):
             residual = np.sqrt(self.weights) * self.residual(theta)
-            sigma = max(_MAD * float(np.median(np.abs(residual))), _LEAST_SIGMA)
+            sigma = max(MAD * float(np.median(np.abs(residual))), _LEAST_SIGMA)
             theta = self.polished(np.ones(len(residual)), (TUNING * sigma,), sigma**2, theta)
         return theta, sigma
 

@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.caveats import caveats
-from scaling.fits.ensemble import Ensemble, fit_ensemble
+from scaling.fits.ensemble import MAD, Ensemble, fit_ensemble
 from scaling.fits.forecast import Forecast, forecast, outside_support
+from scaling.fits.identification import Unidentified, unidentified
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.serialization import JsonResult, TableLayout
@@ -68,8 +69,12 @@ class ScalingFit(JsonResult):
 
     @cached_property
     def caveats(self) -> tuple[str, ...]:
-        """Findings that stop no forecast: rows far off the law, best sizes outside the runs'."""
-        return caveats(self.law, self.residuals())
+        """Findings that stop no forecast: rows far off the law, best sizes outside the runs' or not identified by them."""
+        try:
+            law = self.best_law
+        except ScalingError:  # too few runs to decide by
+            law = None
+        return caveats(law, self.residuals(), self.unidentified(self.compute_range[1]))
 
     @property
     def n_rows(self) -> int:
@@ -108,6 +113,12 @@ class ScalingFit(JsonResult):
         """Standard deviation of the log residuals, a degree of freedom taken off for each parameter."""
         residual = self.residuals()["log_residual"]
         return float(np.sqrt((residual**2).sum() / (self.n_rows - len(self.law.parameters))))
+
+    def unidentified(self, compute_flops: float) -> Unidentified | None:
+        """The reason why the runs do not tell the best D/N of a budget, and two runs that would; None where they do."""
+        residual = np.abs(self.residuals()["log_residual"].to_numpy())
+        noise = MAD * float(np.median(residual)) * (self.n_rows / (self.n_rows - len(self.law.parameters))) ** 0.5
+        return unidentified(self.rows, noise, compute_flops)
 
     @cached_property
     def ensemble(self) -> Ensemble:

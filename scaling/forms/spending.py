@@ -8,7 +8,7 @@ That needs no derivative, takes a line that ends or bends (unique tokens, memory
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,16 @@ class Spending:
         table = pd.DataFrame(found, columns=[*QUANTITIES])
         table[~np.isfinite(budget)] = np.inf
         return table
+
+    def at_ratio(self, tokens_per_param: float, budget: float) -> "Spending":
+        """The same where N is the one size, of `sizes` the nearest, with which the budget buys so many tokens per parameter."""
+        serving, training = self.served_flops_per_param, FLOPS_PER_PARAM_TOKEN * tokens_per_param
+        size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (
+            2 * training
+        )  # training·N² + serving·N = budget
+        if self.sizes is not None:
+            size = self.sizes[np.abs(np.log(self.sizes / size)).argmin()]
+        return replace(self, sizes=np.array([min(size, self.max_params)]))
 
     def range(self, budget: Array) -> tuple[Array, Array]:
         """Log N between which the best is sought."""

@@ -48,17 +48,19 @@ def fit_runs(
         path: Of the table; see `scaling.fit` for the columns.
         n_params_convention: What n_params counts, such as "without embeddings".
         loss_unit: Of the losses; "bits per token" become nats.
-        compute_flops: A budget, for the best size and the forecast there.
+        compute_flops: A budget, for the best size and the forecast there; where the runs do not tell the best D/N, at their own.
 
     Raises:
         StageError: Naming the file, the column, the rule and the value.
     """
     try:
         found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit)
-        decision = None if compute_flops is None else decide(found, compute_flops)
+        doubt = None if compute_flops is None else found.unidentified(compute_flops)
+        ratio = doubt.tokens_per_param if doubt else None
+        decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
-    warnings = _unit_warnings(read_table(path), loss_unit)
+    warnings = [*([str(doubt)] if doubt else []), *_unit_warnings(read_table(path), loss_unit)]
     return RunsFit(fit=found, decision=decision, warnings=tuple(warnings))
 
 

@@ -48,7 +48,7 @@ class Plan(Recorded):
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that carried it.
         wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
-            family that does best.
+            family that does best. Where the ladder does not tell it, N at the ladder's own D/N.
         forecast: Of the final annealed validation loss.
         decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words.
         carried: Every hyperparameter with its rules and its source.
@@ -248,7 +248,7 @@ def make_plan(
         spike_handling=config.promote.spike_handling,
         hyperparameters=hyperparameters,
         rules=rules,
-        wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
+        wanted_n_params=decision.n_params if decision.stated_ratio else fit.ensemble.law.allocate(flops).n_params,
         forecast=_off_policy(
             _forecast(fit, model, n_tokens, config, decision.epochs),
             {

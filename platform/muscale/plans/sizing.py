@@ -14,6 +14,7 @@ from proxy_models.architecture.config import ModelConfig, ModelFamily
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.problem import Values
 from scaling.forms.repeated import REPEAT_BOUNDS
 
@@ -38,6 +39,8 @@ def size_for(
 ) -> Decision:
     """The member of the family with the least loss for the budget, or of the shapes named, in the decision's `config`.
 
+    Where the ladder does not tell the best D/N, the size is the one nearest to the ladder's own, with a warning.
+
     Where that would see the corpus more than once, it is decided again with the published worth of repeats. Without a
     corpus no epochs are counted. `proxies` and `precision` are those of the fitted runs and of the full run.
 
@@ -51,9 +54,14 @@ def size_for(
         "level": settings.level,
     }
     law = fit.ensemble.law
-    wanted = law.allocate(budget.compute_flops).n_params
+    given = [shape.of(family) for shape in settings.shapes]
+    doubt = fit.unidentified(budget.compute_flops) if len(given) != 1 else None
+    if doubt:
+        conditions["tokens_per_param"] = doubt.tokens_per_param
+        wanted = float((budget.compute_flops / FLOPS_PER_PARAM_TOKEN / doubt.tokens_per_param) ** 0.5)
+    else:
+        wanted = law.allocate(budget.compute_flops).n_params
     try:
-        given = [shape.of(family) for shape in settings.shapes]
         sizes = given or members(family, wanted / REACH, wanted * REACH)
         chosen = decide(fit, budget, sizes=sizes, **conditions)
         if corpus is not None:
@@ -79,7 +87,7 @@ def size_for(
         said.append(
             f"the forecast is of losses in {proxies}, the full run is in {precision}: {LOSS_DIFFERENCE:.2%} apart in measured pairs"
         )
-    return replace(chosen, assumptions=tuple(said))
+    return replace(chosen, assumptions=tuple(said), warnings=(*chosen.warnings, *([str(doubt)] if doubt else [])))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
@@ -18,7 +19,7 @@ from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
-from scaling import HorizonLaw, ScalingFit
+from scaling import HorizonLaw, ScalingFit, fit
 from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
@@ -197,3 +198,21 @@ def test_a_registered_plan_keeps_its_forecast_and_shows_today_s_prices(tmp_path:
         assert again.decision["dollars"] > 0
     finally:
         ledger.close()
+
+
+def test_a_ladder_of_one_ratio_sizes_at_it_and_says_so(read: Callable[..., StudyConfig], horizon: HorizonLaw) -> None:
+    n_params = np.geomspace(1e4, 2e5, 16)
+    rows = pd.DataFrame({"n_params": n_params, "n_tokens": 20 * n_params})
+    rows["loss"] = (1.5 + 40 / n_params**0.4 + 100 / rows["n_tokens"] ** 0.4) * np.exp(
+        1e-3 * np.random.default_rng(0).standard_normal(16)
+    )
+    config = read()
+    plan = make_plan(config, config.hyperparameters, horizon, fit(rows, n_params_convention="total", n_bootstrap=2))
+    wanted = math.sqrt(2.5e10 / 6 / 20)
+    nearest = min(range(16, 400, 16), key=lambda width: abs(math.log(config.family.at(width=width).n_params / wanted)))
+    assert plan.model == config.family.at(width=nearest)
+    assert plan.wanted_n_params == plan.n_params
+    assert "do not tell the best one" in str(plan)
+    assert any("tokens per parameter" in reason for reason in plan.forecast.reasons), (
+        "the family has nothing nearer than 9.6"
+    )

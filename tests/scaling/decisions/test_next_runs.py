@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from scaling import Law, ScalingFit, candidate_runs, compute_flops, fit, next_runs
-from scaling.decisions.design import LEAST_NOISE, MISFIT_PER_DECADE, Design
+from scaling.decisions.design import MISFIT_PER_DECADE, Design
 from scaling.fits.ensemble import PRIOR
 from scaling.fits.forecast import interval_factor
+from scaling.fits.identification import LEAST_NOISE
 from scaling.forms.powers import Joint, JointPowers
 
 TARGET = (2e9, 4e10)
