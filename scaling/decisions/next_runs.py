@@ -26,7 +26,8 @@ from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, TableLayout
 
 WORTH = 0.02
-"""Assumed: a run that takes less than this share off the variance that is left is not worth its place in a queue."""
+"""Assumed: a run that takes less than this share off the interval's variance, s², is not worth its place in a queue. Half of the fit's
+residual, a floor and the distance to the target stay in s² whatever runs are added (`scaling.fits.forecast`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +128,7 @@ def next_runs(
     chosen: list[int] = []
     records: list[dict[str, float]] = []
     stopped = f"{n_runs} runs were asked for"
-    reasons, reached = now.reasons, 2 * math.sinh(interval_factor(level) * now.log_scale)
+    reasons, scale, reached = now.reasons, now.log_scale, _full_width(now.log_scale, level)
     while len(chosen) < n_runs:
         if width is not None and reached <= width and not reasons:
             stopped = f"the interval is at most {width:.2%} wide and within what was tested"
@@ -135,18 +136,22 @@ def next_runs(
         if (pick := next(picks, None)) is None:
             stopped = "no candidate is left that can be paid for"
             break
-        index, after = pick
-        telling = after.variance <= (1 - WORTH) * design.variance
-        if not telling and not row_warnings(_with_runs(fit, size[chosen], tokens[chosen]).rows):
-            stopped = f"no run that can still be paid for takes {WORTH:.0%} off the variance that is left"
-            break
-        design = after
-        chosen.append(index)
-        then = _with_runs(fit, size[chosen], tokens[chosen])
+        index, design = pick
+        then = _with_runs(fit, size[[*chosen, index]], tokens[[*chosen, index]])
         share = design.variance / before
-        scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
-        reached = 2 * math.sinh(interval_factor(level) * scale)
-        reasons = then.unsupported_reasons(n_params, n_tokens)
+        after, floor = (
+            float(log_scale(_Later.of(ensemble, left, then.compute_range), n_params, n_tokens)) for left in (share, 0.0)
+        )
+        later = then.unsupported_reasons(n_params, n_tokens)
+        telling = after**2 <= (1 - WORTH) * scale**2 or len(later) < len(reasons)
+        if not telling and not row_warnings(_with_runs(fit, size[chosen], tokens[chosen]).rows):
+            stopped = (
+                f"no run that can still be paid for takes {WORTH:.0%} off the interval's variance: "
+                f"{_full_width(floor, level):.2%} of its {reached:.2%} stay whatever runs are added"
+            )
+            break
+        chosen.append(index)
+        scale, reached, reasons = after, _full_width(after, level), later
         records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
     extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
@@ -202,6 +207,11 @@ class _Later(Ensemble):
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)
+
+
+def _full_width(scale: float, level: float) -> float:
+    """Full width of the interval over the forecast."""
+    return 2 * math.sinh(interval_factor(level) * scale)
 
 
 def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:

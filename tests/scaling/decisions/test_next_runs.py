@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -166,7 +167,18 @@ def test_it_stops_when_no_run_is_worth_it(fitted: ScalingFit) -> None:
     candidates = pd.DataFrame({"n_params": [1e9, 3e7], "n_tokens": [2e10, 9e8]})
     found = next_runs(fitted, *TARGET, affordable_flops=1e21, candidates=candidates)
     assert found.runs.index.tolist() == [0]
-    assert found.stopped == "no run that can still be paid for takes 2% off the variance that is left"
+    assert found.stopped.startswith("no run that can still be paid for takes 2% off the interval's variance: ")
+
+
+def test_it_stops_at_the_floor_of_the_interval(fitted: ScalingFit) -> None:
+    """What the residual, the floor and the distance leave stays: compute for a hundredth of the width is not advised."""
+    target = (4e8, 8e9)
+    found = next_runs(fitted, *target, affordable_flops=1e21, n_runs=8, width=1e-4)
+    assert len(found.runs) < 8
+    floor = float(re.findall(r"([\d.]+)% of its", found.stopped)[0]) / 100
+    assert floor < found.width_then <= found.width_now
+    dear = next_runs(fitted, *target, affordable_flops=1e23, n_runs=8, width=1e-4)
+    assert dear.width_then == pytest.approx(found.width_then, rel=0.01)
 
 
 def test_it_stops_when_narrow_enough_and_supported(fitted: ScalingFit) -> None:
@@ -197,8 +209,8 @@ def test_runs_that_bring_a_far_target_into_support(fitted: ScalingFit) -> None:
 def test_expected_widths_are_those_of_the_next_fit(fitted: ScalingFit, planted: Law) -> None:
     """Make the runs as planted, fit again: the interval is about as wide as was said."""
     found = next_runs(fitted, *TARGET, affordable_flops=2e20, n_runs=3)
-    made = found.runs[["n_params", "n_tokens"]].assign(stem=["a", "b", "c"])
-    noise = 0.003 * np.random.default_rng(2).standard_normal(3)
+    made = found.runs[["n_params", "n_tokens"]].assign(stem=["a", "b", "c"][: len(found.runs)])
+    noise = 0.003 * np.random.default_rng(2).standard_normal(len(made))
     made["loss"] = planted.loss(made["n_params"], made["n_tokens"]) * np.exp(noise)
     after = fit(pd.concat([fitted.rows, made], ignore_index=True), n_params_convention="total", n_bootstrap=20)
     forecast = after.forecast(*TARGET)
