@@ -2,7 +2,8 @@
 
     ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the one that values are tuned at
     parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape
-    module_shapes(…), parametrization_of(shapes, …)  the same for a module of one's own
+    Family                                           a family of one's own: its `build`; all of these take its members
+    module_shapes(…), parametrization_of(shapes, …)  the table of any module
     initialize(model, …), make_optimizer(model, …)   a model that follows the table
     Hyperparameters(…)                               hyperparameters of a training, given at the base shape
     write_corpus(folder, source), Corpus.open(…)     tokens, and the batches that steps see
@@ -20,8 +21,10 @@ from proxy_models.lazy import lazily
 
 if TYPE_CHECKING:
     from proxy_models.architecture.base_shapes import module_shapes
-    from proxy_models.architecture.config import ModelConfig, ModelFamily
+    from proxy_models.architecture.config import ModelConfig
     from proxy_models.architecture.decoder import Decoder
+    from proxy_models.architecture.families import ModelFamily
+    from proxy_models.architecture.family import Family
     from proxy_models.architecture.parametrization import Parametrization, parametrization_of, parametrize
     from proxy_models.coordinates.check import CoordinateCheck
     from proxy_models.coordinates.measurement import coordinate_check
@@ -34,6 +37,7 @@ __all__ = [
     "CoordinateCheck",
     "Corpus",
     "Decoder",
+    "Family",
     "Hyperparameters",
     "ModelConfig",
     "ModelFamily",
@@ -52,9 +56,10 @@ _HOMES = {
     "CoordinateCheck": "coordinates.check",
     "Corpus": "data.corpus",
     "Decoder": "architecture.decoder",
+    "Family": "architecture.family",
     "Hyperparameters": "recipes.hyperparameters",
     "ModelConfig": "architecture.config",
-    "ModelFamily": "architecture.config",
+    "ModelFamily": "architecture.families",
     "Parametrization": "architecture.parametrization",
     "Trainer": "training.trainer",
     "coordinate_check": "coordinates.measurement",

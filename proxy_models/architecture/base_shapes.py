@@ -10,18 +10,24 @@ A parameter without a rule is refused by name: with a wrong class it would train
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mup
 from torch import nn
 
-from proxy_models.architecture.parametrization import TensorClass, TensorShape
+from proxy_models.architecture.parametrization import MATRICES, TensorClass, TensorShape
 
 _OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
 
 
 def module_shapes(
-    target: nn.Module, base: nn.Module, delta: nn.Module, *, readout: Sequence[str], block_prefix: str = "blocks."
+    target: nn.Module,
+    base: nn.Module,
+    delta: nn.Module,
+    *,
+    readout: Sequence[str],
+    block_prefix: str = "blocks.",
+    classes: Mapping[str, TensorClass] | None = None,
 ) -> dict[str, TensorShape]:
     """Class, fan-in and width multiplier of every parameter of `target`, in its order.
 
@@ -32,6 +38,7 @@ def module_shapes(
         readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
             the embedding goes by the embedding's name.
         block_prefix: Prefix of the names of parameters inside the residual blocks; the depth rules apply to them.
+        classes: Classes of parameters, by name, that their shapes do not tell.
 
     Returns:
         What `parametrization_of` takes.
@@ -44,7 +51,8 @@ def module_shapes(
     for role, module in (("base", base), ("delta", delta)):
         if odd := sorted(dict(module.named_parameters()).keys() ^ set(names)):
             raise ValueError(f"the {role} model has not the target's parameters: only one of them has {', '.join(odd)}")
-    if missing := [name for name in readout if name not in names]:
+    classes = classes or {}
+    if missing := [name for name in (*readout, *classes) if name not in names]:
         raise ValueError(
             f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under the "
             f"embedding's name. The parameters are {', '.join(names)}"
@@ -59,7 +67,14 @@ def module_shapes(
     if not any(inf_shape.ninf() for inf_shape in inf_shapes.values()):
         raise ValueError("no dimension differs between base and delta: the delta model must have another width")
     return {
-        name: _shape(name, inf_shapes[name], target, base_shapes[name], name in readout, block_prefix) for name in names
+        name: TensorShape(
+            tensor_class=classes[name],
+            fan_in=math.prod(shapes[name][1:]) if classes[name] in MATRICES - {TensorClass.EMBEDDING} else 1,
+            width_mult=float(inf_shapes[name].width_mult()),
+        )
+        if name in classes
+        else _shape(name, inf_shapes[name], target, base_shapes[name], name in readout, block_prefix)
+        for name in names
     }
 
 

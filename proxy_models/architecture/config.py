@@ -1,16 +1,16 @@
-"""The shape of a model, and the family that a study scales."""
+"""The shape of a decoder."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cattrs.gen import make_dict_unstructure_fn, override
 
-from proxy_models.serialization import Serializable, converter
+from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.serialization import converter
 
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
@@ -20,12 +20,11 @@ Positions = Literal["rotary", "learned", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Serializable):
+class ModelConfig(Member):
     """A pre-norm decoder and its variants; the defaults are the family of today's open models.
 
     Attributes:
-        d_model: Width of the residual stream; a multiple of `head_dim`.
-        n_layers: Number of blocks (depth).
+        d_model: A multiple of `head_dim`.
         head_dim: Size of one attention head, the same at every scale, so that width grows in heads.
         queries_per_kv: Query heads that share one key and value head: 1 is multi-head attention, more is grouped-query
             (Ainslie et al., arXiv 2305.13245), all of them multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
@@ -48,15 +47,11 @@ class ModelConfig(Serializable):
             block, which drops none, also where it is the only one (Huang et al., arXiv 1603.09382).
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
-        vocab_size: Number of token ids.
         document_separator: Id of the token that closes documents. Attention then stays within a document, which begins with the
             token that closes the one before; None: attention reaches over the whole sequence. As with `rope_theta`, the default
             is neither written nor in a key.
-        context_length: Tokens in one training sequence.
     """
 
-    d_model: int
-    n_layers: int
     head_dim: int = 16
     queries_per_kv: int = 1
     mlp_ratio: float = 2.75
@@ -75,12 +70,11 @@ class ModelConfig(Serializable):
     stochastic_depth: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    vocab_size: int = 256
     document_separator: int | None = None
-    context_length: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "head_dim", "queries_per_kv", "vocab_size", "context_length"):
+        super().__post_init__()
+        for name in ("head_dim", "queries_per_kv"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.d_model % self.head_dim:
@@ -213,37 +207,22 @@ converter.register_unstructure_hook(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFamily:
-    """A model with its width and depth left open; hyperparameters are tuned at the base and carried from it."""
+def as_decoder(member: Member) -> ModelConfig:
+    """Return the shape of a decoder, for what is written for decoders alone.
 
-    base: ModelConfig
+    Raises:
+        ValueError: If it is a member of another family.
+    """
+    if not isinstance(member, ModelConfig):
+        raise ValueError(f"this is for the built-in decoder alone, got {member}")
+    return member
 
-    def at(self, *, width: int | None = None, depth: int | None = None) -> ModelConfig:
-        """Return the member of this width and depth; a dimension that is not given stays as in the base.
 
-        Raises:
-            ValueError: If the shape breaks a rule of `ModelConfig`.
-        """
-        return replace(
-            self.base,
-            d_model=self.base.d_model if width is None else width,
-            n_layers=self.base.n_layers if depth is None else depth,
-        )
+def _read(values: Any, _: type[Member]) -> Member:
+    return converter.structure(values, ModuleConfig if "family" in values else ModelConfig)
 
-    def for_params(self, n_params: float, *, depth: int | None = None) -> ModelConfig:
-        """Return the member whose `n_params` is nearest to the wanted one in ratio.
 
-        Widths are those of whole groups of heads at which `mlp_ratio` is exact.
-
-        Raises:
-            ValueError: If the number is not positive and finite.
-        """
-        if not 0 < n_params < math.inf:
-            raise ValueError(f"n_params must be positive and finite, got {n_params}")
-        step = self.base.head_dim * self.base.queries_per_kv
-        widths = (width for width in count(step, step) if float(width * self.base.mlp_ratio).is_integer())
-        below = self.at(width=next(widths), depth=depth)
-        while (above := self.at(width=next(widths), depth=depth)).n_params < n_params:
-            below = above
-        return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
+# A member is written as what it is, and read as a decoder where it names no family.
+converter.register_unstructure_hook(Member, lambda member: converter.unstructure(member, unstructure_as=type(member)))
+converter.register_unstructure_hook(ModuleConfig, make_dict_unstructure_fn(ModuleConfig, converter))
+converter.register_structure_hook_func(lambda kind: kind is Member, _read)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch import library as operators
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
@@ -34,6 +34,11 @@ def whole_cross_entropy(
     if z_loss:
         loss = loss + z_loss * torch.logsumexp(rows, dim=-1).square().mean()
     return loss
+
+
+def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Mean cross-entropy of any model's logits for each token of (batch, time + 1) from those before it, nats per token."""
+    return whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])
 
 
 def chunked_cross_entropy(

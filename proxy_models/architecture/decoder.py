@@ -4,7 +4,7 @@ It computes in `Decoder.compute_dtype`: the embedding is cast to it, and each la
 Weights stay fp32, and so do rotary angles and the loss.
 
 Forward multipliers (muP's and the tuned ones) are zero-dimensional buffers, so that one compiled graph serves every
-trial of a shape. They are set by `Decoder.set_multipliers` from the parametrization, never saved with the weights.
+trial of a shape. They are set by `set_multipliers` from the parametrization, never saved with the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole
 from proxy_models.architecture.documents import document_blocks, number_documents
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
-from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
@@ -194,12 +193,6 @@ class Readout(Linear):
         return whole_cross_entropy(super().forward(input), targets, **terms)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, Tensor]:
-    """A decoder's parameters by name, on the meta device; of a tied table there is one."""
-    with torch.device("meta"):
-        return {name: parameter.detach() for name, parameter in Decoder(config).named_parameters()}
-
-
 class Decoder(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocab_size).
 
@@ -252,14 +245,6 @@ class Decoder(nn.Module):
         return decoder
 
     @torch.no_grad()
-    def set_multipliers(self, multipliers: ForwardMultipliers) -> None:
-        """Write the four forward multipliers."""
-        self.embedding_multiplier.fill_(multipliers.embedding)
-        self.attention_scale.fill_(multipliers.attention)
-        self.branch_multiplier.fill_(multipliers.branch)
-        self.readout_multiplier.fill_(multipliers.readout)
-
-    @torch.no_grad()
     def write_constants(self) -> None:
         """Write `constants` into a decoder that was built without values; they are computed on the CPU, as everywhere."""
         for name, value in constants(self.config).items():
@@ -306,12 +291,9 @@ class Decoder(nn.Module):
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
-    tokens, targets = sequences[:, :-1], sequences[:, 1:]
-    if isinstance(model, Decoder):
-        return cast(Tensor, model(tokens, targets))
-    return whole_cross_entropy(model(tokens), targets)
+    return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:]))
 
 
-def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
+def training_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing and z-loss."""
     return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:], regularized=True))

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import NORM_EPS, parameter_shapes
+from proxy_models.architecture.decoder import NORM_EPS
+from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer

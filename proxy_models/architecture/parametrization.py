@@ -88,7 +88,7 @@ class TensorClass(StrEnum):
 _LISTED = 3  # differences between two tables that an error lists
 
 _IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
-_MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
+MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
 _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 
@@ -212,7 +212,7 @@ def tensor_rule(
 ) -> TensorRule:
     """The rule of one parameter: a row of the table above, with the optimizer's exponent."""
     m, tensor_class = shape.width_mult, shape.tensor_class
-    in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in _MATRICES
+    in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in MATRICES
     base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
     init_std = {
         TensorClass.EMBEDDING: 1.0,

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
-from proxy_models.architecture.cross_entropy import whole_cross_entropy
-from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass, parametrize
+from proxy_models.architecture.cross_entropy import sequence_loss
+from proxy_models.architecture.families import M, ModelFamily, build, family_of
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass
 from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds, require_sizes
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
@@ -23,12 +24,11 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
 
-Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
 
 
 def coordinate_check(
-    family: ModelFamily,
+    family: ModelFamily[M],
     hyperparameters: Hyperparameters,
     corpus: Corpus,
     *,
@@ -38,7 +38,7 @@ def coordinate_check(
     n_steps: int = 5,
     n_sequences: int = 4,
     scheme: Scheme = "mup",
-    parametrization: Rule | None = None,
+    parametrization: Callable[[M, M], Parametrization] | None = None,
 ) -> CoordinateCheck:
     """Train on one fixed batch at every width for a few steps, fit activations against width; and the same for depth.
 
@@ -55,7 +55,7 @@ def coordinate_check(
         n_steps: Optimizer steps.
         n_sequences: Sequences in the batch.
         scheme: "mup", or "standard" to see it fail.
-        parametrization: Makes the table of (config, base) instead of `parametrize` under `scheme`.
+        parametrization: Makes the table of (member, base) instead of the family under `scheme`.
 
     Raises:
         ValueError: If there are too few widths, depths or seeds, the sizes span too little, or there is no step.
@@ -68,9 +68,8 @@ def coordinate_check(
     require_seeds(seeds)
     if n_steps < 1:
         raise ValueError(f"n_steps must be at least 1, got {n_steps}")
-    table = parametrization or (
-        lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
-    )
+    of_family = partial(family_of(family.base).parametrization, scheme=scheme, optimizer=hyperparameters.optimizer)
+    table = parametrization or of_family
     # Any long horizon: warmup, batch ramp and decay, which depend on it, are switched off.
     n_tokens = 10_000 * hyperparameters.batch_tokens
     plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
@@ -84,7 +83,8 @@ def coordinate_check(
             made = table(config, family.base)
             runs = [measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps) for seed in seeds]
             if axis == "depth":
-                runs = [_comparable_in_depth(run, size) for run in runs]
+                last = f"{family_of(family.base).blocks}.{size - 1}"
+                runs = [_comparable_in_depth(run, last) for run in runs]
             for key in runs[0]:
                 place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
                 mean = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
@@ -93,19 +93,20 @@ def coordinate_check(
 
 
 def measure(
-    config: ModelConfig, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
+    config: Member, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
 ) -> dict[Key, float]:
     """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
-    model = Decoder(config).eval()  # nothing is dropped
+    model = build(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
     optimizer = make_optimizer(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
-    kinds = {name: _kind(name, module, parametrization) for name, module in model.named_modules()}
+    readout = family_of(config).readout
+    kinds = {name: _kind(name, module, readout, parametrization) for name, module in model.named_modules()}
     measured: dict[Key, float] = {}
     first: dict[str, Tensor] = {}
     for step in range(n_steps + 1):
         with recorded_outputs(model) as outputs:
-            loss = whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])  # the readout is to be seen
+            loss = sequence_loss(model, sequences)  # the readout is to be seen
         first = first or outputs
         for name, output in outputs.items():
             measured[name, kinds[name], "size", step] = rms(output)
@@ -138,9 +139,8 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield outputs
 
 
-def _comparable_in_depth(measured: dict[Key, float], depth: int) -> dict[Key, float]:
+def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, float]:
     """Keep what has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
-    stream = f"blocks.{depth - 1}"
     return {
         ("last block", "stream", quantity, step) if module == stream else (module, kind, quantity, step): rms
         for (module, kind, quantity, step), rms in measured.items()
@@ -148,8 +148,8 @@ def _comparable_in_depth(measured: dict[Key, float], depth: int) -> dict[Key, fl
     }
 
 
-def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str:
+def _kind(name: str, module: nn.Module, readout: str, parametrization: Parametrization) -> str:
     rule = parametrization.rules.get(f"{name}.weight")
-    if name == "readout" or (rule and rule.tensor_class is TensorClass.READOUT):
+    if name == readout or (rule and rule.tensor_class is TensorClass.READOUT):
         return "readout"
     return "norm" if isinstance(module, nn.RMSNorm | nn.LayerNorm) else "hidden"

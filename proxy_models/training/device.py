@@ -7,8 +7,9 @@ import re
 import torch
 from torch import Tensor
 
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import MEMORY_SHARE, Checkpointing, Precision, fitting
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.memory import MEMORY_SHARE, Checkpointing, Precision
 
 CPU = torch.device("cpu")
 EVALUATION_BATCH = 64
@@ -56,7 +57,7 @@ def memory_limit(device: torch.device) -> int:
 
 def fitting_on(
     device: torch.device,
-    config: ModelConfig,
+    config: Member,
     sequences: int,
     *,
     precision: Precision,
@@ -64,7 +65,7 @@ def fitting_on(
     share: float = 1.0,
     ranks: int = 1,
 ) -> tuple[int | None, Checkpointing]:
-    """`fitting` within a share of a GPU's memory, the least of any rank; on a CPU the whole batch (None), and nothing is recomputed.
+    """`Family.fitting` within a share of a GPU's memory, the least of any rank; on a CPU the whole batch (None), without recomputing.
 
     Each pass has collectives, so all ranks call this and take as many passes.
     """
@@ -75,7 +76,9 @@ def fitting_on(
         from proxy_models.training.fsdp import least_of_ranks  # slow to import
 
         limit = least_of_ranks(limit, device)
-    return fitting(config, sequences, limit=limit, precision=precision, optimizer=optimizer, ranks=ranks)
+    return family_of(config).fitting(
+        config, sequences, limit=limit, precision=precision, optimizer=optimizer, ranks=ranks
+    )
 
 
 def evaluation_batch(device: torch.device, micro_batch: int | None) -> int:

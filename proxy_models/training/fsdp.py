@@ -1,4 +1,4 @@
-"""Data parallelism of a decoder by torch's FSDP2, for proxies and full runs: fp32 shards, gathered in the model's own precision.
+"""Data parallelism of a model by torch's FSDP2, for proxies and full runs: fp32 shards, gathered in the model's own precision.
 
 Gradients are reduced in fp32. Parameters become DTensors under their own names, which optimizer groups, clipping and states use.
 """
@@ -13,35 +13,43 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS, Sharding
 
 
 def shard(
-    model: Decoder, mesh: DeviceMesh, sharding: Sharding = "full", *, min_unit_params: int = MIN_UNIT_PARAMS
+    model: nn.Module,
+    family: Family,
+    mesh: DeviceMesh,
+    sharding: Sharding = "full",
+    *,
+    min_unit_params: int = MIN_UNIT_PARAMS,
 ) -> None:
-    """Shard the embedding, each block and the readout, where they are large, and the rest as one unit.
+    """Shard the family's units, where they are large, and the rest as one unit.
 
     Args:
         model: With or without values; with them, every rank has the same.
+        family: The model's, which names its units.
         mesh: Of the ranks that share a batch, one dimension; two of "none" and "hybrid", replicas and shards.
         sharding: What is cut.
-        min_unit_params: Blocks, embeddings and readouts with fewer parameters go with the rest.
+        min_unit_params: Units with fewer parameters go with the rest.
     """
     unit = partial(
         fully_shard,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=getattr(model, "compute_dtype", torch.float32),
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
     )
-    ends = [] if model.config.tied else [model.embedding, model.readout]  # a shared table is in one unit, the rest's
-    for module in (*model.blocks, *ends):
+    readout = model.get_submodule(family.readout)
+    for module in family.units(model):
         if sum(parameter.numel() for parameter in module.parameters()) >= min_unit_params:
-            again = module is not model.readout and sharding in ("full", "hybrid")
-            unit(module, reshard_after_forward=again)
-    if isinstance(model.embedding, FSDPModule):
-        model.embedding.set_unshard_in_backward(False)  # its gradient takes no weights
+            again = module is not readout and sharding in ("full", "hybrid")
+            sharded = unit(module, reshard_after_forward=again)
+            if isinstance(module, nn.Embedding):
+                sharded.set_unshard_in_backward(False)  # its gradient takes no weights
     unit(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
 
 

@@ -7,9 +7,10 @@ from typing import Any, Self
 
 from cattrs.gen import make_dict_unstructure_fn
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
-from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
+from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme
 from proxy_models.hashing import content_key
 from proxy_models.serialization import Serializable, converter
 from proxy_models.training.guard_settings import GuardSettings
@@ -32,7 +33,7 @@ class Numerics(Serializable):
         corpus_key: `Corpus.key`.
         seed: Seeds the initial values, the data order and dropout.
         evaluation_tokens: Held-out tokens that are evaluated.
-        scheme, depth_exponent, decay_scaling: Arguments of `parametrize`.
+        scheme, depth_exponent, decay_scaling: Arguments of `Family.parametrization`.
         precision: What the model computes in.
         guard: Settings of the stability guard; None: every step is taken.
         stages_by_fraction: True if stages of the corpus end at fractions of the run.
@@ -43,8 +44,8 @@ class Numerics(Serializable):
         depth_decay: Version of the decay in depth; not written, nor in the key, at a depth exponent of 1.
     """
 
-    model: ModelConfig
-    base: ModelConfig
+    model: Member
+    base: Member
     corpus_key: str
     seed: int
     evaluation_tokens: int
@@ -86,7 +87,7 @@ class Numerics(Serializable):
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
         """Return the table of this shape against its base, for an optimizer."""
-        return parametrize(
+        return family_of(self.base).parametrization(
             self.model,
             self.base,
             scheme=self.scheme,

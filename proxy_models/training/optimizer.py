@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.architecture.sharded import is_sharded, own, whole, write
 from proxy_models.recipes.recipe import Recipe
@@ -18,6 +17,13 @@ from proxy_models.training.adafactor import Adafactor
 if TYPE_CHECKING:
     from proxy_models.training.orthogonal import Orthogonalization
 
+MULTIPLIERS = {
+    "embedding": "embedding_multiplier",
+    "branch": "branch_multiplier",
+    "readout": "readout_multiplier",
+    "attention": "attention_scale",
+}
+"""The zero-dimensional buffer in which a model has each of `ForwardMultipliers`, if it has it."""
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 _MUON_RATE = (
     "match_rms_adamw"  # 0.2·√max(rows, columns), so that AdamW's rates and decays serve; Liu et al., section 2.2
@@ -28,15 +34,14 @@ _MUON_RATE = (
 def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
-    A recipe may start the readout at 0. Only `Decoder` is given the multipliers: any other module must apply
-    `Parametrization.multipliers`, times the recipe's, in its own forward pass.
+    A recipe may start the readout at 0.
 
     Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
     parameters, nor on how they are sharded.
 
     Raises:
-        ValueError: If the model's parameter names are not the table's, a tied readout is to start at zero, or there is a rate
-            for embeddings and none of them is untied.
+        ValueError: If the model's parameter names are not the table's, a tied readout is to start at zero, there is a rate
+            for embeddings and none of them is untied, or as `set_multipliers`.
     """
     parameters = dict(model.named_parameters())
     if parameters.keys() != parametrization.rules.keys():
@@ -58,8 +63,25 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.randn(parameter.shape, generator=generator) * (recipe.init_scale * rule.init_std)
         write(parameter, values)
-    if isinstance(model, Decoder):
-        model.set_multipliers(multipliers_of(parametrization, recipe))
+    set_multipliers(model, multipliers_of(parametrization, recipe))
+
+
+@torch.no_grad()
+def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
+    """Write the forward multipliers into the model's buffers `MULTIPLIERS`.
+
+    Raises:
+        ValueError: If one that is not 1 has no buffer.
+    """
+    buffers = dict(model.named_buffers())
+    for name, buffer in MULTIPLIERS.items():
+        value = getattr(multipliers, name)
+        if buffer in buffers:
+            buffers[buffer].fill_(value)
+        elif value != 1:
+            raise ValueError(
+                f"the model must apply the multiplier {name} = {value:g} by a buffer {buffer}, and has none"
+            )
 
 
 def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardMultipliers:

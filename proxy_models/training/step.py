@@ -13,10 +13,11 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.family import Loss
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.guard import Divergence, Guard, Spike, Verdict
@@ -25,7 +26,6 @@ from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
 from proxy_models.training.state import capture, restore, without_moments
 
-Loss = Callable[[Decoder, Tensor], Tensor]
 GOOD = "good/"  # prefix of the guard's snapshot in a memory
 
 
@@ -45,12 +45,12 @@ class Stepper:
 
     def __init__(
         self,
-        module: Decoder,
+        module: nn.Module,
         optimizer: torch.optim.Optimizer,
         numerics: Numerics,
         recipe: Recipe,
         *,
-        loss: Loss = training_loss,
+        loss: Loss | None = None,
         micro_batch: int | None = None,
         rank: int = 0,
         ranks: int = 1,
@@ -64,7 +64,7 @@ class Stepper:
             optimizer: Its optimizer, with a peak rate in each group.
             numerics: Gives seed, guard and whether a loss scale is needed; the module has the precision already.
             recipe: Gives the norm to clip at.
-            loss: `training_loss`, or the same compiled.
+            loss: `Family.training_loss`, or the same compiled; None: the family's.
             micro_batch: As the attribute.
             rank: Rank of this process.
             ranks: Number of ranks that share a batch; the sharding averages their gradients.
@@ -74,7 +74,8 @@ class Stepper:
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
         self.verdicts: dict[int, Verdict] = {}
-        self.micro_batch, self._loss, self._mean = micro_batch, loss, mean
+        self.micro_batch, self._mean = micro_batch, mean
+        self._loss = loss or family_of(numerics.model).training_loss
         self._rank, self._ranks, self._before_part = rank, ranks, before_part
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proxy_models.architecture.decoder import Block
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.architecture.sharded import whole
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
@@ -227,8 +226,7 @@ class Trainer:
         initialize(module, parametrization, recipe, seed=numerics.seed)
         optimizer = make_optimizer(module, parametrization, recipe)
         micro_batch, checkpointing = self._fitting(numerics, recipe)
-        for block in module.blocks:
-            cast(Block, block).checkpointing = checkpointing
+        warm.family.set_checkpointing(module, checkpointing)
         together: dict[str, Any] = {}
         if self._ranks > 1:
             from proxy_models.training.fsdp import between_parts, rank_mean  # slow to import

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.architecture.families import build, family_of
+from proxy_models.architecture.family import Loss
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.device import CPU
 from proxy_models.training.precision import DTYPES
-from proxy_models.training.step import Loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,31 +25,30 @@ WARM_SHARE = 0.1
 
 
 class WarmModel:
-    """One decoder of one shape and precision on one device, kept between trainings; compiled or eager.
+    """One model of one shape and precision on one device, kept between trainings; compiled or eager.
 
     On a mesh of all ranks it is sharded over them, and they train and evaluate it together.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Member,
         *,
         compiled: bool,
         precision: Precision = "fp32",
         device: torch.device = CPU,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self.module, self._mesh = (
-            Decoder(config),
-            mesh,
-        )  # built on the CPU, so that its constants are the same everywhere
-        self.module.compute_dtype = DTYPES[precision]
+        self.family, self._mesh = family_of(config), mesh
+        self.module = build(config)  # on the CPU, so that its constants are the same everywhere
+        self.family.set_precision(self.module, DTYPES[precision])
         if mesh:
             from proxy_models.training.fsdp import shard  # slow to import
 
-            shard(self.module, mesh)
+            shard(self.module, self.family, mesh)
         self.module.to(device)
-        self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
+        loss = self.family.training_loss
+        self.loss: Loss = torch.compile(_own_code(loss), dynamic=False) if compiled else loss
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor, batch: int) -> float:
@@ -65,7 +64,7 @@ class WarmModel:
             for part in torch.split(sequences, batch * ranks):
                 share = torch.tensor_split(part, ranks)[rank]
                 # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
-                losses.append(next_token_loss(module, share if len(share) else part[:1]) * len(share))
+                losses.append(self.family.evaluation_loss(module, share if len(share) else part[:1]) * len(share))
         finally:
             module.train(was_training)
         total = torch.stack(losses).sum()
@@ -82,9 +81,9 @@ class WarmModels:
 
     def __init__(self, device: torch.device = CPU, *, limit: int | None = None, mesh: DeviceMesh | None = None) -> None:
         self._device, self._limit, self._mesh = device, limit, mesh
-        self._models: OrderedDict[tuple[ModelConfig, bool, Precision], WarmModel] = OrderedDict()
+        self._models: OrderedDict[tuple[Member, bool, Precision], WarmModel] = OrderedDict()
 
-    def get(self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
+    def get(self, config: Member, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
         """Return the model of this shape and precision."""
         key = (config, compiled, precision)
         if key not in self._models:

@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics

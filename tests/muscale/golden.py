@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -108,7 +109,7 @@ def _losses_in_float64(corpus: Corpus, numerics: Numerics, h: Hyperparameters) -
     """Of the first steps, written out, in double precision up to the loss itself: no kernel's rounding adds up."""
     recipe = h.resolve(STEPS * BATCH)
     segment = stem(recipe, STEPS * BATCH)
-    model = Decoder(numerics.model)
+    model = Decoder(as_decoder(numerics.model))
     table = numerics.parametrization("adamw")
     initialize(model, table, recipe, seed=numerics.seed)
     model.double()

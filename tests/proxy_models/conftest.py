@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
@@ -18,7 +18,7 @@ NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="c", seed=0, evaluation_
 def test_a_whole_number_in_place_of_a_real_one_keeps_its_hash() -> None:
     again = Numerics.from_dict(json.loads(json.dumps(NUMERICS.to_dict())))
     assert again.key == NUMERICS.key
-    assert type(again.model.mlp_ratio) is int
+    assert type(as_decoder(again.model).mlp_ratio) is int
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from typing import Any, Self, TypeVar
 
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import Decoder, parameter_shapes
+from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.llama import NotLlamaError, write_llama
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import CorpusError
@@ -39,6 +40,7 @@ from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.tensor_files import TensorFiles
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import set_multipliers
 from proxy_models.training.state import TrainState
 from scaling.presentation import Result
 
@@ -123,7 +125,7 @@ class Bundle(Result):
         """
         model, weights = self._weights(averaged)
         decoder = self._read_as(MODEL, lambda _: Decoder.with_weights(model, weights))
-        decoder.set_multipliers(self._multipliers)
+        set_multipliers(decoder, self._multipliers)
         return decoder.eval()
 
     def train_state(self) -> TrainState:
@@ -233,7 +235,7 @@ class Bundle(Result):
                 f"{weights.path}: weights of another model: {odd[0]} is {weights.shapes.get(odd[0])}, the model's is "
                 f"{shapes.get(odd[0])}"
             )
-        return model, weights
+        return as_decoder(model), weights
 
     def _tensors(self, name: str) -> TensorFiles:
         path = self.path / name

@@ -28,14 +28,16 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.architecture.decoder import Decoder, parameter_shapes
+from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
 from proxy_models.files import atomic_directory
 from proxy_models.tensor_files import TensorFiles, write_tensors
-from proxy_models.training.optimizer import multipliers_of
+from proxy_models.training.optimizer import multipliers_of, set_multipliers
 from proxy_models.training.step import GOOD
 
 LOSS_TOLERANCE = 1e-3
@@ -216,8 +218,8 @@ def _average(run: Bundled, checkpoints: CheckpointFolder, k: int, path: Path) ->
 
 def _loss_of(run: Bundled, path: Path) -> float:
     """The validation loss of weights in a bundle, mapped from their files; on the GPU, if there is one."""
-    decoder = Decoder.with_weights(run.chain.numerics.model, TensorFiles(path))
-    decoder.set_multipliers(_multipliers(run))
+    decoder = Decoder.with_weights(as_decoder(run.chain.numerics.model), TensorFiles(path))
+    set_multipliers(decoder, _multipliers(run))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return held_out_loss(decoder.eval().to(device), run.corpus, run.chain.numerics)
 

@@ -11,6 +11,7 @@ from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
@@ -90,7 +91,7 @@ class FullRun:
     initial_state: InitialState | None = None
 
     def __post_init__(self) -> None:
-        self.parallelism.require(self.numerics.model)
+        self.parallelism.require(as_decoder(self.numerics.model))
         self.numerics.require_length(self.n_tokens)
         if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
             raise ValueError('on_spike needs a guard whose action is "skip"')
@@ -114,7 +115,7 @@ class FullRun:
         settings, resources = config.promote, config.resources
         cadence = Cadence.of(
             settings,
-            numerics.model,
+            as_decoder(numerics.model),
             optimizer=segments[0].recipe.optimizer,
             n_tokens=segments[-1].end,
             evaluation_tokens=numerics.evaluation_tokens,

@@ -10,7 +10,7 @@ import numpy as np
 
 from muscale.errors import StageError
 from muscale.settings.plan import PlanSettings
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
@@ -62,7 +62,7 @@ def size_for(
     else:
         wanted = law.allocate(budget.compute_flops).n_params
     try:
-        sizes = given or members(family, wanted / REACH, wanted * REACH)
+        sizes = given or family.between(wanted / REACH, wanted * REACH)
         chosen = decide(fit, budget, sizes=sizes, **conditions)
         if corpus is not None:
             seen = epochs(corpus, chosen.n_tokens)
@@ -70,7 +70,7 @@ def size_for(
             if seen <= 1:
                 chosen = replace(chosen, unique_tokens=unique)
             else:
-                sizes = given or members(family, wanted / REACH, wanted * max(REACH, 2 * seen))
+                sizes = given or family.between(wanted / REACH, wanted * max(REACH, 2 * seen))
                 limited: dict[str, Any] = {"unique_tokens": unique, "max_epochs": settings.max_epochs}
                 again = decide(with_repeats(law), budget, sizes=sizes, **limited, **conditions)
                 chosen = _telling(again, chosen, law)
@@ -164,11 +164,3 @@ def most_tokens(corpus: Corpus, max_epochs: float) -> float:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if epochs(corpus, middle) <= max_epochs else (low, middle)
     return low
-
-
-def members(family: ModelFamily, least: float, most: float) -> list[ModelConfig]:
-    """Members with about so many parameters, the smallest first; widths as in `ModelFamily.for_params`."""
-    smallest, largest = family.for_params(least), family.for_params(most)
-    step = family.base.head_dim * family.base.queries_per_kv
-    widths = range(smallest.d_model, largest.d_model + 1, step)
-    return [family.at(width=width) for width in widths if float(width * family.base.mlp_ratio).is_integer()]

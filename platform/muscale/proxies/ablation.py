@@ -10,7 +10,7 @@ import pandas as pd
 from muscale.actors.jobs import Job
 from muscale.proxies.ladder import branches
 from muscale.settings.ablation import AblateSettings, swaps
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling.comparisons.ablation import AS_IT_IS
@@ -37,8 +37,9 @@ def variants(settings: AblateSettings, numerics: Numerics, best: Hyperparameters
         n_tokens: Of each run, where the settings don't say.
     """
     length = settings.n_tokens or n_tokens
-    models: list[tuple[str, str, ModelConfig]] = [(AS_IT_IS, "", numerics.model)]
-    models += [(name, str(value), model) for name, value, model in swaps(numerics.model, settings.components)]
+    shape = as_decoder(numerics.model)
+    models: list[tuple[str, str, ModelConfig]] = [(AS_IT_IS, "", shape)]
+    models += [(name, str(value), model) for name, value, model in swaps(shape, settings.components)]
     found = []
     for component, value, model in models:
         label = f"{component} {value}" if component else "as it is"

@@ -10,7 +10,8 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.architecture.config import DROPPED, ModelConfig, ModelFamily
+from proxy_models.architecture.config import DROPPED, ModelConfig
+from proxy_models.architecture.families import M, ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Accelerator, Budget, accelerator
 from search_spaces import TransferClass, transferability
@@ -30,11 +31,11 @@ class Shape(StrictTable):
     width: PositiveInt
     depth: PositiveInt | None = None  # none: the base's
 
-    def of(self, family: ModelFamily) -> ModelConfig:
+    def of(self, family: ModelFamily[M]) -> M:
         """The member of the family with this shape.
 
         Raises:
-            ValueError: If the shape breaks a rule of `ModelConfig`.
+            ValueError: If the family has no such member.
         """
         return family.at(width=self.width, depth=self.depth)
 

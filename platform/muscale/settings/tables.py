@@ -17,7 +17,8 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.transfer import TransferSettings
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
@@ -184,7 +185,7 @@ class StudyTables(StrictTable):
         return self.promote.precision or self.precision
 
     @property
-    def family(self) -> ModelFamily:
+    def family(self) -> ModelFamily[ModelConfig]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
 

@@ -33,7 +33,7 @@ from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.corpus import write_corpus
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
@@ -280,7 +280,7 @@ def _weights_at(run: FinishedRun, tokens: int) -> dict[str, Tensor]:
 def resumed_at(run: FinishedRun, tokens: int) -> Stepper:
     """The training as it goes on from one of its checkpoints."""
     numerics, recipe = run.chain.numerics, run.chain.last.recipe
-    decoder, table = Decoder(numerics.model), numerics.parametrization(recipe.optimizer)
+    decoder, table = Decoder(as_decoder(numerics.model)), numerics.parametrization(recipe.optimizer)
     initialize(decoder, table, recipe, seed=numerics.seed)  # for the multipliers
     stepper = Stepper(decoder, make_optimizer(decoder, table, recipe), numerics, recipe)
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from muscale.full_runs.checkpoints import stored_weights
 from muscale.full_runs.checkpoints.stored_weights import MODEL, RecordReader, alone, read_weights
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import Decoder, parameter_shapes
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.llama import write_llama
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.tensor_files import TensorFiles, write_tensors

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from proxy_models.architecture.base_shapes import module_shapes
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import TensorClass, decoder_shapes, parametrization_of, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
@@ -118,6 +119,7 @@ class Convolutional(nn.Module):
         self.layers = nn.ModuleList(nn.Conv1d(width, 3 * width, 5, padding=2, bias=False) for _ in range(2))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, 11, bias=False)
+        self.register_buffer("readout_multiplier", torch.ones(()), persistent=False)
 
 
 def test_a_module_of_one_s_own_gets_its_table_and_its_groups() -> None:
@@ -136,6 +138,7 @@ def test_a_module_of_one_s_own_gets_its_table_and_its_groups() -> None:
     assert table.multipliers.readout == 1 / 3
     model = Convolutional(48)
     initialize(model, table, recipe(), seed=0)
+    assert model.get_buffer("readout_multiplier") == torch.tensor(1 / 3)
     rates = {group["lr"] for group in make_optimizer(model, table, recipe()).param_groups}
     assert sorted(rates) == pytest.approx([0.01 / 3, 0.01])
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from proxy_models.architecture.config import DROPPED, Activation, ModelConfig, ModelFamily, Norm, Positions
+from proxy_models.architecture.config import DROPPED, Activation, ModelConfig, Norm, Positions
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import parametrize
 
 

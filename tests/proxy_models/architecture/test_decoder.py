@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from proxy_models.architecture.config import Activation, ModelConfig
+from proxy_models.architecture.cross_entropy import sequence_loss
 from proxy_models.architecture.decoder import (
     MLP,
     Block,
@@ -23,6 +24,7 @@ from proxy_models.architecture.decoder import (
     training_loss,
 )
 from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.training.optimizer import set_multipliers
 
 CONFIG = ModelConfig(d_model=32, n_layers=2, vocab_size=11, context_length=12)
 MULTIPLIERS = ForwardMultipliers(embedding=1.3, branch=0.6, readout=0.4, attention=0.35)
@@ -33,7 +35,7 @@ Array = NDArray[np.float64]
 def model() -> Decoder:
     torch.manual_seed(0)
     model = Decoder(CONFIG).double()
-    model.set_multipliers(MULTIPLIERS)
+    set_multipliers(model, MULTIPLIERS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # gains of 1 would hide a gain that is not applied
@@ -118,7 +120,7 @@ def variant_of(variant: dict[str, Any], **changes: Any) -> Decoder:
     torch.manual_seed(0)
     shape = {"d_model": 64, "n_layers": 2, "vocab_size": 11, "context_length": 12}
     model = Decoder(ModelConfig(**{**shape, **variant, **changes})).double().eval()
-    model.set_multipliers(MULTIPLIERS)
+    set_multipliers(model, MULTIPLIERS)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -274,8 +276,8 @@ def test_the_loss_is_about_the_next_token() -> None:
             return 100.0 * nn.functional.one_hot(tokens + 1, num_classes=20).float()
 
     ascending = torch.arange(3, 12).unsqueeze(0)
-    assert float(next_token_loss(Successor(), ascending)) == pytest.approx(0, abs=1e-6)
-    assert float(next_token_loss(Successor(), ascending.flip(1))) == pytest.approx(100, abs=1e-4)
+    assert float(sequence_loss(Successor(), ascending)) == pytest.approx(0, abs=1e-6)
+    assert float(sequence_loss(Successor(), ascending.flip(1))) == pytest.approx(100, abs=1e-4)
 
 
 def test_weights_are_saved_without_multipliers(model: Decoder) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.generate import continue_text, generate
 from proxy_models.data.corpus import Corpus
@@ -32,7 +32,7 @@ def test_a_trained_model_continues_its_text_with_words_of_its_data(
     for segment in segments:
         state = trainer.train(numerics, segment, state).state
     assert state is not None
-    model = Decoder(numerics.model)
+    model = Decoder(as_decoder(numerics.model))
     recipe = segments[-1].recipe
     initialize(model, numerics.parametrization(recipe.optimizer), recipe, seed=0)
     weights = {name: tensor for name, tensor in state.tensors.items() if name.startswith("weight/")}

@@ -7,8 +7,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily, Norm
+from proxy_models.architecture.config import ModelConfig, Norm
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import (
     DecayScaling,
     ForwardMultipliers,

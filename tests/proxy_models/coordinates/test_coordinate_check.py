@@ -15,8 +15,9 @@ import pandas as pd
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import (
     RATE_EXPONENT,
     OptimizerName,
@@ -28,7 +29,7 @@ from proxy_models.architecture.parametrization import (
 )
 from proxy_models.coordinates.check import Axis, CoordinateCheck
 from proxy_models.coordinates.figures import coordinates_data
-from proxy_models.coordinates.measurement import Rule, coordinate_check, measure
+from proxy_models.coordinates.measurement import coordinate_check, measure
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.optimizer import clip, initialize, make_optimizer
@@ -37,6 +38,7 @@ FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=32)
 WIDTHS = (16, 32, 64, 128)
 SHALLOW = (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
+Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 VALUES = Hyperparameters(learning_rate=2**-8, batch_tokens=512)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch._dynamo.utils
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem

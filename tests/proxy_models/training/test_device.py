@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Block
 from proxy_models.architecture.memory import training_memory
 from proxy_models.architecture.parametrization import OptimizerName
@@ -35,7 +35,7 @@ Muon, which orthogonalizes in bf16, by 5e-6; a GPU's exponentials and roots diff
 
 
 def dropping(numerics: Numerics) -> Numerics:
-    model = replace(numerics.model, attention_dropout=0.1, mlp_dropout=0.1, stochastic_depth=0.2)
+    model = replace(as_decoder(numerics.model), attention_dropout=0.1, mlp_dropout=0.1, stochastic_depth=0.2)
     return replace(numerics, model=model, base=model)
 
 
@@ -248,7 +248,7 @@ def test_a_proxy_that_must_be_trained_in_parts_and_recomputed_has_the_same_losse
     trainer, seen, step = Trainer(corpus, compile=False), [], Stepper.step
 
     def recorded(stepper: Stepper, *arguments: Any, **options: Any) -> Any:
-        kinds = {block.checkpointing for block in stepper.module.blocks if isinstance(block, Block)}
+        kinds = {block.checkpointing for block in stepper.module.modules() if isinstance(block, Block)}
         seen.append((stepper.micro_batch, *kinds))
         return step(stepper, *arguments, **options)
 

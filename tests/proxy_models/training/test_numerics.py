@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.parametrization import parametrize
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
@@ -86,6 +86,8 @@ def test_a_run_has_a_key_of_its_own_only_where_stages_end_at_fractions_of_it() -
 
 def test_the_table_is_of_this_shape_and_scheme() -> None:
     standard = replace(NUMERICS, scheme="standard", depth_exponent=0.5)
-    assert standard.parametrization("adamw") == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)
+    assert standard.parametrization("adamw") == parametrize(
+        as_decoder(standard.model), BASE, scheme="standard", depth_exponent=0.5
+    )
     gain = replace(NUMERICS, decay_scaling="sublayer_gain")
-    assert gain.parametrization("adamw") == parametrize(gain.model, BASE, decay_scaling="sublayer_gain")
+    assert gain.parametrization("adamw") == parametrize(as_decoder(gain.model), BASE, decay_scaling="sublayer_gain")

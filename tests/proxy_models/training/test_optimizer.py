@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import (
     RATE_EXPONENT,
     OptimizerName,
@@ -45,6 +46,8 @@ class Backwards(nn.Module):
         super().__init__()
         for name, child in reversed(list(model.named_children())):
             self.add_module(name, child)
+        for name, multiplier in model.named_buffers(recurse=False):
+            self.register_buffer(name, multiplier, persistent=False)
         block = model.blocks[0]
         block._modules = dict(reversed(block._modules.items()))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.memory import Precision
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -28,7 +28,7 @@ def batch(number: int = 0) -> Tensor:
 
 
 def stepper(numerics: Numerics = NUMERICS, **options: Any) -> Stepper:
-    module = Decoder(numerics.model)
+    module = Decoder(as_decoder(numerics.model))
     module.compute_dtype = DTYPES[numerics.precision]
     initialize(module, numerics.parametrization(RECIPE.optimizer), RECIPE, seed=numerics.seed)
     return Stepper(

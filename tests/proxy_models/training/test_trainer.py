@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelFamily
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream, evaluation_sequences
 from proxy_models.data.corpus import Corpus, write_mixture
@@ -46,7 +47,7 @@ def test_training_is_the_loop_written_out(
 ) -> None:
     (segment,) = chain(replace(hyperparameters, schedule="linear"), 10 * BATCH)
     result = trainer.train(replace(numerics, seed=3), segment)
-    model, recipe = Decoder(numerics.model), segment.recipe
+    model, recipe = Decoder(as_decoder(numerics.model)), segment.recipe
     initialize(model, numerics.parametrization("adamw"), recipe, seed=3)
     optimizer = make_optimizer(model, numerics.parametrization("adamw"), recipe)
     stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=3)
@@ -94,7 +95,7 @@ def test_a_branch_from_a_rung_is_the_run_planned_for_that_length(
 def dropping(numerics: Numerics) -> Numerics:
     """The same with every kind of randomness, and a loss of its own for training."""
     model = replace(
-        numerics.model,
+        as_decoder(numerics.model),
         attention_dropout=0.1,
         mlp_dropout=0.1,
         embedding_dropout=0.1,
@@ -160,7 +161,7 @@ def test_training_minimises_the_training_loss_and_evaluation_is_next_token_loss_
     before = torch.get_rng_state()
     result = trainer.train(random, stem(recipe, BATCH))
     assert torch.equal(torch.get_rng_state(), before)
-    model = Decoder(random.model)
+    model = Decoder(as_decoder(random.model))
     initialize(model, random.parametrization(recipe.optimizer), recipe, seed=0)
     stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0)
     torch.manual_seed(step_seed(0, 0, 0))
@@ -341,7 +342,7 @@ def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
     # 15 % of 20 steps: the weights after steps 18, 19 and 20.
     recipe = hyperparameters.resolve(N_TOKENS)
     result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
-    model = Decoder(numerics.model)
+    model = Decoder(as_decoder(numerics.model))
     initialize(model, numerics.parametrization("adamw"), recipe, seed=0)
     ends = [trainer.train(numerics, stem(recipe, n * BATCH)).state for n in (18, 19, 20)]
     weights = [{n: t for n, t in state.tensors.items() if n.startswith("weight/")} for state in ends if state]
@@ -383,7 +384,7 @@ def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_th
     segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
     result = trainer.train(numerics, segment, averaged=True)
     assert result.state is not None
-    model = Decoder(numerics.model)
+    model = Decoder(as_decoder(numerics.model))
     initialize(model, numerics.parametrization("adamw"), segment.recipe, seed=0)
     model.load_state_dict(
         {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}

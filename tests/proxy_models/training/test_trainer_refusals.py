@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxy_models.architecture.config import ModelFamily
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
 from proxy_models.training.guard import Divergence

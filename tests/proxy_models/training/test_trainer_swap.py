@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from proxy_models.architecture.config import ModelFamily
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -48,7 +49,7 @@ def test_a_swap_keeps_the_weights_and_begins_with_fresh_moments(
     state = trainer.train(numerics, before).state
     assert state is not None
     recipe = after.recipe
-    expected = Decoder(numerics.model)
+    expected = Decoder(as_decoder(numerics.model))
     table = numerics.parametrization(optimizer)
     initialize(expected, table, recipe, seed=0)
     expected.load_state_dict(

@@ -20,10 +20,13 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
-from proxy_models.architecture.decoder import Decoder, parameter_shapes
+from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.generate import continue_text
 from proxy_models.data.corpus import Corpus, CorpusError
 from proxy_models.training.device import usable
+from proxy_models.training.optimizer import set_multipliers
 
 SAMPLE_SEED = 0
 """Of the draws of every sample, so that those of two checkpoints differ by their weights alone."""
@@ -118,8 +121,8 @@ def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> Dec
         )
     try:
         weights = read_weights(checkpoint, parameter_shapes(model), device=device)
-        decoder = Decoder.with_weights(model, weights).to(device)
+        decoder = Decoder.with_weights(as_decoder(model), weights).to(device)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
-    decoder.set_multipliers(run.multipliers)
+    set_multipliers(decoder, run.multipliers)
     return decoder.eval()

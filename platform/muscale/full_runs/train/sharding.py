@@ -33,13 +33,15 @@ from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Block, Decoder
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
 from proxy_models.training.fsdp import shard
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import initialize, multipliers_of
+from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
 from proxy_models.training.precision import DTYPES
 
 import_lightning()
@@ -150,12 +152,13 @@ def build_decoder(
     Raises:
         ValueError: If the layout does not fit the model.
     """
-    parallelism.require(numerics.model)
+    shape = as_decoder(numerics.model)
+    parallelism.require(shape)
     tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
     if parallelism.tensor_parallel != (tensor.size() if tensor else 1):
         raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
     with torch.device("meta"):
-        model = Decoder(numerics.model)
+        model = Decoder(shape)
     model.compute_dtype = DTYPES[numerics.precision]
     for block in _blocks(model):
         block.checkpointing = parallelism.checkpointing
@@ -166,9 +169,9 @@ def build_decoder(
     if mesh is not None:
         replicated = parallelism.sharding in ("none", "hybrid")
         of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
-        shard(model, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
+        shard(model, family_of(numerics.model), of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
     model.to_empty(device=device)
-    if numerics.model.tied:
+    if shape.tied:
         model.readout.weight = model.embedding.weight  # `to_empty` may give each its own
     model.write_constants()
     if tensor and model.logit_bias is not None:
@@ -179,7 +182,7 @@ def build_decoder(
     if initial_values:
         initialize(model, parametrization, recipe, seed=numerics.seed)
     else:
-        model.set_multipliers(multipliers_of(parametrization, recipe))
+        set_multipliers(model, multipliers_of(parametrization, recipe))
     return model
 
 
@@ -194,7 +197,7 @@ def fitting_micro_batch(
         return None
     replicas, shards, _ = rank_grid(parallelism)
     fitting = largest_micro_batch(
-        numerics.model,
+        as_decoder(numerics.model),
         -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
         limit=memory_limit(device),
         precision=numerics.precision,

@@ -19,6 +19,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.full_runs.train.module import train
 from muscale.layout import EVALUATIONS, METRICS, RUN
+from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
@@ -53,7 +54,7 @@ def of_mixture(mixed: Corpus, directory: Path) -> FullRun:
         keep_last=9,
         min_unit_params=0,
     )
-    model, base = (replace(shape, tied=True) for shape in (run.numerics.model, run.numerics.base))
+    model, base = (replace(as_decoder(shape), tied=True) for shape in (run.numerics.model, run.numerics.base))
     return replace(run, numerics=replace(run.numerics, model=model, base=base))
 
 

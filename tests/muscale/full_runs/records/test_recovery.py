@@ -28,6 +28,7 @@ from muscale.layout import EVALUATIONS, RESULT
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.settings.tables import ResourceSettings
 from muscale.store.spike_handling import read_incidents
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import TokenStream
 from proxy_models.data.corpus import Corpus
@@ -84,7 +85,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, factor: float, *steps: int) -> list[
 
 def by_hand(run: FullRun, corpus: Corpus, left_out: set[int], rewarmed: tuple[int, int] | None = None) -> list[float]:
     """Losses of a run without the steps left out; the rate is warmed up from a step, over so many steps."""
-    module, recipe = Decoder(run.numerics.model), run.segments[0].recipe
+    module, recipe = Decoder(as_decoder(run.numerics.model)), run.segments[0].recipe
     table = run.numerics.parametrization("adamw")
     initialize(module, table, recipe, seed=0)
     stepper = Stepper(module, make_optimizer(module, table, recipe), replace(run.numerics, guard=None), recipe)

@@ -16,7 +16,7 @@ from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.settings.promote import SpikePolicy
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.continued import continued
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -120,7 +120,7 @@ def test_with_nothing_changed_it_is_the_uninterrupted_run_resumed_or_not(parent:
 
 
 def test_two_sharded_ranks_continue_as_one_process_does(parent: FullRun, tmp_path: Path, gloo_ranks: GlooRanks) -> None:
-    model, base = (replace(one, mlp_dropout=0.0) for one in (parent.numerics.model, parent.numerics.base))
+    model, base = (replace(as_decoder(one), mlp_dropout=0.0) for one in (parent.numerics.model, parent.numerics.base))
     smooth = replace(parent, numerics=replace(parent.numerics, model=model, base=base))  # as each rank draws its own
     earlier = {"earlier": {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}}
     one, two = (

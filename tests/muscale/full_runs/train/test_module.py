@@ -16,7 +16,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
@@ -132,7 +132,7 @@ def test_sharded_ranks_round_to_bf16_where_the_lean_loop_does(
 def varied(run: FullRun, **numerics: Any) -> FullRun:
     """The run with dropout, a loss of its own for training, a batch ramp and cycles."""
     model, base = (
-        replace(config, mlp_dropout=0.1, stochastic_depth=0.2, label_smoothing=0.1, z_loss=1e-4)
+        replace(as_decoder(config), mlp_dropout=0.1, stochastic_depth=0.2, label_smoothing=0.1, z_loss=1e-4)
         for config in (run.numerics.model, run.numerics.base)
     )
     values = Hyperparameters(

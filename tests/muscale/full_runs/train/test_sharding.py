@@ -23,7 +23,7 @@ from muscale.full_runs.train.module import train
 from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.layout import METRICS, RESULT
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -211,7 +211,7 @@ def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> 
 def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, parallelism: Parallelism) -> None:
     run = make_run(tied=True, biases=True, positions="alibi")
     recipe, device = run.segments[0].recipe, torch.device("cpu")
-    whole = Decoder(run.numerics.model)
+    whole = Decoder(as_decoder(run.numerics.model))
     initialize(whole, run.numerics.parametrization("adamw"), recipe, seed=0)
     expected = dict(whole.named_parameters())
     grid = parallelism.grid(4)

@@ -1,0 +1,85 @@
+"""The built-in decoder as a family; torch is imported where a decoder is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.family import Family, Loss
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.memory import Checkpointing, fitting
+from proxy_models.architecture.parametrization import Parametrization, parametrize
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from proxy_models.architecture.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFamily(Family):
+    """Decoders that differ from `config` in width and depth; its table and its counts are written out."""
+
+    config: ModelConfig
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self:
+        """The family of a decoder."""
+        return cls(vocab_size=config.vocab_size, context_length=config.context_length, config=config)
+
+    def build(self, width: int, depth: int) -> Decoder:
+        """Build a decoder."""
+        from proxy_models.architecture.decoder import Decoder
+
+        return Decoder(self.member(width, depth))
+
+    @property
+    def training_loss(self) -> Loss:
+        """The loss with label smoothing and z-loss."""
+        from proxy_models.architecture.decoder import training_loss
+
+        return training_loss
+
+    @property
+    def evaluation_loss(self) -> Loss:
+        """The loss that is computed where the readout is."""
+        from proxy_models.architecture.decoder import next_token_loss
+
+        return next_token_loss
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks, and an embedding and a readout that are not tied; learned positions go with the rest."""
+        decoder = cast("Decoder", model)
+        return [*decoder.blocks, *(() if self.config.tied else (decoder.embedding, decoder.readout))]
+
+    def fitting(self, member: Member, sequences: int, **limits: Any) -> tuple[int | None, Checkpointing]:
+        """Return what the estimate of `proxy_models.architecture.memory` fits."""
+        return fitting(cast(ModelConfig, member), sequences, **limits)
+
+    def member(self, width: int, depth: int) -> ModelConfig:
+        """The decoder of this width and depth.
+
+        Raises:
+            ValueError: If the shape breaks a rule of `ModelConfig`.
+        """
+        return replace(self.config, d_model=width, n_layers=depth)
+
+    def widths(self) -> Iterator[int]:
+        """Widths of whole groups of heads at which `mlp_ratio` is exact."""
+        step = self.config.head_dim * self.config.queries_per_kv
+        return (width for width in count(step, step) if float(width * self.config.mlp_ratio).is_integer())
+
+    def member_for(self, n_params: float, depth: int) -> ModelConfig:
+        """The decoder whose `n_params` is nearest to the wanted one in ratio."""
+        widths = self.widths()
+        below = self.member(next(widths), depth)
+        while (above := self.member(next(widths), depth)).n_params < n_params:
+            below = above
+        return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
+
+    def parametrization(self, member: Member, base: Member, **rules: Any) -> Parametrization:
+        """Return the table of `parametrize`."""
+        return parametrize(cast(ModelConfig, member), cast(ModelConfig, base), **rules)

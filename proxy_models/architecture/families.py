@@ -1,0 +1,109 @@
+"""The family of a member, and a study's family with the base that its hyperparameters are tuned at."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import takewhile
+from typing import TYPE_CHECKING, Generic, cast
+
+from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_family import DecoderFamily
+from proxy_models.architecture.family import Family, source_hash
+from proxy_models.architecture.member import Member, ModuleConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+M = TypeVar("M", bound=Member, default=ModelConfig)
+
+
+def load(name: str) -> type[Family]:
+    """Import the family of a qualified name, "package.module:Class"; this runs its module's code.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise ValueError(f'must be "package.module:Class", got {name!r}')
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"{module} can't be imported ({error}), got {name!r}") from error
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise ValueError(f"must be a subclass of proxy_models.Family, got {name!r}, which is {found!r}")
+    return found
+
+
+@cache
+def family_of(member: Member) -> Family:
+    """Return the family of a member; the module of one's own must have been imported, which readers never do.
+
+    Raises:
+        ValueError: If it was not imported here, or from another source than the member's.
+    """
+    if isinstance(member, ModelConfig):
+        return DecoderFamily.of(member)
+    if not isinstance(member, ModuleConfig):
+        raise TypeError(f"no family has members of type {type(member).__name__}")
+    module, _, attribute = member.family.partition(":")
+    found = getattr(sys.modules.get(module), attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise ValueError(f"the family {member.family} is not imported here; only what trains imports it")
+    here = {"source": source_hash(found), "version": found.version}
+    for name, value in here.items():
+        if value != (there := getattr(member, name)):
+            raise ValueError(f"the {name} of {member.family} is {value!r} here, and {there!r} where the study began")
+    return found(vocab_size=member.vocab_size, context_length=member.context_length, **json.loads(member.arguments))
+
+
+def build(member: Member) -> nn.Module:
+    """Build a member on torch's default device."""
+    return family_of(member).build(member.d_model, member.n_layers)
+
+
+def parameter_shapes(member: Member) -> dict[str, Tensor]:
+    """A member's parameters by name, on the meta device; of a tied table there is one."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: parameter.detach() for name, parameter in build(member).named_parameters()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily(Generic[M]):
+    """A model with its width and depth left open; hyperparameters are tuned at the base and carried from it."""
+
+    base: M
+
+    def at(self, *, width: int | None = None, depth: int | None = None) -> M:
+        """Return the member of this width and depth; a dimension that is not given stays as in the base.
+
+        Raises:
+            ValueError: If the family has no such member.
+        """
+        width, depth = (self.base.d_model if width is None else width), (self.base.n_layers if depth is None else depth)
+        return cast(M, family_of(self.base).member(width, depth))
+
+    def for_params(self, n_params: float, *, depth: int | None = None) -> M:
+        """Return the member whose `n_params` is nearest to the wanted one in ratio.
+
+        Raises:
+            ValueError: If the number is not positive and finite.
+        """
+        if not 0 < n_params < math.inf:
+            raise ValueError(f"n_params must be positive and finite, got {n_params}")
+        return cast(M, family_of(self.base).member_for(n_params, self.base.n_layers if depth is None else depth))
+
+    def between(self, least: float, most: float) -> list[M]:
+        """Return the members of the base's depth with about so many parameters, the smallest first."""
+        first, last = (self.for_params(n_params).d_model for n_params in (least, most))
+        widths = takewhile(lambda width: width <= last, family_of(self.base).widths())
+        return [self.at(width=width) for width in widths if width >= first]

@@ -1,0 +1,280 @@
+"""The protocol of a family: how to build a model of any width and depth. All else is found by comparing members of it.
+
+A family is a subclass of `Family` with one method. Its model maps token ids (batch, time) to logits (batch, time, vocab_size), and
+has a list of residual blocks and a readout without a bias. What tells width from other dimensions, and so the class, initial values,
+rate, decay and eps of every tensor, are three models of different width on the meta device. The forward multipliers are the
+model's own to apply: buffers, of which it has those in its forward pass (`proxy_models.training.optimizer.MULTIPLIERS`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from proxy_models.architecture.member import Counts, Member, ModuleConfig
+from proxy_models.architecture.memory import Checkpointing, Precision
+from proxy_models.architecture.parametrization import (
+    DecayScaling,
+    OptimizerName,
+    Parametrization,
+    Scheme,
+    TensorClass,
+    TensorShape,
+    parametrization_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Loss: TypeAlias = "Callable[[Any, Tensor], Tensor]"
+"""A plain function of a model and sequences (batch, time + 1), in nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ABC):
+    """How to build a model of any width and depth; subclasses are frozen dataclasses whose fields are `model.args`.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        context_length: Tokens in one training sequence.
+        readout: Name of the module that maps the width to logits.
+        blocks: Name of the list of residual blocks.
+        width_step: Widths are multiples of it.
+        version: Part of every key; change it where the model changes and its file does not.
+    """
+
+    vocab_size: int
+    context_length: int
+
+    readout: ClassVar[str] = "readout"
+    blocks: ClassVar[str] = "blocks"
+    width_step: ClassVar[int] = 1
+    version: ClassVar[str] = ""
+
+    @abstractmethod
+    def build(self, width: int, depth: int) -> nn.Module:
+        """Build the model on torch's default device."""
+
+    # What a family may replace
+
+    def tensor_classes(self, width: int, depth: int) -> dict[str, TensorClass]:
+        """Classes of parameters by name, where they are not those that the shapes tell."""
+        return {}
+
+    @property
+    def attention(self) -> float:
+        """Scale of the attention logits, before the tuned multiplier."""
+        return 1.0
+
+    def attention_flops_per_token(self, width: int, depth: int) -> float:
+        """Training FLOPs per token besides 6 for each parameter of `Member.n_params`."""
+        return 0.0
+
+    @property
+    def training_loss(self) -> Loss:
+        """The loss that a step minimises."""
+        return self.evaluation_loss
+
+    @property
+    def evaluation_loss(self) -> Loss:
+        """Mean cross-entropy, nats per token, without regularizers."""
+        from proxy_models.architecture.cross_entropy import sequence_loss
+
+        return sequence_loss
+
+    def set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Let the model compute in this dtype, by its attribute `compute_dtype`.
+
+        Raises:
+            ValueError: If it has none and the dtype is not fp32.
+        """
+        if hasattr(model, "compute_dtype"):
+            model.compute_dtype = dtype  # type: ignore[assignment]
+        elif str(dtype) != "torch.float32":
+            raise ValueError(f"precision must be fp32 for a model without `compute_dtype`, got {dtype}")
+
+    def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
+        """Let each block keep or recompute its activations, by its attribute `checkpointing`.
+
+        Raises:
+            ValueError: If a block has none and something is to be recomputed.
+        """
+        for block in self.blocks_of(model):
+            if hasattr(block, "checkpointing"):
+                block.checkpointing = checkpointing  # type: ignore[assignment]
+            elif checkpointing != "none":
+                raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Modules that ranks gather one at a time: the embeddings outside the blocks, each block, the readout.
+
+        Tables that are tied go with the rest of the model, where both uses find them.
+        """
+        from torch import nn
+
+        readout, blocks = model.get_submodule(self.readout), list(self.blocks_of(model))
+        within = {inner for block in blocks for inner in block.modules()}
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in within]
+        if any(table.weight is readout.weight for table in tables):
+            return blocks
+        return [*blocks, *tables, readout]
+
+    def fitting(
+        self,
+        member: Member,
+        sequences: int,
+        *,
+        limit: int,
+        precision: Precision,
+        optimizer: str,
+        ranks: int,
+    ) -> tuple[int | None, Checkpointing]:
+        """Sequences of one pass that fit in `limit` bytes of a rank (None: all of them), and what is recomputed.
+
+        Nothing is known of the memory of a family without an estimate: it takes all.
+        """
+        return None, "none"
+
+    # What follows from it
+
+    def blocks_of(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The residual blocks of a model."""
+        return model.get_submodule(self.blocks).children()
+
+    def member(self, width: int, depth: int) -> Member:
+        """The member of this width and depth, counted on the meta device.
+
+        Raises:
+            ValueError: If there is none, or a parameter has no rule.
+        """
+        if width < 1 or width % self.width_step:
+            raise ValueError(f"d_model must be a multiple of {self.width_step}, got {width}")
+        return ModuleConfig(
+            d_model=width,
+            n_layers=depth,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            family=qualified_name(type(self)),
+            source=source_hash(type(self)),
+            version=self.version,
+            arguments=json.dumps(
+                {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SIZES},
+                sort_keys=True,
+            ),
+            counts=count_member(self, width, depth),
+        )
+
+    def widths(self) -> Iterator[int]:
+        """Widths of members, ascending."""
+        return count(self.width_step, self.width_step)
+
+    def member_for(self, n_params: float, depth: int) -> Member:
+        """The member whose `n_params` is nearest to the wanted one in ratio; few are counted."""
+        low, high = 0, 1
+        while self.member(high * self.width_step, depth).n_params < n_params:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.member(middle * self.width_step, depth).n_params < n_params:
+                low = middle
+            else:
+                high = middle
+        around = (self.member(number * self.width_step, depth) for number in (low, high) if number)
+        return min(around, key=lambda member: abs(math.log(member.n_params / n_params)))
+
+    def parametrization(
+        self,
+        member: Member,
+        base: Member,
+        *,
+        scheme: Scheme = "mup",
+        depth_exponent: float = 1.0,
+        optimizer: OptimizerName = "adamw",
+        decay_scaling: DecayScaling = "timescale",
+    ) -> Parametrization:
+        """Return the table that carries values tuned at `base` to `member`; arguments are those of `parametrization_of`.
+
+        Raises:
+            ValueError: If a parameter has no rule.
+        """
+        return parametrization_of(
+            _shapes(self, member.d_model, member.n_layers, base.d_model),
+            depth_mult=member.n_layers / base.n_layers,
+            attention=self.attention,
+            scheme=scheme,
+            depth_exponent=depth_exponent,
+            optimizer=optimizer,
+            decay_scaling=decay_scaling,
+        )
+
+
+_SIZES = ("vocab_size", "context_length")
+
+
+def qualified_name(family: type[Family]) -> str:
+    """Return "package.module:Class"."""
+    return f"{family.__module__}:{family.__qualname__}"
+
+
+@cache
+def source_hash(family: type[Family]) -> str:
+    """Return the SHA-256 of the file that defines a family; of one in a notebook, of its class.
+
+    Raises:
+        ValueError: If its source can't be read.
+    """
+    try:
+        source = Path(inspect.getfile(family)).read_bytes()
+    except (TypeError, OSError):
+        try:
+            source = inspect.getsource(family).encode()
+        except (TypeError, OSError) as error:
+            raise ValueError(
+                f"the source of {qualified_name(family)} is part of its keys and can't be read: {error}"
+            ) from error
+    return hashlib.sha256(source).hexdigest()
+
+
+@cache
+def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str, TensorShape]:
+    import torch
+
+    from proxy_models.architecture.base_shapes import module_shapes  # mup imports torch
+
+    with torch.device("meta"):
+        target, base, delta = (family.build(size, depth) for size in (width, base_width, 2 * base_width))
+    weight = target.get_submodule(family.readout).weight
+    return module_shapes(
+        target,
+        base,
+        delta,
+        readout=[name for name, parameter in target.named_parameters() if parameter is weight],
+        block_prefix=f"{family.blocks}.",
+        classes=family.tensor_classes(width, depth),
+    )
+
+
+@cache
+def count_member(family: Family, width: int, depth: int) -> Counts:
+    """Counts of a member; parameters that are looked up are those of the class embedding."""
+    import torch
+
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in family.build(width, depth).named_parameters()}
+    shapes = _shapes(family, width, depth, width)
+    n_params = sum(size for name, size in sizes.items() if shapes[name].tensor_class is not TensorClass.EMBEDDING)
+    return Counts(
+        n_params=n_params,
+        n_params_total=sum(sizes.values()),
+        train_flops_per_token=6.0 * n_params + family.attention_flops_per_token(width, depth),
+    )

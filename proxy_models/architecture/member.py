@@ -1,0 +1,93 @@
+"""A member of a family: its sizes and its counts, plain values that need neither torch nor the family's code."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from proxy_models.serialization import Serializable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member(Serializable, ABC):
+    """A model of a family, known by its width and depth.
+
+    Attributes:
+        d_model: Width of the residual stream.
+        n_layers: Number of blocks (depth).
+        vocab_size: Number of token ids.
+        context_length: Tokens in one training sequence.
+    """
+
+    d_model: int
+    n_layers: int
+    vocab_size: int = 256
+    context_length: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "vocab_size", "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    @abstractmethod
+    def n_params(self) -> int:
+        """The N of the scaling law: every parameter but those that are only looked up."""
+
+    @property
+    @abstractmethod
+    def n_params_total(self) -> int:
+        """Number of all parameters, embedding tables included."""
+
+    @property
+    @abstractmethod
+    def train_flops_per_token(self) -> float:
+        """Training FLOPs per token, attention's included."""
+
+    @property
+    def is_random(self) -> bool:
+        """False only if no training step draws random numbers."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counts of a member, as `Member` has them."""
+
+    n_params: int
+    n_params_total: int
+    train_flops_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig(Member):
+    """A member of a family of one's own; `Family.member` makes it.
+
+    Attributes:
+        family: Qualified name of the family's class, "package.module:Class".
+        source: SHA-256 of the file that defines it.
+        version: The class's own `version`.
+        arguments: The family's arguments besides the sizes, as JSON.
+        counts: Counted when the member was made, so that readers never import its code.
+    """
+
+    family: str
+    source: str
+    version: str = ""
+    arguments: str = "{}"
+    counts: Counts
+
+    @property
+    def n_params(self) -> int:
+        """The N of the scaling law."""
+        return self.counts.n_params
+
+    @property
+    def n_params_total(self) -> int:
+        """Number of all parameters."""
+        return self.counts.n_params_total
+
+    @property
+    def train_flops_per_token(self) -> float:
+        """Training FLOPs per token."""
+        return self.counts.train_flops_per_token

@@ -1,0 +1,210 @@
+"""A family of one's own: counts, table and multipliers from shapes, training in the lean loop, and the coordinate check."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_family import DecoderFamily
+from proxy_models.architecture.families import ModelFamily, build, family_of, load
+from proxy_models.architecture.family import Family, count_member
+from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.architecture.parametrization import TensorClass
+from proxy_models.coordinates.measurement import coordinate_check
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import stem
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import MULTIPLIERS, initialize
+from proxy_models.training.trainer import Trainer
+from tests.proxy_models.families import Network, Recurrent
+
+FAMILY = Recurrent(vocab_size=256, context_length=32)
+SCALED = ModelFamily(base=cast(ModuleConfig, FAMILY.member(32, 2)))
+VALUES = Hyperparameters(learning_rate=2**-8, batch_tokens=4 * 32)
+WIDTHS = (16, 32, 64, 128)
+
+
+class WithoutReadoutMultiplier(Network):
+    """Has the buffer, and does not multiply by it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.symbols(tokens)
+        for layer in self.layers:
+            stream = layer(stream, self.branch_multiplier)
+        return cast(Tensor, self.head(self.norm(stream)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        return WithoutReadoutMultiplier(self.vocab_size, width, depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutBuffer(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        network = Network(self.vocab_size, width, depth)
+        del network.readout_multiplier
+        return network
+
+
+def numerics(corpus: Corpus, model: Member = SCALED.base, base: Member = SCALED.base) -> Numerics:
+    return Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=512)
+
+
+def test_counts_are_those_of_a_gated_recurrent_network() -> None:
+    width, depth = 48, 3
+    member = FAMILY.member(width, depth)
+    block = width + 6 * width**2 + 6 * width  # gain, three gates of two matrices, two biases of each gate
+    assert member.n_params == depth * block + width + 256 * width
+    assert member.n_params_total == member.n_params + 256 * width
+    assert member.train_flops_per_token == 6 * member.n_params
+
+
+def test_decoders_counted_as_any_module_have_the_counts_that_are_written_out(variant: dict[str, Any]) -> None:
+    config = ModelConfig(d_model=64, n_layers=2, context_length=16, **variant)
+    counted = count_member(DecoderFamily.of(config), 64, 2)
+    assert (counted.n_params, counted.n_params_total) == (config.n_params, config.n_params_total)
+
+
+def test_decoders_as_any_module_have_the_table_that_is_written_out(variant: dict[str, Any]) -> None:
+    config = ModelConfig(d_model=64, n_layers=2, context_length=16, **variant)
+    family, wide = DecoderFamily.of(config), replace(config, d_model=128, n_layers=4)
+    found, written = Family.parametrization(family, wide, config), family.parametrization(wide, config)
+    assert found == replace(written, multipliers=replace(written.multipliers, attention=1.0))
+
+
+@pytest.mark.parametrize("n_params", [1e4, 1e6, 1e9])
+def test_the_member_of_a_size_is_the_nearest(n_params: float) -> None:
+    found = SCALED.for_params(n_params, depth=4)
+    others = [SCALED.at(width=found.d_model + step, depth=4) for step in (-8, 8) if found.d_model + step > 0]
+    ratios = [max(one.n_params / n_params, n_params / one.n_params) for one in (found, *others)]
+    assert ratios[0] == min(ratios)
+
+
+def test_members_between_two_sizes_ascend_by_the_family_s_step() -> None:
+    widths = [member.d_model for member in SCALED.between(2e4, 1e5)]
+    assert widths == list(range(widths[0], widths[-1] + 1, 8))
+    assert SCALED.for_params(2e4).d_model == widths[0]
+
+
+def test_a_width_between_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="d_model must be a multiple of 8, got 20"):
+        SCALED.at(width=20)
+
+
+def test_numerics_are_read_back_with_their_key(corpus: Corpus) -> None:
+    written = numerics(corpus)
+    again = Numerics.from_dict(json.loads(json.dumps(written.to_dict())))
+    assert again == written
+    assert again.key == written.key != numerics(corpus, base=FAMILY.member(48, 2)).key
+    assert family_of(again.model) == FAMILY
+
+
+def test_a_family_of_another_source_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the source of tests.proxy_models.families:Recurrent is .* here, and 'other' where"
+    ):
+        family_of(replace(SCALED.base, source="other"))
+
+
+def test_a_family_that_was_not_imported_is_refused_and_not_imported() -> None:
+    with pytest.raises(ValueError, match="the family antigravity:Upwards is not imported here"):
+        family_of(replace(SCALED.base, family="antigravity:Upwards"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("Recurrent", 'must be "package.module:Class", got'),
+        ("nowhere.at.all:Recurrent", "nowhere.at.all can't be imported .*No module named"),
+        ("tests.proxy_models.families:Block", "must be a subclass of proxy_models.Family, got .*Block"),
+        ("tests.proxy_models.families:Missing", "must be a subclass of proxy_models.Family, got .*None"),
+    ],
+)
+def test_a_name_without_a_family_is_refused(name: str, rule: str) -> None:
+    assert load("tests.proxy_models.families:Recurrent") is Recurrent
+    with pytest.raises(ValueError, match=rule):
+        load(name)
+
+
+def test_a_class_by_override_takes_the_place_of_the_shape_s() -> None:
+    class Overridden(Recurrent):
+        def tensor_classes(self, width: int, depth: int) -> dict[str, TensorClass]:
+            return {"layers.0.layer.weight_hh_l0": TensorClass.EMBEDDING}
+
+    family = Overridden(vocab_size=256, context_length=32)
+    table = family.parametrization(SCALED.at(width=64), SCALED.base)
+    plain = FAMILY.parametrization(SCALED.at(width=64), SCALED.base)
+    changed = [name for name, rule in table.rules.items() if rule != plain.rules[name]]
+    assert changed == ["layers.0.layer.weight_hh_l0"]
+    assert table.rules[changed[0]].lr_factor == 1
+
+
+def test_every_multiplier_moves_the_logits_and_the_readout_s_doubles_them() -> None:
+    table = FAMILY.parametrization(SCALED.base, SCALED.base)
+    model, tokens = build(SCALED.base), torch.arange(32).unsqueeze(0)
+    initialize(model, table, VALUES.resolve(1000 * 128), seed=0)
+    once = model(tokens)
+    for name in ("readout", "branch"):
+        buffer = model.get_buffer(MULTIPLIERS[name])
+        buffer.mul_(2)
+        again = model(tokens)
+        buffer.div_(2)
+        assert not torch.allclose(again, once)
+        if name == "readout":
+            torch.testing.assert_close(again, 2 * once)
+
+
+def test_a_model_without_a_buffer_for_a_multiplier_is_refused(corpus: Corpus) -> None:
+    family = WithoutBuffer(vocab_size=256, context_length=32)
+    wider = numerics(corpus, model=family.member(64, 2), base=family.member(32, 2))
+    with pytest.raises(ValueError, match=r"must apply the multiplier readout = 0.5 by a buffer readout_multiplier"):
+        Trainer(corpus, compile=False).train(wider, stem(VALUES.resolve(128 * 100), 128))
+
+
+def test_it_trains_in_the_lean_loop_as_written_out(corpus: Corpus) -> None:
+    wider = numerics(corpus, model=SCALED.at(width=64))
+    segment = stem(replace(VALUES, learning_rate=0.01).resolve(16 * 128), 16 * 128)
+    one, other = (Trainer(corpus, compile=False).train(wider, segment) for _ in range(2))
+    assert one.loss is not None
+    assert one.loss == other.loss
+    assert one.loss < float(one.train_losses[0]) - 0.5
+    parts = Trainer(corpus, compile=False, micro_batch=2).train(wider, segment)
+    assert parts.loss == pytest.approx(one.loss, rel=1e-3)
+
+
+def test_the_coordinate_check_passes_over_width_and_depth(corpus: Corpus) -> None:
+    check = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, depths=(1, 2, 4, 8), n_steps=2)
+    assert check.passed, check
+    assert {"head", "norm", "last block"} <= set(check.measurements["module"])
+
+
+def test_the_coordinate_check_names_the_readout_of_a_family_that_drops_its_multiplier(corpus: Corpus) -> None:
+    family = Forgetful(vocab_size=256, context_length=32)
+    check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
+    assert [(finding.fault, finding.module) for finding in check.findings] == [("readout multiplier", "head")]
+
+
+def test_a_wrong_rate_of_the_recurrent_matrices_is_found(corpus: Corpus) -> None:
+    def unscaled(member: Any, base: Any) -> Any:
+        table = FAMILY.parametrization(member, base)
+        return replace(table, rules={name: replace(rule, lr_factor=1.0) for name, rule in table.rules.items()})
+
+    check = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, n_steps=1, parametrization=unscaled)
+    assert {finding.fault for finding in check.findings} == {"learning-rate scaling"}
+
+
+def test_units_are_tables_blocks_and_readout_each_once() -> None:
+    model = FAMILY.build(32, 2)
+    assert set(FAMILY.units(model)) == {model.symbols, *model.layers, model.head}
+    model.head.weight = nn.Parameter(model.symbols.weight)
+    model.symbols.weight = model.head.weight
+    assert set(FAMILY.units(model)) == set(model.layers)

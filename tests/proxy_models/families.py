@@ -1,0 +1,57 @@
+"""A family of the tests' own: gated recurrent layers on a residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from proxy_models.architecture.family import Family
+
+
+class Block(nn.Module):
+    """A norm and a recurrent layer, whose output times the branch multiplier is added to the stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.layer = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return cast(Tensor, stream + branch * self.layer(self.norm(stream))[0])
+
+
+class Network(nn.Module):
+    """Token ids to logits."""
+
+    readout_multiplier: Tensor
+    branch_multiplier: Tensor
+
+    def __init__(self, vocab_size: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        for name in ("readout_multiplier", "branch_multiplier"):
+            self.register_buffer(name, torch.ones(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.symbols(tokens)
+        for layer in self.layers:
+            stream = layer(stream, self.branch_multiplier)
+        return cast(Tensor, self.head(self.norm(stream) * self.readout_multiplier))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Family):
+    """Networks whose widths are multiples of eight."""
+
+    readout = "head"
+    blocks = "layers"
+    width_step = 8
+
+    def build(self, width: int, depth: int) -> Network:
+        return Network(self.vocab_size, width, depth)
