@@ -134,7 +134,8 @@ class Study(Result):
             raise StageError(
                 f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {vocab_size}"
             )
-        separator, end = self.config.model.document_separator, corpus.end_of_document
+        separator = getattr(self.config.model, "document_separator", None)
+        end = corpus.end_of_document
         if separator is not None and end is not None and separator != end:
             raise StageError(
                 f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}"

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from muscale.store.ledger import Ledger
 from muscale.store.tables import runs, segments
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from scaling.drawing import COLOURS
 
 PURPOSES = ("sweep", "transfer", "ladder", "ablate", "full")
@@ -107,4 +107,4 @@ def _trainings(connection: sa.Connection) -> tuple[list[dict[str, Any]], list[tu
 def _n_params(numerics: str) -> int:
     """Parameters of the model in a segment's numerics; few values occur, however many rows."""
     values: dict[str, Any] = json.loads(numerics)["model"]
-    return ModelConfig(**values).n_params
+    return Member.from_dict(values).n_params

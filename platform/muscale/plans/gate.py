@@ -20,12 +20,13 @@ from muscale.serialization import Recorded
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, Precision
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
     from proxy_models.architecture.attention import Kernel
-    from proxy_models.architecture.config import ModelConfig
+    from proxy_models.architecture.member import Member
     from proxy_models.coordinates.check import CoordinateCheck
 
 Status = Literal["passed", "failed", "unknown"]
@@ -415,7 +416,7 @@ def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16
     return GateLine(name="precision", status="passed", compared=compared, advice=advice)
 
 
-def context_line(full: ModelConfig, proxies: ModelConfig, *, too_short: str = "") -> GateLine:
+def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateLine:
     """Whether the full run reads sequences as its proxies did; a declared difference is reported and does not block.
 
     Args:
@@ -426,8 +427,9 @@ def context_line(full: ModelConfig, proxies: ModelConfig, *, too_short: str = ""
     compared = (
         same if full.context_length == proxies.context_length else f"{same}, {proxies.context_length:,} in proxies"
     )
-    if full.rope_theta != proxies.rope_theta:
-        compared += f"; rope_theta {full.rope_theta:,g}, {proxies.rope_theta:,g} in proxies"
+    bases = [model.rope_theta for model in (full, proxies) if isinstance(model, ModelConfig)]
+    if len(set(bases)) > 1:
+        compared += "; rope_theta {:,g}, {:,g} in proxies".format(*bases)
     if too_short:
         advice = "more held-out text, or fewer corpus.evaluation_tokens"
         return GateLine(name="context", status="failed", compared=f"{compared}; {too_short}", advice=advice)

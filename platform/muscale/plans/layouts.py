@@ -13,7 +13,7 @@ from muscale.plans.step_time import LINKS, Links, StepTime, links_of, step_time
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import LAYOUT
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     Checkpointing,
@@ -144,7 +144,7 @@ def layouts_of(plan: Plan, config: StudyConfig) -> list[Layout]:
     if (conditions := conditions_of(plan, config)) is None:
         return []
     return fitting_layouts(
-        plan.model,
+        as_decoder(plan.model),
         smallest_batch_tokens=h.batch_tokens >> h.batch_doublings,
         micro_batch=settings.micro_batch,
         shard_ranks=settings.shard_ranks,

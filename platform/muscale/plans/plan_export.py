@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from muscale.plans.planning import Plan
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import build
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
@@ -127,7 +127,7 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     """Of one recipe; rates, decays and eps are those of the optimizer itself, on a model without memory."""
     parametrization = _parametrization(plan, numerics, recipe)
     with torch.device("meta"):
-        model = Decoder(plan.model)
+        model = build(plan.model)
     optimizer = make_optimizer(model, parametrization, recipe)
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     multipliers = multipliers_of(parametrization, recipe)

@@ -17,7 +17,7 @@ from muscale.settings.plan import OF_MODEL, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import forecasts
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
@@ -60,7 +60,7 @@ class Plan(Recorded):
     DERIVED = ("n_params", "compute_flops")
 
     key: str
-    model: ModelConfig
+    model: Member
     n_tokens: int
     seed: int
     precision: Precision
@@ -317,9 +317,7 @@ def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: B
     )
 
 
-def _forecast(
-    fit: ScalingFit, model: ModelConfig, n_tokens: int, config: StudyConfig, epochs: float | None
-) -> Forecast:
+def _forecast(fit: ScalingFit, model: Member, n_tokens: int, config: StudyConfig, epochs: float | None) -> Forecast:
     """The fit's forecast, unsupported where the run sees its data too often, or has a depth that no run fitted has."""
     found = fit.forecast(model.n_params, n_tokens, level=config.plan.level)
     reasons = list(found.reasons)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from muscale.settings.plan import DECLARED, REGULARIZERS
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, TransferClass
 
@@ -63,8 +63,8 @@ class HyperparameterProvenance:
 
 def carried(
     hyperparameters: Hyperparameters,
-    model: ModelConfig,
-    base: ModelConfig,
+    model: Member,
+    base: Member,
     *,
     searched: frozenset[str],
     explicit: frozenset[str],
@@ -89,8 +89,10 @@ def carried(
     if by_mup and model.n_layers != base.n_layers:
         scaled.append("muP depth")
     values: dict[str, Any] = json.loads(json.dumps(hyperparameters.to_dict()))
-    values |= {name: getattr(model, name) for name in (*REGULARIZERS, *explicit.intersection(DECLARED))}
-    defaults = {field.name: field.default for kind in (Hyperparameters, ModelConfig) for field in fields(kind)}
+    values |= {
+        name: getattr(model, name) for name in (*REGULARIZERS, *explicit.intersection(DECLARED)) if hasattr(model, name)
+    }
+    defaults = {field.name: field.default for kind in (Hyperparameters, type(model)) for field in fields(kind)}
     found = []
     for name, value in values.items():
         if value is None or (name.startswith("swap_") and hyperparameters.swap_optimizer is None):

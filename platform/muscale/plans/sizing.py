@@ -11,6 +11,7 @@ import numpy as np
 from muscale.errors import StageError
 from muscale.settings.plan import PlanSettings
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
@@ -31,7 +32,7 @@ _HALVINGS = 60
 def size_for(
     settings: PlanSettings,
     fit: ScalingFit,
-    family: ModelFamily,
+    family: ModelFamily[Member],
     corpus: Corpus | None = None,
     *,
     proxies: Precision = "fp32",

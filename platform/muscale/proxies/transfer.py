@@ -22,7 +22,7 @@ from muscale.settings.transfer import OverSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, Verdict, fit_verdict
@@ -33,7 +33,7 @@ the 17 cells of Step Law's public grids (.14 to .63; arXiv 2503.04715). A square
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class GridRun:
     """A run as part of one grid.
 
     Attributes:
@@ -52,7 +52,7 @@ class Member:
     job: Job
 
 
-def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Member]:
+def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[GridRun]:
     """Every grid that [transfer] asks for, around the sweep's best.
 
     Raises:
@@ -82,12 +82,12 @@ def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> l
     return found
 
 
-def jobs(members: Iterable[Member]) -> list[Job]:
+def jobs(members: Iterable[GridRun]) -> list[Job]:
     """Their runs, each once."""
     return list({member.job.chain.key: member.job for member in members}.values())
 
 
-def rows(runs: pd.DataFrame, members: Sequence[Member]) -> pd.DataFrame:
+def rows(runs: pd.DataFrame, members: Sequence[GridRun]) -> pd.DataFrame:
     """The grids as `scaling.fit_verdict` wants them; loss is NaN where the run diverged."""
     outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
     return pd.DataFrame(
@@ -104,7 +104,7 @@ def rows(runs: pd.DataFrame, members: Sequence[Member]) -> pd.DataFrame:
 
 
 def conclude(
-    members: Sequence[Member], sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger
+    members: Sequence[GridRun], sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger
 ) -> Verdict:
     """The verdict on the finished grids, recorded in the ledger."""
     found, optima = rows(ledger.runs(), members), for_horizon(sweep.fitted, config, numerics)
@@ -153,13 +153,13 @@ class _Grids:
         self,
         along: str,
         size: int,
-        model: ModelConfig,
+        model: Member,
         rates: list[float],
         lengths: list[float],
         *,
         tuned_at: float | None = None,
         **changed: Any,
-    ) -> list[Member]:
+    ) -> list[GridRun]:
         """A grid of rates, each annealed at every length; warmup and decay are those of a run of `tuned_at` tokens."""
         name = {"along": along, "size": size, "over": "rate"}
         return [
@@ -168,9 +168,7 @@ class _Grids:
             for member in self._runs(name, rate, model, lengths, tuned_at, learning_rate=rate, **changed)
         ]
 
-    def over(
-        self, name: str, grid: OverSettings, along: str, size: int, model: ModelConfig, length: float
-    ) -> list[Member]:
+    def over(self, name: str, grid: OverSettings, along: str, size: int, model: Member, length: float) -> list[GridRun]:
         """A grid of another hyperparameter at the sweep's best rate."""
         if name in self.best.set_by_stages:
             stages = "; ".join(map(str, self.best.stages))
@@ -183,11 +181,11 @@ class _Grids:
         self,
         grid: dict[str, Any],
         value: float,
-        model: ModelConfig,
+        model: Member,
         lengths: list[float],
         tuned_at: float | None,
         **changed: Any,
-    ) -> list[Member]:
+    ) -> list[GridRun]:
         label = f"{grid['along']} {grid['size']}, {grid['over']} {value:.4g}"
         longest = tuned_at or self.config.transfer.n_tokens
         found = []
@@ -199,7 +197,7 @@ class _Grids:
             except ValueError as error:
                 raise StageError(f"transfer: {label}: {error}") from error
             found += [
-                Member(**grid, value=value, n_tokens=length, job=job)
+                GridRun(**grid, value=value, n_tokens=length, job=job)
                 for length, job in zip(sorted(lengths), runs, strict=True)
             ]
         return found

@@ -9,6 +9,7 @@ from typing import Any
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import CheckSettings, StudyTables
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
@@ -37,7 +38,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     problems += _check_errors(config.check)
     for key, values in _given(config, "zero_readout").items():
-        if model.tied and True in values:
+        if isinstance(model, ModelConfig) and model.tied and True in values:
             problems.append(
                 f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
             )
@@ -147,7 +148,7 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
 def _declared_errors(config: StudyTables) -> Iterator[str]:
     """Reasons against the context, the rotary base and the batch of the full run alone."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
-    if "rope_theta" in explicit and model.positions != "rotary":
+    if "rope_theta" in explicit and isinstance(model, ModelConfig) and model.positions != "rotary":
         yield f'plan.explicit.rope_theta: is for model.positions = "rotary", got it with "{model.positions}"'
     context = explicit.get("context_length", model.context_length)
     if context < model.context_length:

@@ -150,6 +150,6 @@ def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any])
     return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in OF_MODEL})
 
 
-def model_with_explicit(model: ModelConfig, explicit: Mapping[str, Any]) -> ModelConfig:
+def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
     """The model with the explicit regularizers, context and rotary base."""
     return replace(model, **{name: v for name, v in explicit.items() if name in OF_MODEL})

@@ -17,8 +17,8 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.transfer import TransferSettings
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
@@ -157,7 +157,7 @@ class StudyTables(StrictTable):
         "timescale"  # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
     )
     corpus: CorpusSettings = CorpusSettings()
-    model: ModelConfig
+    model: Member
     hyperparameters: Hyperparameters
     check: CheckSettings = CheckSettings()
     sweep: SweepSettings
@@ -185,7 +185,7 @@ class StudyTables(StrictTable):
         return self.promote.precision or self.precision
 
     @property
-    def family(self) -> ModelFamily[ModelConfig]:
+    def family(self) -> ModelFamily[Member]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
 
@@ -256,7 +256,7 @@ class StudyTables(StrictTable):
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, ModelConfig | Hyperparameters):
+    if isinstance(value, Member | Hyperparameters):
         return value.to_dict()
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}

@@ -15,6 +15,7 @@ from muscale import StudyConfig
 from muscale.plans.plan_export import export, schedule_table, tensor_table
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -39,7 +40,7 @@ def test_every_tensor_is_listed_as_it_is_trained(plan: tuple[Plan, Any], changes
     table = tensor_table(made, numerics).set_index("name")
     own, recipe = made.chain(numerics).numerics, made.segments[0].recipe
     parametrization = own.parametrization(recipe.optimizer)
-    model = Decoder(made.model)
+    model = Decoder(as_decoder(made.model))
     initialize(model, parametrization, recipe, seed=0)
     optimizer = make_optimizer(model, parametrization, recipe)
     names = {id(tensor): name for name, tensor in model.named_parameters()}

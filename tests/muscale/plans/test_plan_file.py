@@ -14,6 +14,7 @@ from muscale import StageError, StudyConfig
 from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
+from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingFit
@@ -213,13 +214,13 @@ def test_a_longer_context_is_declared_and_leaves_the_rest_of_the_plan(planned: M
     plan, _ = planned()
     longer, config = planned("plan.explicit.context_length=256", "plan.explicit.rope_theta=40000.0")
     assert longer.key != plan.key
-    assert longer.model == replace(plan.model, context_length=256, rope_theta=40000.0)
+    assert longer.model == replace(as_decoder(plan.model), context_length=256, rope_theta=40000.0)
     assert (longer.hyperparameters, longer.n_tokens) == (plan.hyperparameters, plan.n_tokens)
     assert longer.forecast == replace(plan.forecast, reasons=longer.forecast.reasons)
     assert any("context_length = 256 is stated" in reason for reason in longer.forecast.reasons)
     proxies = Numerics(model=config.model, base=config.model, corpus_key="", seed=0, evaluation_tokens=1024)
     of_run = longer.chain(proxies).numerics
-    assert of_run.base == replace(config.model, context_length=256, rope_theta=40000.0)
+    assert of_run.base == replace(as_decoder(config.model), context_length=256, rope_theta=40000.0)
     assert of_run.parametrization("adamw") == plan.chain(proxies).numerics.parametrization("adamw")
     stated = {one.name: one for one in longer.carried if "explicit" in one.rules}
     assert stated.keys() == {"context_length", "rope_theta"}
@@ -232,7 +233,7 @@ def test_a_stated_value_makes_another_plan_that_records_it(planned: MakePlan, le
     stated, config = planned("plan.explicit.mlp_dropout=0.1", "plan.explicit.learning_rate=0.004")
     assert stated.key != plan.key
     assert (stated.model, stated.hyperparameters) == (
-        replace(plan.model, mlp_dropout=0.1),
+        replace(as_decoder(plan.model), mlp_dropout=0.1),
         replace(plan.hyperparameters, learning_rate=0.004),
     )
     assert any("mlp_dropout = 0.1 is stated" in reason for reason in stated.forecast.reasons)

@@ -33,7 +33,7 @@ def numerics_of(config: StudyConfig) -> Numerics:
     return Numerics(model=config.model, base=config.model, corpus_key="c", seed=0, evaluation_tokens=1)
 
 
-def members_of(config: StudyConfig) -> list[transfer.Member]:
+def members_of(config: StudyConfig) -> list[transfer.GridRun]:
     return transfer.members(config, numerics_of(config), config.hyperparameters)
 
 

@@ -36,7 +36,7 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
@@ -157,7 +157,7 @@ def dry_run(
         verdict: Of the transfer check.
         directory: The study's.
     """
-    settings, model, h = config.promote, plan.model, plan.hyperparameters
+    settings, model, h = config.promote, as_decoder(plan.model), plan.hyperparameters
     memory = memory_of(plan, config)
     whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
     checkpoint = whole.parameters + whole.optimizer
@@ -242,7 +242,7 @@ def run_seconds(plan: Plan, config: StudyConfig) -> float | None:
 
 def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
     """Memory of a worker at the full batch."""
-    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+    return training_memory(as_decoder(plan.model), micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
 
 
 def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout | None]:
@@ -251,9 +251,9 @@ def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout
     layout, workers = config.promote.parallelism, config.promote.workers
     if (conditions := conditions_of(plan, config)) is None:
         return None, None
-    if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(plan.model)):
+    if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(as_decoder(plan.model))):
         return None, proposed
-    return step_time(plan.model, layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
+    return step_time(as_decoder(plan.model), layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
 
 
 def _node_ranks(config: StudyConfig) -> int:
@@ -272,7 +272,9 @@ def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
 def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate) -> int:
     """Bytes of a worker that evaluates: its state without gradients, and what a pass has at work."""
     tensor = config.promote.parallelism.tensor_parallel
-    at_work = evaluation_bytes(plan.model, _evaluation_batch(plan, config), plan.precision, tensor_parallel=tensor)
+    at_work = evaluation_bytes(
+        as_decoder(plan.model), _evaluation_batch(plan, config), plan.precision, tensor_parallel=tensor
+    )
     return training.parameters + training.gathered + training.optimizer + at_work
 
 
@@ -280,7 +282,7 @@ def _attention(plan: Plan, config: StudyConfig) -> GateLine:
     from proxy_models.architecture.attention import cuda_kernel
     from proxy_models.training.precision import DTYPES
 
-    model = plan.model
+    model = as_decoder(plan.model)
     kernel = cuda_kernel(
         DTYPES[plan.precision],
         model.head_dim,
@@ -332,7 +334,7 @@ def _micro_batch(plan: Plan, config: StudyConfig) -> int:
     if config.resources.gpus_per_worker and device.memory_bytes:
         first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
         limit = int(MEMORY_SHARE * device.memory_bytes)
-        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
+        return largest_micro_batch(as_decoder(plan.model), first, limit=limit, **_conditions(plan, config))
     return -(-h.batch_tokens // shares)
 
 

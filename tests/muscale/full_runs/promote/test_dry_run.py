@@ -15,6 +15,7 @@ from muscale import Plan, StageError, StudyConfig
 from muscale.full_runs.promote.dry_run import DryRun, dry_run
 from muscale.plans.layouts import with_layout
 from muscale.plans.planning import make_plan
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.memory import training_memory
 from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import Verdict
@@ -64,7 +65,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "disk": "passed",
     }
     assert not found.passed
-    expected = training_memory(found.plan.model, micro_batch=2, sharding="full", world_size=4)
+    expected = training_memory(as_decoder(found.plan.model), micro_batch=2, sharding="full", world_size=4)
     assert found.memory == expected
     launch = found.launch
     assert (launch.workers, launch.micro_batch, launch.resumed_from) == (4, 2, 0)
@@ -106,7 +107,7 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     found = look("promote.workers=4", "promote.tensor_parallel=2", 'promote.sharding="zero2"', "promote.micro_batch=2")
     assert statuses(found)["layout"] == "passed"
     layout: dict[str, Any] = {"sharding": "zero2", "world_size": 2, "tensor_parallel": 2}
-    assert found.memory == training_memory(found.plan.model, micro_batch=2, **layout)
+    assert found.memory == training_memory(as_decoder(found.plan.model), micro_batch=2, **layout)
     assert (found.launch.sharding, found.launch.micro_batch) == ("zero2", 2)
     odd = look("promote.workers=8", "promote.tensor_parallel=8")
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]
@@ -128,7 +129,7 @@ def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(loo
         "checkpointing": "full",
     }
     layouts: list[dict[str, Any]] = [{"tensor_parallel": tensor, "world_size": 4 // tensor} for tensor in (1, 2)]
-    assert stated.memory in [training_memory(stated.plan.model, **full, **layout) for layout in layouts]
+    assert stated.memory in [training_memory(as_decoder(stated.plan.model), **full, **layout) for layout in layouts]
 
 
 def test_an_open_layout_needs_devices_whose_links_are_known(look: Look) -> None:
