@@ -22,13 +22,13 @@ def locked(text: str) -> list[str]:
 def licence(name: str) -> str:
     """As the distribution states it: its expression, else its classifiers, else the first line of its licence's text."""
     try:
-        told = metadata.metadata(name)
+        stated = metadata.metadata(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-    if expression := told.get("License-Expression"):
+    if expression := stated.get("License-Expression"):
         return str(expression)
-    classified = [c.split(" :: ")[-1] for c in told.get_all("Classifier") or [] if c.startswith("License")]
-    first = next(iter((told.get("License") or "").splitlines()), "")
+    classified = [c.split(" :: ")[-1] for c in stated.get_all("Classifier") or [] if c.startswith("License")]
+    first = next(iter((stated.get("License") or "").splitlines()), "")
     return "; ".join(classified) or first[:60] or "not stated"
 
 
@@ -36,8 +36,8 @@ def main() -> int:
     """Print the table; exit code 1 if a distribution is not installed or states nothing."""
     found = {name: licence(name) for name in locked(LOCK.read_text())}
     width = max(map(len, found))
-    for name, told in found.items():
-        print(f"{name:<{width}}  {'copyleft  ' if COPYLEFT.search(told) else '          '}{told}")
+    for name, terms in found.items():
+        print(f"{name:<{width}}  {'copyleft  ' if COPYLEFT.search(terms) else '          '}{terms}")
     return 1 if {"not installed", "not stated"} & set(found.values()) else 0
 
 

@@ -151,7 +151,8 @@ class TokensLaw(JsonResult):
                 raise ValueError(f"the prior's mean must be finite, got {prior[0]!r}")
         used = optima[optima["used"]]
         if not (used.groupby("group")["n_tokens"].nunique() >= 2).any():
-            found = optima[["group", "n_tokens", "status"]].to_dict("records")
+            rows = optima[["group", "n_tokens", "status"]].itertuples(index=False)
+            found = ", ".join(f"{group} at {n_tokens:,.0f} tokens {status}" for group, n_tokens, status in rows)
             raise ScalingError(
                 f"need an optimum inside the tested {plural(cls.NAME)} at two token budgets of one group, got {found}"
             )

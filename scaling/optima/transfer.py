@@ -99,7 +99,7 @@ class Transfer(JsonResult):
         about = lines(
             {
                 "drift": f"{self.drift_octaves:+.2f} octaves, 90 % within {low:+.2f} to {high:+.2f}",
-                "carried": f"{self.regret_carried:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
+                "regret": f"{self.regret_carried:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
                 larger(self.along): "is better" if self.larger_is_better else "is not better",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }

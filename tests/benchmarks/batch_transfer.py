@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.trainer import Trainer
 from scaling import Optimum, fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import do_missing, final_loss
+from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
 
 BASE = ModelConfig(d_model=64, n_layers=2, head_dim=16, context_length=128)
 SMALL, LARGE = 512, 4096
@@ -70,27 +69,18 @@ def tasks(n_seeds: int) -> list[Task]:
     ]
 
 
-_trainer: Trainer
-
-
-def start_worker(corpus: Path) -> None:
-    """One trainer a process."""
-    global _trainer
-    torch.set_num_threads(1)
-    _trainer = Trainer(Corpus.open(corpus), compile=False)
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
+    trainer = trainer_of(corpus)
     numerics = Numerics(
         model=ModelFamily(base=BASE).at(width=task.width),
         base=BASE,
-        corpus_key=_trainer.corpus.key,
+        corpus_key=trainer.corpus.key,
         seed=task.seed,
         evaluation_tokens=65_536,
     )
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=task.batch_tokens, beta2=task.beta2)
-    return {"loss": final_loss(_trainer, numerics, values, task.n_tokens)}
+    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
 
 
 def main() -> None:
@@ -105,11 +95,9 @@ def main() -> None:
     store = options.folder / "runs.jsonl"
     found = do_missing(
         tasks(options.seeds),
-        train,
+        partial(train, corpus.folder),
         store,
         workers=options.workers,
-        initializer=start_worker,
-        initargs=(corpus.folder,),
     )
     rows = pd.DataFrame(found)
     optima: dict[str, Optimum] = {}

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from muscale import json_lines
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
@@ -30,8 +33,8 @@ def do_missing(
     store: Path,
     *,
     workers: int,
-    initializer: Callable[..., None],
-    initargs: tuple[Any, ...],
+    initializer: Callable[..., None] | None = None,
+    initargs: tuple[Any, ...] = (),
 ) -> list[dict[str, Any]]:
     """Do what the file does not know, in spawned processes.
 
@@ -62,6 +65,13 @@ def do_missing(
                 progress.advance(bar)
     rows = {tuple(row.get(name) for name in names): row for row in json_lines.read(store)}
     return [rows[values] for values in tasks]
+
+
+@cache
+def trainer_of(corpus: Path) -> Trainer:
+    """The process's own trainer, of one thread."""
+    torch.set_num_threads(1)
+    return Trainer(Corpus.open(corpus), compile=False)
 
 
 def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_tokens: int) -> float:

@@ -12,22 +12,21 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import Scheme
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.trainer import Trainer
 from scaling import fit_optimum, fit_transfer
-from tests.benchmarks.kept_runs import do_missing, final_loss
+from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
 
 BASE = ModelConfig(d_model=64, n_layers=2)
 BATCH_TOKENS, N_TOKENS = 1024, 200 * 1024
@@ -78,24 +77,15 @@ def tasks(n_seeds: int) -> list[Task]:
     return sorted(wanted, key=lambda task: task.cost, reverse=True)
 
 
-_trainer: Trainer
-
-
-def start_worker(corpus: Path) -> None:
-    """One trainer a process."""
-    global _trainer
-    torch.set_num_threads(1)
-    _trainer = Trainer(Corpus.open(corpus), compile=False)
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
+    trainer = trainer_of(corpus)
     model, base, scheme = task.numerics
     numerics = Numerics(
-        model=model, base=base, scheme=scheme, corpus_key=_trainer.corpus.key, seed=task.seed, evaluation_tokens=65_536
+        model=model, base=base, scheme=scheme, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=65_536
     )
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
-    return {"loss": final_loss(_trainer, numerics, values, N_TOKENS)}
+    return {"loss": final_loss(trainer, numerics, values, N_TOKENS)}
 
 
 def report(rows: pd.DataFrame, experiment: str) -> None:
@@ -142,11 +132,9 @@ def main() -> None:
     rows = pd.DataFrame(
         do_missing(
             tasks(options.seeds),
-            train,
+            partial(train, corpus.folder),
             options.folder / "runs.jsonl",
             workers=options.workers,
-            initializer=start_worker,
-            initargs=(corpus.folder,),
         )
     )
     for experiment in ("mup", "standard", "depth scaled", "depth unscaled"):

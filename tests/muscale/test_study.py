@@ -174,7 +174,7 @@ def check_gate(study: Study, promotion: Promotion) -> None:
     assert promotion.gate is not None
     kept = {line["name"]: line["status"] for line in promotion.gate["lines"]}
     assert kept == {line.name: line.status for line in seen.lines}
-    assert {kept[name] for name in ("coordinate check", "data", "carried over", "layout", "disk")} == {"passed"}
+    assert {kept[name] for name in ("coordinate check", "data", "hyperparameters", "layout", "disk")} == {"passed"}
     assert promotion.forced_lines == seen.failed
     assert promotion.forced is not seen.passed
     path = path_of(study.directory, promotion.plan)

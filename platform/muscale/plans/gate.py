@@ -193,9 +193,9 @@ def data_line(
     return GateLine(name="data", status="passed", compared=f"{text}, {n_bytes / 1e9:.3g} GB hashed again")
 
 
-def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
+def hyperparameters_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
     """Whether nothing came from a smaller model that no rule carries."""
-    name, every = "carried over", list(carried)
+    name, every = "hyperparameters", list(carried)
     silent = [one for one in every if one.is_silent]
     if silent:
         text = [f"{one.name} = {one.value} from {one.source}" for one in silent]

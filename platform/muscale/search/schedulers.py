@@ -57,7 +57,7 @@ class ToTheEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Asha:
-    """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it promotes, and does not stop.
+    """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials, and stops none.
 
     A trial goes on from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
     the highest rung with such a one is served. At the end, when nothing is left to begin, the best of a rung goes on even
@@ -72,7 +72,7 @@ class Asha:
     eta: float
 
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
-        """A promotion, or else a new trial."""
+        """A trial that advances to the next rung, or else a new one."""
         for rung in reversed(range(self.top)):
             ranking = record.ranking(rung)
             if (trial := _next_of(record, rung, int(len(ranking) / self.eta))) is not None:
@@ -139,7 +139,7 @@ class Hyperband:
         ]
 
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
-        """A promotion within a full bracket, or else a new trial."""
+        """A trial that advances within a full bracket, or else a new one."""
         started = len(record.configs)
         first, sizes = 0, self.sizes()
         bracket = 0
@@ -148,7 +148,7 @@ class Hyperband:
             full = first + size <= started
             if first not in record.settled and (full or not may_start):
                 members = range(first, min(first + size, started))
-                if move := self._promotion(record, rung, members):
+                if move := self._advance(record, rung, members):
                     return move
                 if full and not any(trial in record.open for trial in members):
                     record.settled.add(first)
@@ -158,7 +158,7 @@ class Hyperband:
         rung, _ = sizes[bracket % len(sizes)] if first == started else sizes[(bracket - 1) % len(sizes)]
         return Start(until=rung)
 
-    def _promotion(self, record: Record, rung: int, members: range) -> GoOn | None:
+    def _advance(self, record: Record, rung: int, members: range) -> GoOn | None:
         """The best of those that came to the bracket's current rung, once all of them have."""
         field = list(members)
         for here in range(rung, self.top):

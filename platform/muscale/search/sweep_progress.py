@@ -44,17 +44,21 @@ class SweepProgress:
         return trial, min(rung, self._generations - 1)
 
     def on_run(self, done: int, wanted: int, kind: str) -> None:
-        """An annealed run or a repetition ended; what was done before is no news."""
-        if done < wanted or kind in self._begun:
+        """An annealed run or a repetition ended; what was done before is no news, nor is an end that was shown."""
+        if done < wanted:
             self._begun.add(kind)
-            self._update(done, wanted, kind)
+        elif kind in self._begun:
+            self._begun.remove(kind)
+        else:
+            return
+        self._update(done, wanted, kind)
 
 
 def describe_sources(sweep: Sweep) -> Iterator[str]:
     """Enter imported results, and report the runs that the searcher uses from each source.
 
-    All are looked at when a sweep begins, and those that are named with the command always; of a sweep that has begun, a
-    teacher of the study file may be gone.
+    All are read when a sweep begins, and those that are named with the command always; once it has begun, a source of
+    the study file may be gone.
     """
     begins = not sweep.ledger.rounds(sweep.key)
     for source in sweep.sources():

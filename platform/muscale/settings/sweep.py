@@ -79,13 +79,13 @@ class SweepSettings(StrictTable):
         for rank_by, schedules in (("stable", COOLING), ("annealed", COOLING), ("mid_decay", DECAYING)):
             if self.rank_by == rank_by and searched not in schedules:
                 yield f'sweep.rank_by: "{rank_by}" is for schedule {" or ".join(schedules)}, got "{searched}"'
-        yield from self._method_contradictions(searched)
+        yield from self._method_errors(searched)
         if self.is_population:
-            yield from self._course_contradictions(h)
+            yield from self._course_errors(h)
         if self.rank_by == "averaged":
-            yield from self._average_contradictions(h, rung_tokens)
+            yield from self._average_errors(h, rung_tokens)
 
-    def _course_contradictions(self, h: Hyperparameters) -> Iterator[str]:
+    def _course_errors(self, h: Hyperparameters) -> Iterator[str]:
         """Reasons why the full run can't follow a population's schedule."""
         if h.schedule not in COOLING:
             yield (
@@ -96,7 +96,7 @@ class SweepSettings(StrictTable):
             stages = "; ".join(map(str, h.stages))
             yield f'hyperparameters.stages: "{self.scheduler}" finds the stages itself, so leave them out; got {stages}'
 
-    def _average_contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+    def _average_errors(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
         """Reasons against ranking by averaged weights: an average must not span two stages."""
         cuts = rung_tokens if self.is_population else [h.whole_batches(s.after * rung_tokens[-1]) for s in h.stages]
         for rung in rung_tokens:
@@ -110,7 +110,7 @@ class SweepSettings(StrictTable):
                 )
                 return
 
-    def _method_contradictions(self, schedule: ScheduleName) -> Iterator[str]:
+    def _method_errors(self, schedule: ScheduleName) -> Iterator[str]:
         scheduler, searcher = self.scheduler, self.searcher
         kinds = [type(self.space[name]) for name in self.space.searched]
         if scheduler != "none" and self.rungs < 2:

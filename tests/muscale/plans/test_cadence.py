@@ -11,17 +11,10 @@ from muscale.plans.cadence import Cadence
 from muscale.plans.gate import cadence_line
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
+from tests.gpu_free.cases import SHAPES
 
 TINY = ModelConfig(d_model=80, n_layers=2)
-LLAMA_8B = ModelConfig(
-    d_model=4096,
-    n_layers=32,
-    head_dim=128,
-    queries_per_kv=4,
-    mlp_ratio=3.5,
-    vocab_size=128_256,
-    context_length=8192,
-)
+LLAMA_8B = SHAPES["8B"]
 
 
 def cadence(

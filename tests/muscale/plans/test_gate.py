@@ -17,7 +17,6 @@ from muscale.plans.gate import (
     Gate,
     GateLine,
     attention_line,
-    carried_line,
     check_line,
     communication_line,
     context_line,
@@ -25,6 +24,7 @@ from muscale.plans.gate import (
     disk_line,
     evaluation_line,
     forced_lines,
+    hyperparameters_line,
     layout_line,
     memory_line,
     precision_line,
@@ -128,19 +128,19 @@ def test_what_no_rule_carries_must_be_stated() -> None:
         name="learning_rate", value=0.01, rules=("muP width", "horizon law"), source="trial 3"
     )
     dropout = HyperparameterProvenance(name="mlp_dropout", value=0.1, rules=("fixed",), source="trial 3", searched=True)
-    silent = carried_line([rate, dropout])
+    silent = hyperparameters_line([rate, dropout])
     assert silent.status == "failed"
     assert silent.compared == "mlp_dropout = 0.1 from trial 3: no transfer rule covers it"
     assert silent.advice == "state it: muscale plan --set plan.explicit.mlp_dropout=VALUE"
     foreign = HyperparameterProvenance(name="my_own", value=2.0, rules=("fixed",), source="trial 3")
-    assert "my_own = 2.0" in carried_line([foreign]).compared
-    assert carried_line([foreign]).status == "failed"
+    assert "my_own = 2.0" in hyperparameters_line([foreign]).compared
+    assert hyperparameters_line([foreign]).status == "failed"
     stated = HyperparameterProvenance(name="mlp_dropout", value=0.2, rules=("explicit",), source="[plan.explicit]")
     of_study = HyperparameterProvenance(name="z_loss", value=1e-4, rules=("fixed",), source="the study file")
     none_of_it = HyperparameterProvenance(
         name="label_smoothing", value=0.0, rules=("fixed",), source="trial 3", searched=True
     )
-    line = carried_line([rate, stated, of_study, none_of_it])
+    line = hyperparameters_line([rate, stated, of_study, none_of_it])
     assert line.status == "passed"
     assert line.compared == (
         "2 by rule or fixed; explicit: mlp_dropout = 0.2; the study file's at every size: z_loss = 0.0001"

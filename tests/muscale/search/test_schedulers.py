@@ -57,11 +57,11 @@ def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(
         assert set(top) <= set(gone), "whoever is among the best half in the end was sent on"
 
 
-def test_asha_alone_at_work_promotes_as_soon_as_it_may(make_engine: MakeEngine, drive: Drive) -> None:
+def test_asha_alone_at_work_advances_a_trial_as_soon_as_it_may(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="asha"))
     segments = drive(engine, in_order, workers=1)
     assert [segment.first for segment in segments[:4]] == [0, 0, 1, 0], (
-        "the first promotion comes with the second result"
+        "the first trial advances with the second result"
     )
 
 

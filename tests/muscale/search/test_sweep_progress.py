@@ -79,3 +79,14 @@ def test_every_generation_of_a_population_moves_the_bar(swept: Sweep, scheduler:
             progress.on_result(RungResult(trial=trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
     assert {total for _, total in updates} == {shown}
     assert len({done for done, _ in updates}) == shown
+
+
+def test_the_end_of_the_annealed_runs_is_shown_once_and_that_of_the_repetitions_too(swept: Sweep) -> None:
+    shown: list[tuple[float, float, str]] = []
+    progress = SweepProgress(swept, lambda done, total, note: shown.append((done, total, note)))
+    for done in (0, 2):
+        progress.on_run(done, 2, "annealed")
+    for done in (0, 3):
+        progress.on_run(2, 2, "annealed")
+        progress.on_run(done, 3, "finalists repeated")
+    assert shown == [(0, 2, "annealed"), (2, 2, "annealed"), (0, 3, "finalists repeated"), (3, 3, "finalists repeated")]

@@ -54,7 +54,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "transfer": "failed",
         "coordinate check": "unknown",
         "data": "passed",
-        "carried over": "passed",
+        "hyperparameters": "passed",
         "batch": "passed",
         "memory": "passed",
         "evaluation": "passed",
