@@ -64,6 +64,17 @@ def family_of(member: Member) -> Family:
     return found(vocab_size=member.vocab_size, context_length=member.context_length, **json.loads(member.arguments))
 
 
+def import_family(member: Member) -> Family:
+    """Import what a member's family is made of, and return it; what trains calls this, and no reader does.
+
+    Raises:
+        ValueError: If there is no such family here, or it has another source.
+    """
+    if isinstance(member, ModuleConfig):
+        load(member.family)
+    return family_of(member)
+
+
 def build(member: Member) -> nn.Module:
     """Build a member on torch's default device."""
     return family_of(member).build(member.d_model, member.n_layers)

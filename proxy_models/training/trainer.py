@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from proxy_models.architecture.families import import_family
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.architecture.sharded import whole
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
@@ -150,10 +151,12 @@ class Trainer:
             moves: Called at every step that this thread took or, on a GPU, launched.
 
         Raises:
-            ValueError: If the state does not end where the segment starts or was trained under another table, an
-                average begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
-                that this device does not have; if several ranks are to train in fp16 or measure layers.
+            ValueError: If the model's family is not here or differs, the state does not end where the segment starts or was
+                trained under another table, an average begins before it, or `numerics` is of another corpus, of a run that
+                is shorter, or of a precision that this device does not have; if several ranks are to train in fp16 or
+                measure layers.
         """
+        import_family(numerics.model)
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
         if self._ranks > 1 and observation.layers_every_tokens:
