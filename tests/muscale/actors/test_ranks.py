@@ -14,12 +14,14 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, stem
+from proxy_models.training import fsdp
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.state import TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
 from tests.muscale.conftest import write_text
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.proxy_models.families import Recurrent
 
 BATCH = 8 * 32
 
@@ -52,6 +54,13 @@ def train(
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     trainer = Trainer(Corpus.open(folder), compile=False, mesh=mesh, micro_batch=micro_batch)
     return [trainer.train(numerics, segment, state, averaged=True) for segment, state in parts]
+
+
+def train_in_units(folder: Path, numerics: Numerics, segment: Segment) -> SegmentResult:
+    """What each rank trains, where even small units are gathered one at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp.shard, "__kwdefaults__", {"min_unit_params": 0})
+        return train(folder, numerics, [(segment, None)], None)[0]
 
 
 @pytest.mark.parametrize(
@@ -90,3 +99,12 @@ def test_rungs_and_branches_have_the_losses_of_one_rank_from_states_of_any_numbe
     assert {name: t.shape for name, t in kept.tensors.items()} == {n: t.shape for n, t in rung.state.tensors.items()}
     resumed = alone.train(numerics, second, kept)
     assert resumed.loss == pytest.approx(expected[1].loss, rel=tolerance)
+
+
+def test_ranks_share_a_family_of_one_s_own_by_its_units(corpus: Corpus, gloo_ranks: GlooRanks) -> None:
+    base = Recurrent(vocab_size=256, context_length=32).member(32, 2)
+    numerics, (first, *_) = replace(numerics_of(corpus), model=base, base=base), segments("adamw")
+    one = Trainer(corpus, compile=False).train(numerics, first)
+    together = gloo_ranks.call(train_in_units, corpus.folder, numerics, first, world_size=2)[0]
+    assert together.train_losses == pytest.approx(one.train_losses, rel=1e-6)
+    assert together.loss == pytest.approx(one.loss, rel=1e-6)
