@@ -91,7 +91,7 @@ class FullRun:
     initial_state: InitialState | None = None
 
     def __post_init__(self) -> None:
-        self.parallelism.require(as_decoder(self.numerics.model))
+        self.parallelism.require(self.numerics.model)
         self.numerics.require_length(self.n_tokens)
         if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
             raise ValueError('on_spike needs a guard whose action is "skip"')

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
 
 
@@ -46,9 +47,13 @@ class Parallelism:
                 f"shard_ranks must be a multiple of tensor_parallel = {self.tensor_parallel}, got {self.shard_ranks}"
             )
 
-    def layout_errors(self, model: ModelConfig) -> Iterator[str]:
+    def layout_errors(self, model: Member) -> Iterator[str]:
         """Reasons why so many ranks can't share the model's products, each with its rule and value."""
         n = self.tensor_parallel
+        if not isinstance(model, ModelConfig):
+            if n > 1:
+                yield f"tensor_parallel must be 1 for a family without a plan of who computes what, got {n}"
+            return
         for what, size in (
             ("query heads", model.n_heads),
             ("key and value heads", model.n_kv_heads),
@@ -61,7 +66,7 @@ class Parallelism:
             if n > 1 and getattr(model, name):
                 yield f"tensor_parallel must be 1 with {name}, got {n}: ranks would drop the same of their own heads and positions"
 
-    def require(self, model: ModelConfig) -> None:
+    def require(self, model: Member) -> None:
         """Refuse a model that this layout does not fit.
 
         Raises:

@@ -26,7 +26,6 @@ from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
-from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued
 from proxy_models.recipes.segments import Segment
@@ -293,5 +292,5 @@ def _require_trainable(numerics: Numerics, segment: Segment, config: StudyConfig
         numerics.parametrization(segment.recipe.optimizer)
     except ValueError as error:
         raise StageError(f"optimizer: {error}") from error
-    if layout_errors := list(config.promote.parallelism.layout_errors(as_decoder(numerics.model))):
+    if layout_errors := list(config.promote.parallelism.layout_errors(numerics.model)):
         raise StageError("; ".join(layout_errors))

@@ -251,7 +251,7 @@ def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout
     layout, workers = config.promote.parallelism, config.promote.workers
     if (conditions := conditions_of(plan, config)) is None:
         return None, None
-    if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(as_decoder(plan.model))):
+    if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(plan.model)):
         return None, proposed
     return step_time(as_decoder(plan.model), layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
 

@@ -22,7 +22,6 @@ from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.tables import ResultKind, runs, segments
-from proxy_models.architecture.config import as_decoder
 from proxy_models.training.numerics import Numerics
 
 
@@ -119,7 +118,7 @@ def begin(
     registered = ledger.forecast(plan.key)
     if registered is None:
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
-    if layout_errors := list(config.promote.parallelism.layout_errors(as_decoder(plan.model))):
+    if layout_errors := list(config.promote.parallelism.layout_errors(plan.model)):
         raise StageError(f"promote: {'; '.join(layout_errors)}")
     _require_planned_spike_handling(plan, config)
     started = ledger.result(ResultKind.PROMOTION_STARTED, plan.key)

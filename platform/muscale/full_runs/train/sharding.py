@@ -152,8 +152,8 @@ def build_decoder(
     Raises:
         ValueError: If the layout does not fit the model.
     """
+    parallelism.require(numerics.model)
     shape = as_decoder(numerics.model)
-    parallelism.require(shape)
     tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
     if parallelism.tensor_parallel != (tensor.size() if tensor else 1):
         raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
