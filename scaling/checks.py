@@ -16,6 +16,10 @@ OTHER_NAMES = {
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
+LEAVE_OUT = ": drop such rows, or give the reason in a column left_out"
+"""Advice about rows without a value."""
+
+
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
     """The values in float64.
 
@@ -52,7 +56,7 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
         meant = [
             f"rename {' or '.join(found)} to {column}"
             for column in missing
-            if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
+            if (found := [name for name in got if plain(name) in OTHER_NAMES.get(column, "").split()])
         ]
         raise ValueError(
             "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}", *meant])
@@ -61,7 +65,8 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
         raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A column's name in small letters, with underscores for punctuation."""
     return re.sub(r"\W+", "_", name.strip()).lower()
 
 
@@ -79,7 +84,7 @@ def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive:
         rule = f"finite and {'at least' if inclusive else 'above'} {minimum:g}"
         raise ValueError(
             f"{column} must be {rule}, got {values[first]:g} in row {row_name(rows, first)} "
-            f"({bad.sum()} of {len(rows)} rows break this rule)"
+            f"({bad.sum()} of {len(rows)} rows break this rule)" + (LEAVE_OUT if np.isnan(values[first]) else "")
         )
     return values
 
@@ -138,4 +143,12 @@ def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     try:
         return np.asarray(rows[column].to_numpy(dtype=np.float64, na_value=np.nan), np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{column} must hold numbers, got dtype {rows[column].dtype}") from error
+        odd = [i for i, cell in enumerate(rows[column]) if not pd.api.types.is_scalar(cell) or _is_text(cell)]
+        first = (
+            f"{rows[column].iloc[odd[0]]!r} in row {row_name(rows, odd[0])}" if odd else f"dtype {rows[column].dtype}"
+        )
+        raise ValueError(f"{column} must hold numbers, got {first}") from error
+
+
+def _is_text(cell: object) -> bool:
+    return not pd.isna(cell) and math.isnan(or_nan(cell))

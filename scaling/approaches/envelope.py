@@ -23,7 +23,8 @@ from scaling.approaches.compute_powers import (
 from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
-from scaling.fits.runs import ASSUMED, Table, counts, naming, read_table, require_convention, to_nats
+from scaling.fits.as_found import NOTES
+from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats
 from scaling.forms.law import NATS, compute_flops
 
 MAX_UNANSWERED = 0.05
@@ -57,7 +58,7 @@ def fit_envelope(
     """
     require_convention(n_params_convention)
     require_draws(n_bootstrap)
-    given = read_table(curves)
+    given = read_runs(curves)
     with naming(curves):
         table, unit = _checked(given, loss_unit)
     interpolated = curves_of(table)
@@ -97,7 +98,7 @@ def fit_envelope(
         rows=table,
         bias={},
         warnings=tuple(warnings),
-        assumptions=() if "annealed" in given else (ASSUMED["annealed"],),
+        assumptions=(*given.attrs[NOTES], *(() if "annealed" in given else (ASSUMED["annealed"],))),
     )
 
 

@@ -19,7 +19,7 @@ from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
 from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast, interval_factor
 from scaling.fits.result import ScalingFit
-from scaling.fits.runs import Table, naming, read_table, to_nats
+from scaling.fits.runs import Table, naming, read_runs, to_nats
 from scaling.forms.law import NATS, Form
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
@@ -140,7 +140,7 @@ def fit_two_step(
     Raises:
         ValueError, ScalingError: as `fit` and `fit_downstream`.
     """
-    given = read_table(runs)
+    given = read_runs(runs)
     with naming(runs):
         require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
         factor, unit = to_nats(loss_unit)

@@ -19,7 +19,7 @@ from scaling.errors import ScalingError, TooFewRunsError
 from scaling.fits.fitting import fit, require_form
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
-from scaling.fits.runs import Table, naming, read_table, require_convention
+from scaling.fits.runs import Table, naming, read_runs, require_convention
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted
@@ -128,7 +128,7 @@ def backtest(
         raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
     forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
     require_convention(n_params_convention)
-    table = read_table(runs).reset_index(drop=True)
+    table = read_runs(runs).reset_index(drop=True)
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")

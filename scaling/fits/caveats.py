@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pandas as pd
 
@@ -13,6 +15,8 @@ FAR_DEVIATIONS, FAR_SHARE = 12.0, 0.03
 """Standard deviations (by the median) and share of the loss beyond which a row is named. Two of 15 public ladders have such rows,
 their smallest models; a mistyped loss lies far beyond."""
 MAX_NAMED = 3
+MOST_E = 2.7
+"""E of 12 public ladders of finished runs: .9 to 2.6 nats per token (measured); in bits five of them would lie above 2.7."""
 
 
 def caveats(law: Law | None, residuals: pd.DataFrame, unidentified: Unidentified | None) -> tuple[str, ...]:
@@ -25,6 +29,15 @@ def caveats(law: Law | None, residuals: pd.DataFrame, unidentified: Unidentified
     """
     of_best = f"not identified: {unidentified}" if unidentified else _off_centre(law, residuals)
     return tuple(filter(None, [_far_rows(residuals), of_best]))
+
+
+def high_floor(law: Law) -> Iterator[str]:
+    """Caveat where E of losses taken for nats is above any seen: they may be bits."""
+    if (E := law.parameters.get("E", 0.0)) > MOST_E:
+        yield (
+            f"E = {E:.3g} nats per token is above {MOST_E:g}, more than public ladders have: if the losses are bits, "
+            "say loss_unit='bits'; if they are nats, say loss_unit='nats'"
+        )
 
 
 def _far_rows(residuals: pd.DataFrame) -> str:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.errors import TooFewRunsError
 from scaling.fits.result import ScalingFit
-from scaling.fits.runs import Runs, Table, check_runs, naming, read_table, require_convention
+from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
 from scaling.forms import ALL_FORMS, Chinchilla
-from scaling.forms.law import NATS, Form, Law
+from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
 from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS
@@ -46,7 +46,7 @@ def fit(
     runs: Table,
     *,
     n_params_convention: str,
-    loss_unit: str = NATS,
+    loss_unit: str | None = None,
     form: Form | None = None,
     method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
@@ -57,16 +57,18 @@ def fit(
     """Fit a law to finished, annealed, tuned runs; by default L(N, D) = E + A/N^alpha + B/D^beta.
 
     Args:
-        runs: one row per (N, D, loss): a DataFrame, the path of a Parquet, CSV (.csv) or JSON Lines (.jsonl) file, or a
-            study's `ladder()`. Required columns: `n_params` and `n_tokens` (plain counts), `loss`, and what else the form
-            depends on. Optional: `stem` (rows branched from one training run share it and are resampled together;
+        runs: one row per (N, D, loss): a DataFrame, a list of dicts, the path of a Parquet, CSV, TSV or JSON Lines (.jsonl) file,
+            or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and what else the form depends on;
+            usual other names, counts in words ("1.3B", a column "Params (M)") and compute in the place of tokens are read,
+            and listed under `assumptions`. Optional: `stem` (rows branched from one training run share it and are resampled together;
             without it each row is a run of its own), `regret` (predicted relative loss given up by the row's
             hyperparameters), `annealed` (False for a loss read in mid-schedule), `left_out` (why the table itself leaves
             a row out; empty if it doesn't), `noise` (relative standard deviation of the loss from seed to seed; rows are
             weighted by 1/noise²), `compute_flops` (FLOPs, held against 6·N·D).
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it, and every
             result states it.
-        loss_unit: of `loss`: "nats per token", or "bits per token", which become nats. A metric other than these that is
+        loss_unit: of `loss`: "nats per token", assumed where none is given, or "bits per token" ("bits"), which become nats, as
+            do bits per byte ("bpb") where a column `bytes_per_token` has the tokens' mean length. A metric other than these that is
             positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
             the name given here.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
@@ -152,9 +154,9 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
 
-def select(runs: Table, form: Form, *, max_regret: float, loss_unit: str) -> Runs:
+def select(runs: Table, form: Form, *, max_regret: float, loss_unit: str | None) -> Runs:
     """The rows to fit and those left out (see `fit`), enough of them for the form."""
-    table = read_table(runs)
+    table = read_runs(runs)
     with naming(runs):
         checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
         _require_points(checked, form)

@@ -11,10 +11,11 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.fits.caveats import caveats
+from scaling.fits.caveats import caveats, high_floor
 from scaling.fits.ensemble import MAD, Ensemble, fit_ensemble
 from scaling.fits.forecast import Forecast, forecast, outside_support
 from scaling.fits.identification import Unidentified, unidentified
+from scaling.fits.runs import UNIT_ASSUMED
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.serialization import JsonResult, TableLayout
@@ -74,7 +75,8 @@ class ScalingFit(JsonResult):
             law = self.best_law
         except ScalingError:  # too few runs to decide by
             law = None
-        return caveats(law, self.residuals(), self.unidentified(self.compute_range[1]))
+        of_rows = caveats(law, self.residuals(), self.unidentified(self.compute_range[1]))
+        return (*of_rows, *high_floor(self.law)) if UNIT_ASSUMED in self.assumptions else of_rows
 
     @property
     def n_rows(self) -> int:
@@ -269,4 +271,9 @@ class ScalingFit(JsonResult):
                 "status": "; ".join((self.status, *self.warnings, *self.caveats)),
             }
         )
-        return f"L(N, D) = {self.law.form.formula}, {self.loss_unit}\n{table}\n{about}"
+        unit = (
+            f"{self.loss_unit} (assumed: no loss_unit was given)"
+            if UNIT_ASSUMED in self.assumptions
+            else self.loss_unit
+        )
+        return f"L(N, D) = {self.law.form.formula}, {unit}\n{table}\n{about}"

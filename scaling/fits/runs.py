@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -20,12 +21,23 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import numbers, or_nan, require_columns, row_name
+from scaling.fits.as_found import NOTES, as_found
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
 
-Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
-"""A table of runs, or the path of one: Parquet, CSV or JSON Lines."""
+Table: TypeAlias = pd.DataFrame | Sequence[Mapping[str, Any]] | str | os.PathLike[str]
+"""A table of runs, a list of dicts, or the path of one: Parquet, CSV, TSV or JSON Lines."""
 BITS = "bits per token"
+PER_BYTE = "bits per byte"
+BYTES = "bytes_per_token"
+"""Column by which bits per byte become nats per token."""
+UNITS = {
+    NATS: "nats nats/token nats_per_token nat/token nat",
+    BITS: "bits bits/token bits_per_token bit/token bit",
+    PER_BYTE: "bpb bits/byte bits_per_byte",
+}
+"""Other spellings of units."""
+UNIT_ASSUMED = "the losses are nats per token, as no loss_unit was given: bits per token would not show in the numbers"
 LEAST_COUNT = 1000.0
 """Smallest count of parameters or tokens; a smaller number is in millions or billions (assumed)."""
 MOST_COUNT = 1e30
@@ -36,6 +48,7 @@ FLOPS_FACTOR = 3.0
 """Median compute over 6·N·D, either way, from which one of the three is warned of: attention and embeddings explain less (assumed)."""
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens."""
+VOCABULARY = "vocab_size"
 RUN_NAMES = ("run", "run_name", "run_id")
 """Columns by which rows may share a training run where there is no `stem`."""
 LEAST_LOSS = 1e-30
@@ -87,8 +100,15 @@ def read_table(runs: Table) -> pd.DataFrame:
     """
     if isinstance(runs, pd.DataFrame):
         return runs
+    if (
+        isinstance(runs, Sequence)
+        and not isinstance(runs, str)
+        and runs
+        and all(isinstance(run, Mapping) for run in runs)
+    ):
+        return pd.DataFrame([*runs])
     if not isinstance(runs, str | os.PathLike):
-        raise ValueError(f"runs must be a DataFrame or the path of a table, got {type(runs).__name__}")
+        raise ValueError(f"runs must be a DataFrame, a list of dicts or the path of a table, got {type(runs).__name__}")
     path = Path(runs)
     if path.suffix.lower() not in _READERS:
         raise ValueError(f"{path}: the file's name must end in {', '.join(_READERS)}, got {path.suffix or 'no suffix'}")
@@ -100,6 +120,17 @@ def read_table(runs: Table) -> pd.DataFrame:
         raise ValueError(f"{path}: can't be read as a table: {str(error) or type(error).__name__}") from error
 
 
+def read_runs(runs: Table) -> pd.DataFrame:
+    """The table with its columns as they are called here (`scaling.fits.as_found`).
+
+    Raises:
+        ValueError: as `read_table` and `as_found` raise it.
+    """
+    table = read_table(runs)
+    with naming(runs):
+        return as_found(table)
+
+
 def _json_lines(path: Path) -> pd.DataFrame:
     # pandas' own reader guesses at dates, rounds floats and refuses integers above 2^64.
     with path.open(encoding="utf-8") as lines:
@@ -109,6 +140,7 @@ def _json_lines(path: Path) -> pd.DataFrame:
 _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".parquet": pd.read_parquet,
     ".csv": pd.read_csv,
+    ".tsv": partial(pd.read_csv, sep="\t"),
     ".jsonl": _json_lines,
 }
 
@@ -119,7 +151,7 @@ def naming(runs: Table) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if isinstance(runs, pd.DataFrame):
+        if not isinstance(runs, str | os.PathLike):
             raise
         raise ValueError(f"{os.fspath(runs)}: {error}") from error
 
@@ -137,7 +169,14 @@ def to_nats(loss_unit: str) -> tuple[float, str]:
     """Factor on losses, and their unit then: bits per token become nats, what is neither stays as it is."""
     if not loss_unit.strip():
         raise ValueError(f"loss_unit must name the unit of the losses, e.g. {NATS!r}, got {loss_unit!r}")
-    return (math.log(2), NATS) if loss_unit == BITS else (1.0, loss_unit)
+    unit = unit_name(loss_unit)
+    return (math.log(2), NATS) if unit == BITS else (1.0, unit)
+
+
+def unit_name(loss_unit: str) -> str:
+    """The unit in full where it is given in another spelling."""
+    text = loss_unit.strip().lower()
+    return next((unit for unit, others in UNITS.items() if text == unit or text in others.split()), loss_unit)
 
 
 def counts(rows: pd.DataFrame, column: str) -> Array:
@@ -161,15 +200,17 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     return values
 
 
-def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str) -> Runs:
+def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str | None) -> Runs:
     """Check a ladder, and leave out what cannot inform the law (its columns: see `fitting.fit`).
+
+    Without a `loss_unit` the losses are taken to be nats per token, and the assumptions say so.
 
     Raises:
         ValueError: a column is missing or breaks its rule.
     """
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *columns, "loss")))
     require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
-    factor, unit = to_nats(loss_unit)
+    factor, unit = to_nats(NATS if loss_unit is None else loss_unit)
     reason = _stated_reasons(runs)
     open_ = reason == ""
     considered = runs[open_]
@@ -182,6 +223,9 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
 
     table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
     table["loss"] *= factor
+    if unit == PER_BYTE and BYTES in runs:
+        table["loss"] *= math.log(2) * floats(BYTES)
+        unit = NATS
     if (small := open_ & (table["loss"] < LEAST_LOSS)).any():
         first = int(np.argmax(small))
         raise ValueError(
@@ -218,7 +262,11 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         compute_flops=numbers(runs, "compute_flops") if "compute_flops" in runs else flops,
         loss_unit=unit,
         warnings=tuple(_warnings(runs, rows, flops, unit)) if len(rows) else (),
-        assumptions=tuple(text for column, text in ASSUMED.items() if column not in runs),
+        assumptions=(
+            *((UNIT_ASSUMED,) if loss_unit is None else ()),
+            *runs.attrs.get(NOTES, ()),
+            *(text for column, text in ASSUMED.items() if column not in runs),
+        ),
     )
 
 
@@ -240,6 +288,14 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
         yield f"{ratio:.2g} tokens per parameter in the median: n_params and n_tokens seem to be in different units"
     if unit == NATS and (most := float(values[2].max())) > MOST_NATS:
         yield f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million: is it a perplexity?"
+    elif unit == NATS and VOCABULARY in runs:
+        above = values[2] > np.log(numbers(runs, VOCABULARY))
+        if above.any():
+            first = int(np.argmax(above))
+            yield (
+                f"a loss of {values[2][first]:.4g} nats per token in row {row_name(rows, first)} is worse than a uniform guess "
+                f"among its vocabulary: are the losses {BITS}?"
+            )
     if unit == NATS and (in_bits := rows_in_bits(*values)) is not None:
         first_name = row_name(rows, int(np.argmax(in_bits)))
         yield (
@@ -252,8 +308,11 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
             yield f"compute_flops is {above:.3g} times 6·N·D in the median: N's convention or a unit may differ"
     same = (values[:, 1:] == values[:, :-1]).all(axis=0)  # the rows are in order, so equal ones are neighbours
     alike = np.append(same, False) | np.append(False, same)
-    if alike.any() and (repeated := int(runs[alike].astype(str).duplicated().sum())):
+    if repeated := int(runs[alike].astype(str).duplicated().sum()):
         yield f"{repeated} rows repeat another in every column: they count as further evidence"
+    precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
+    if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:
+        yield f"{copies - repeated} rows have N, D and loss of another under another name: the same run twice, as further evidence?"
     if "stem" not in runs:
         for name in (name for name in RUN_NAMES if name in runs and runs[name].duplicated().any()):
             yield f"rows share a run by column {name}, yet each counts as a run of its own: rename {name} to stem"

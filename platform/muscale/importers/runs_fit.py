@@ -13,7 +13,7 @@ import pandas as pd
 from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan
-from scaling.fits.runs import read_table
+from scaling.fits.runs import read_runs, unit_name
 from scaling.forms.law import NATS
 
 _CLOSE = 2e-3
@@ -40,14 +40,14 @@ class RunsFit:
 
 
 def fit_runs(
-    path: Path, *, n_params_convention: str, loss_unit: str = NATS, compute_flops: float | None = None
+    path: Path, *, n_params_convention: str, loss_unit: str | None = None, compute_flops: float | None = None
 ) -> RunsFit:
     """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
 
     Args:
         path: Of the table; see `scaling.fit` for the columns.
         n_params_convention: What n_params counts, such as "without embeddings".
-        loss_unit: Of the losses; "bits per token" become nats.
+        loss_unit: Of the losses; "bits per token" become nats; nats per token where it is not given.
         compute_flops: A budget, for the best size and the forecast there; where the runs do not tell the best D/N, at their own.
 
     Raises:
@@ -60,7 +60,10 @@ def fit_runs(
         decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
-    warnings = [*([str(doubt)] if doubt else []), *_unit_warnings(read_table(path), loss_unit)]
+    warnings = [
+        *([str(doubt)] if doubt else []),
+        *_unit_warnings(read_runs(path), NATS if loss_unit is None else unit_name(loss_unit)),
+    ]
     return RunsFit(fit=found, decision=decision, warnings=tuple(warnings))
 
 

@@ -65,7 +65,7 @@ def test_losses_in_bits_raise_a_warning_where_a_column_shows_it(tmp_path: Path) 
 
 def test_a_faulty_table_is_refused_with_file_column_and_value(tmp_path: Path) -> None:
     path = tmp_path / "ladder.csv"
-    ladder().rename(columns={"loss": "val_loss"}).to_csv(path, index=False)
+    ladder().rename(columns={"loss": "val_loss"}).assign(test_loss=3.0).to_csv(path, index=False)
     with pytest.raises(StageError, match=r"ladder\.csv: .*loss.*val_loss"):
         fit_runs(path, n_params_convention="total")
     ladder().assign(n_params=lambda t: t["n_params"] / 1e6).to_csv(path, index=False)

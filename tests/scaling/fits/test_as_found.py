@@ -1,0 +1,163 @@
+"""Tables as people have them mean what the plain table means, or are refused by column, row and value; what was read how is noted."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling import fit
+from scaling.fits.as_found import NOTES, PF_DAY
+from scaling.fits.runs import BYTES, check_runs, read_runs
+from scaling.forms.law import compute_flops
+from tests.scaling.fits.test_units import ladder
+
+PLAIN = ladder(14)[["n_params", "n_tokens", "loss"]].round({"n_params": -4, "n_tokens": -4})
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def rows_of(table: Any, **options: Any) -> pd.DataFrame:
+    return check_runs(read_runs(table), (), **{"max_regret": 1.0, "loss_unit": None, **options}).rows
+
+
+def written(value: float, style: str) -> object:
+    """A count as tables print it."""
+    if style == "commas":
+        return f"{round(value):,}"
+    if style == "underscores":
+        return f"{round(value):_}"
+    if style in UNITS:
+        return f"{value / UNITS[style]:.10g}{style}"
+    return value if style == "number" else f"{value:.10e}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    styles=st.lists(st.sampled_from(["commas", "underscores", "number", "text", *UNITS]), min_size=28, max_size=28),
+    names=st.tuples(
+        st.sampled_from(["n_params", "Params", "# params", "N", "num-parameters"]),
+        st.sampled_from(["n_tokens", "Tokens", "D", "training tokens"]),
+        st.sampled_from(["loss", "val/loss", "Final Loss"]),
+    ),
+    as_list=st.booleans(),
+)
+def test_counts_in_any_writing_are_the_same_runs(styles: list[str], names: tuple[str, ...], as_list: bool) -> None:
+    table: Any = pd.DataFrame(
+        {
+            names[0]: [written(v, s) for v, s in zip(PLAIN["n_params"], styles[:14], strict=True)],
+            names[1]: [written(v, s) for v, s in zip(PLAIN["n_tokens"], styles[14:], strict=True)],
+            names[2]: PLAIN["loss"],
+        }
+    )
+    found = rows_of(table.to_dict("records") if as_list else table)
+    for name in PLAIN:
+        np.testing.assert_allclose(found[name], rows_of(PLAIN)[name], rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    unit=st.sampled_from([*UNITS]),
+    header=st.sampled_from(["Params ({})", "n_params_{}", "parameters [in {}]", "N ({})"]),
+    tokens=st.sampled_from(["Tokens ({})", "n_tokens_{}", "D [{}]"]),
+    commas=st.booleans(),
+)
+def test_columns_in_millions_are_scaled(unit: str, header: str, tokens: str, commas: bool) -> None:
+    in_unit = PLAIN[["n_params", "n_tokens"]] / UNITS[unit]
+    cells = in_unit.map("{:,.10f}".format) if commas else in_unit
+    found = read_runs(cells.set_axis([header.format(unit), tokens.format(unit)], axis=1).assign(loss=PLAIN["loss"]))
+    np.testing.assert_allclose(found["n_params"], PLAIN["n_params"], rtol=1e-9)
+    np.testing.assert_allclose(found["n_tokens"], PLAIN["n_tokens"], rtol=1e-9)
+    assert len(found.attrs[NOTES]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("PF-days", PF_DAY), ("compute (PF-days)", PF_DAY), ("petaflop/s-days", PF_DAY), ("FLOPs", 1.0)]
+)
+def test_tokens_follow_from_compute_with_a_note(name: str, unit: float) -> None:
+    table = PLAIN.assign(**{name: compute_flops(PLAIN["n_params"], PLAIN["n_tokens"]) / unit}).drop(columns="n_tokens")
+    np.testing.assert_allclose(read_runs(table)["n_tokens"], PLAIN["n_tokens"])
+    result = fit(table, n_params_convention="total", n_bootstrap=2)
+    assert f"n_tokens is {name} / (6·n_params), as no column has it: C = 6·N·D is taken for granted" in str(result)
+
+
+def test_files_of_tabs_are_read(tmp_path: Path) -> None:
+    PLAIN.to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
+    pd.testing.assert_frame_equal(rows_of(tmp_path / "runs.tsv"), rows_of(PLAIN))
+
+
+@pytest.mark.parametrize("spelling", ["bits", "Bits/token", "bits per token"])
+def test_spellings_of_bits(spelling: str) -> None:
+    bits = PLAIN.assign(loss=PLAIN["loss"] / math.log(2))
+    np.testing.assert_allclose(rows_of(bits, loss_unit=spelling)["loss"], rows_of(PLAIN)["loss"])
+
+
+def test_bits_per_byte_become_nats_per_token_where_the_bytes_are_known() -> None:
+    of_bytes = np.linspace(3.5, 4.5, 14)
+    per_byte = PLAIN.assign(loss=PLAIN["loss"] / math.log(2) / of_bytes, **{BYTES: of_bytes})
+    found = check_runs(read_runs(per_byte), (), max_regret=1.0, loss_unit="bpb")
+    assert found.loss_unit == "nats per token"
+    np.testing.assert_allclose(found.rows["loss"], rows_of(PLAIN)["loss"])
+    alone = check_runs(read_runs(per_byte.drop(columns=BYTES)), (), max_regret=1.0, loss_unit="bpb")
+    assert alone.loss_unit == "bits per byte"
+
+
+def test_an_assumed_unit_is_in_the_first_line_and_asked_for_where_the_floor_is_too_high() -> None:
+    result = fit(PLAIN, n_params_convention="total", n_bootstrap=2)
+    assert "nats per token (assumed: no loss_unit was given)" in str(result).splitlines()[0]
+    stated = fit(PLAIN, n_params_convention="total", n_bootstrap=2, loss_unit="nats")
+    assert "assumed" not in str(stated).splitlines()[0]
+    high = PLAIN.assign(loss=2 * PLAIN["loss"])
+    assert any("say loss_unit='bits'" in text for text in fit(high, n_params_convention="total", n_bootstrap=2).caveats)
+    told = fit(high, n_params_convention="total", n_bootstrap=2, loss_unit="nats")
+    assert not any("loss_unit" in text for text in told.caveats)
+
+
+def test_a_loss_above_the_vocabulary_is_asked_about() -> None:
+    table = PLAIN.assign(vocab_size=np.exp(PLAIN["loss"].max() - 0.1))
+    found = check_runs(read_runs(table), (), max_regret=1.0, loss_unit=None)
+    assert any(
+        "worse than a uniform guess among its vocabulary: are the losses bits" in text for text in found.warnings
+    )
+
+
+def test_the_same_run_under_another_name_is_counted() -> None:
+    named = PLAIN.assign(name=[f"run {i}" for i in range(14)])
+    twice = pd.concat([named, named.iloc[:3].assign(name="again"), named.iloc[5:6]], ignore_index=True)
+    warnings = "; ".join(check_runs(twice, (), max_regret=1.0, loss_unit=None).warnings)
+    assert "1 rows repeat another in every column" in warnings
+    assert "3 rows have N, D and loss of another under another name" in warnings
+    rounded = twice.assign(loss=twice["loss"].round(2))
+    assert "under another name" not in "; ".join(check_runs(rounded, (), max_regret=1.0, loss_unit=None).warnings)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "message"),
+    [
+        ("loss", "n/a", r"loss must hold numbers, got 'n/a' in row 'run-4'"),
+        ("n_params", "huge", r"n_params must hold numbers, got 'huge' in row 'run-4'"),
+        ("n_tokens", "1,3B", r"n_tokens must hold numbers, got '1,3B' in row 'run-4'"),
+        (
+            "loss",
+            math.nan,
+            r"loss must be finite.*got nan in row 'run-4' .*: drop such rows, or give the reason in .*left_out",
+        ),
+    ],
+)
+def test_the_first_bad_cell_is_named(column: str, cell: object, message: str) -> None:
+    table = PLAIN.astype(object).set_axis([f"run-{i}" for i in range(14)])
+    table.loc["run-4", column] = cell
+    with pytest.raises(ValueError, match=message):
+        rows_of(table)
+
+
+def test_what_is_ambiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="rename val_loss or test_loss to loss"):
+        rows_of(PLAIN.rename(columns={"loss": "val_loss"}).assign(test_loss=3.0))
+    mixed = PLAIN.rename(columns={"n_params": "Params (M)"}).astype({"Params (M)": object})
+    mixed.loc[2, "Params (M)"] = "1.3B"
+    with pytest.raises(ValueError, match=r"Params \(M\) must hold numbers, got '1.3B' in row 2"):
+        rows_of(mixed)
