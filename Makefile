@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak fake-gpu audit lowest licences docs pictures wheel ci-system clean
+.PHONY: study test check soak fake-gpu lowering audit lowest licences docs pictures wheel ci-system clean
 
 # Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
 study: $(INSTALLED)
@@ -27,6 +27,15 @@ soak: $(INSTALLED)
 # The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs; minutes, and no GPU.
 fake-gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu_free
+
+# What is compiled for GPUs, lowered for an H100; torch's CUDA build in an environment of its own (5.5 GB), gcc, and no GPU.
+lowering: .venv/.cuda
+	.venv/.cuda/bin/python -W ignore -m tests.gpu_free.lowering
+
+.venv/.cuda: requirements.lock $(INSTALLED)
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet 'uv>=0.9,<1'
+	$@/bin/uv pip install --quiet --python $@/bin/python --constraint requirements.lock --editable .
 
 # Known weaknesses of the locked packages, from the advisory database of the Python Package Index, which must be reachable.
 audit: .venv/.audit

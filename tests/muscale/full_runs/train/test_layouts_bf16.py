@@ -143,10 +143,12 @@ def test_a_layout_has_the_losses_of_one_process(
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_every_layout_has_the_losses_of_one_process(
-    losses_of: Losses, compile: bool, monkeypatch: pytest.MonkeyPatch
+    losses_of: Losses, gloo_ranks: GlooRanks, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Fused kernels leave out roundings of eager ones, others in one process than on ranks, which gather rounded weights.
     # `GlooRanks` sets the same.
     monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
-    for layout, checkpointing, grouped in product(LAYOUTS, get_args(Checkpointing), (False, True)):
-        check(losses_of, layout, checkpointing, grouped=grouped, compile=compile)
+    for layout in LAYOUTS:
+        for checkpointing, grouped in product(get_args(Checkpointing), (False, True)):
+            check(losses_of, layout, checkpointing, grouped=grouped, compile=compile)
+        gloo_ranks.end()  # a rank died once in gloo's own thread, after 22 compiled cases in the same processes; why is not known

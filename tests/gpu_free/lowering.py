@@ -1,0 +1,266 @@
+"""What is compiled for GPUs, lowered for an H100 that is not there: graphs, attention's kernels, and every Triton kernel to a cubin.
+
+    make lowering
+
+Needs Linux, gcc and torch's CUDA build, which the Makefile puts into an environment of its own (5.5 GB); no GPU and no driver.
+Exits with 1 if a case has more than one graph, attention by another kernel than FlashAttention, or a kernel that ptxas refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from proxy_models.architecture.attention import cuda_kernel
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.memory import Checkpointing
+from tests.gpu_free.fake_device import _attention
+
+# Of the data sheet: docs.nvidia.com/cuda/hopper-tuning-guide, and cudaGetDeviceProperties of an H100 SXM.
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30, warp_size=32,
+    regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    shared_memory_per_block=49_152, shared_memory_per_block_optin=232_448, shared_memory_per_multiprocessor=233_472,
+    L2_cache_size=50 * 2**20, gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120,
+)  # fmt: skip
+DEVICE = torch.device("cuda", 0)
+SHAPE = ModelConfig(d_model=2048, n_layers=2, head_dim=128, mlp_ratio=2.75, vocab_size=50_304, context_length=2048)
+_FLASH = "_scaled_dot_product_flash_attention"
+_OF_ATTENTION = re.compile(r"^ .*torch\.ops\.aten\.(_scaled_dot_product_\w+|_softmax)", re.MULTILINE)
+_SWITCHES = {
+    "torch._inductor.config.compile_threads": 1,
+    "torch._inductor.config.fx_graph_cache": False,
+    "torch._inductor.config.joint_graph_constant_folding": False,
+    "torch._inductor.config.triton.autotune_at_compile_time": False,
+    "torch._functorch.config.enable_autograd_cache": False,
+    "torch._functorch.config.graphsafe_rng_functionalization": False,  # the GPU's random numbers have a state to read
+    "torch._functorch.config.force_non_lazy_backward_lowering": True,  # the backward graph too, though nothing runs
+}
+
+
+class Lowered:
+    """What Inductor makes of the graphs it is given.
+
+    Attributes:
+        graphs: Dynamo's.
+        kernels: Triton's, compiled by ptxas.
+        attention: Attention's operators in the code of the graphs, forward and backward.
+        refused: Errors of kernels.
+    """
+
+    def __init__(self) -> None:
+        self.graphs, self.kernels = 0, 0
+        self.attention: set[str] = set()
+        self.refused: list[str] = []
+
+    def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Dynamo's backend: lower a graph, and run the graph itself on fake tensors."""
+        from torch._inductor.compile_fx import compile_fx
+
+        self.graphs += 1
+        compile_fx(graph, inputs)
+        return graph.forward  # type: ignore[no-any-return]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the code that is written, and compile its kernels for the device, which launches none."""
+        from torch._inductor.codecache import PyCodeCache
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        write = PyCodeCache.write
+
+        def written(source: str, *rest: Any, **named: Any) -> Any:
+            if "async_compile" in source:
+                self.attention.update(_OF_ATTENTION.findall(source))
+            return write(source, *rest, **named)
+
+        def precompile(tuner: Any, *_: Any, **__: Any) -> None:
+            try:
+                tuner._precompile_config(tuner.configs[0])
+                self.kernels += 1
+            except Exception as error:
+                self.refused.append(f"{type(error).__name__}: {error}"[:300])
+
+        with patch.object(PyCodeCache, "write", written), patch.object(CachingAutotuner, "precompile", precompile):
+            yield
+
+
+@contextmanager
+def h100() -> Iterator[None]:
+    """Tensors made inside are fake and on an H100, for which Inductor and Triton compile."""
+    import torch._inductor.config
+    from torch._dynamo.device_interface import CudaInterface
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+    from triton.runtime import driver  # type: ignore[import-not-found]
+
+    state = torch.zeros(16, dtype=torch.uint8)
+    asked: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "get_device_properties": lambda *_: H100,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: H100.name,
+        "get_arch_list": lambda: ["sm_90"],
+        "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda *_: (79 * 2**30, 80 * 2**30),
+        "get_rng_state": lambda *_: state,
+        "set_rng_state": lambda *_: None,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
+    }
+    interface = {
+        "get_device_properties": lambda *_: H100,
+        "get_compute_capability": lambda *_: 90,
+        "get_raw_stream": lambda *_: 0,
+        "exchange_device": lambda *_: 0,
+        "maybe_exchange_device": lambda *_: 0,
+    } | {name: asked[name] for name in ("is_available", "device_count", "current_device", "set_device", "synchronize")}
+    interface["is_bf16_supported"] = asked["is_bf16_supported"]
+    builtins = ("getCurrentRawStream", "getDevice", "exchangeDevice", "maybeExchangeDevice", "setDevice")
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_active_torch_device=lambda: DEVICE,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda *_: 0,
+            get_device_interface=lambda: torch.cuda,
+            launcher_cls=lambda *_, **__: None,
+            utils=SimpleNamespace(
+                get_device_properties=lambda _: {
+                    "max_shared_mem": H100.shared_memory_per_block_optin,
+                    "multiprocessor_count": H100.multi_processor_count,
+                    "warpSize": 32,
+                    "max_num_regs": 65_536,
+                }
+            ),
+        )
+    )
+    with ExitStack() as stack:
+        for name, function in asked.items():
+            stack.enter_context(patch.object(torch.cuda, name, function))
+        for name, function in interface.items():
+            stack.enter_context(patch.object(CudaInterface, name, staticmethod(function)))
+        for name in ("get_device_properties", "current_device", "set_device"):
+            stack.enter_context(patch.object(CudaInterface.Worker, name, staticmethod(asked[name])))
+        for name in builtins:
+            stack.enter_context(patch.object(torch._C, f"_cuda_{name}", lambda *_: 0))
+        stack.enter_context(patch.object(torch._C, "_cuda_getDeviceProperties", lambda *_: H100, create=True))
+        stack.enter_context(patch("torch.accelerator.is_available", lambda: False))  # dynamo asks it for a stream
+        stack.enter_context(patch("torch.accelerator.current_device_index", lambda: 0))
+        stack.enter_context(patch("torch.cuda.random.get_rng_state", lambda *_: state))
+        stack.enter_context(patch("torch.cuda.random.set_rng_state", lambda *_: None))
+        for name, value in _SWITCHES.items():
+            stack.enter_context(patch(name, value))
+        # A fake tensor is asked for no kernel: `kernels_as_ruled` holds the rule by which this one is taken to torch's own.
+        stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
+        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def lowered(config: ModelConfig, checkpointing: Checkpointing, *, whole: bool) -> Lowered:
+    """Lower a bf16 step's forward and backward pass: as proxies compile it, `whole`, or block by block, as full runs do."""
+    torch._dynamo.reset()
+    found = Lowered()
+    with h100(), found.noting():
+        with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_"):
+            model = Decoder(config)
+        model.compute_dtype = torch.bfloat16
+        for block in model.blocks:
+            block.checkpointing = checkpointing  # type: ignore[assignment]
+        sequences = torch.zeros(8, config.context_length + 1, dtype=torch.int64, device=DEVICE)
+        loss = training_loss
+        if whole:
+            loss = torch.compile(training_loss, backend=found.lower, dynamic=False, fullgraph=True)
+        else:
+            for block in model.blocks:
+                block.compile(backend=found.lower, dynamic=False, fullgraph=True)
+        loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+    return found
+
+
+def kernels_as_ruled() -> list[str]:
+    """Cases in which torch's own rules for an H100 and `cuda_kernel` differ on which fused kernels take them."""
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    wrong = []
+    with h100():
+        for dtype, head_dim, biased, grouped in product(
+            (torch.float32, torch.bfloat16, torch.float16), (8, 12, 64, 128, 256, 512), (False, True), (False, True)
+        ):
+            query = torch.empty(2, 8, 64, head_dim, dtype=dtype, device=DEVICE)
+            key = torch.empty(2, 4 if grouped else 8, 64, head_dim, dtype=dtype, device=DEVICE)
+            bias = torch.empty(2, 8, 64, 64, dtype=dtype, device=DEVICE) if biased else None
+            given = SDPAParams(query, key, key, bias, 0.0, not biased, grouped)
+            found = (
+                "flash"
+                if can_use_flash_attention(given)
+                else "efficient"
+                if can_use_efficient_attention(given)
+                else "math"
+            )
+            ruled = cuda_kernel(dtype, head_dim, biased=biased, grouped=grouped)
+            if found != ruled:
+                wrong.append(
+                    f"{dtype}, heads of {head_dim}, biased={biased}, grouped={grouped}: torch {found}, ruled {ruled}"
+                )
+    return wrong
+
+
+def main() -> int:
+    """Lower every case and print a row for each."""
+    failed = kernels_as_ruled()
+    print("\n".join(failed) or "attention's kernels: as ruled", flush=True)
+    print(
+        "| heads | checkpointing | compiled | graphs | kernels to cubin | attention |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for grouped, checkpointing, whole in product((False, True), get_args(Checkpointing), (True, False)):
+        found = lowered(replace(SHAPE, queries_per_kv=4 if grouped else 1), checkpointing, whole=whole)
+        print(
+            f"| {'grouped' if grouped else 'equal'} | {checkpointing} | {'whole' if whole else 'blocks'} | {found.graphs} "
+            f"| {found.kernels} | {', '.join(sorted(found.attention))} |",
+            flush=True,
+        )
+        fused = {_FLASH, f"{_FLASH}_backward"}
+        if found.graphs != 1 or found.attention != fused or found.refused or not found.kernels:
+            failed.append(str(vars(found)))
+    print("\n".join(failed), file=sys.stderr)
+    return int(bool(failed))
+
+
+def without_driver() -> None:
+    """Start this module again, with the functions of torch's libraries replaced that would ask a driver."""
+    headers = Path(find_spec("triton").origin).parent / "backends/nvidia/include"  # type: ignore[union-attr, arg-type]
+    library = Path(tempfile.mkdtemp(prefix="no-driver-")) / "libcuda.so.1"
+    source = Path(__file__).with_name("no_driver.c")
+    named = f"-Wl,-soname,{library.name}"
+    subprocess.run(["gcc", "-shared", "-fPIC", named, f"-I{headers}", source, "-o", library], check=True)
+    os.environ |= {"LD_PRELOAD": str(library), "TRITON_LIBCUDA_PATH": str(library.parent)}
+    os.execv(sys.executable, [sys.executable, "-m", "tests.gpu_free.lowering"])
+
+
+if __name__ == "__main__":
+    if "LD_PRELOAD" not in os.environ:
+        without_driver()
+    sys.exit(main())
