@@ -223,7 +223,7 @@ def test_the_ladder_is_fitted_as_it_stands_and_from_parquet(
     table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon, numerics)
     table.to_parquet(tmp_path / "ladder.parquet")
     for given in (table, tmp_path / "ladder.parquet", tmp_path.joinpath("ladder.parquet").as_posix()):
-        found = fit(given, n_params_convention="as planted", n_bootstrap=4, max_regret=1.0)
+        found = fit(given, n_params_convention="as planted", loss_unit="nats", n_bootstrap=4, max_regret=1.0)
         assert found.law["alpha"] == pytest.approx(0.4, rel=1e-4)
         assert (found.n_rows, found.n_stems, found.assumptions) == (9, 3, ())
         assert set(found.left_out["reason"]) == {"its warmup takes 38% of its tokens, more than 11%"}
