@@ -25,6 +25,7 @@ from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, Preci
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
+    from muscale.plans.by_law import Departure
     from proxy_models.architecture.attention import Kernel
     from proxy_models.architecture.member import Member
     from proxy_models.coordinates.check import CoordinateCheck
@@ -222,13 +223,33 @@ def batch_line(batch: BatchChoice | None) -> GateLine:
     """Whether the batch is near the proxies', or near the best that a law has for the run."""
     if batch is None:
         return GateLine(name="batch", status="passed", compared="the proxies'")
-    if batch.is_covered or not batch.is_far:
+    if batch.is_covered:
         return GateLine(name="batch", status="passed", compared=str(batch))
     return GateLine(
         name="batch",
         status="failed",
         compared=f"{batch}; more than {FAR:g}× apart",
         advice="take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch",
+    )
+
+
+def by_law_line(departures: Sequence[Departure]) -> GateLine:
+    """Whether each value that depends on tokens, batch or tokens per parameter is covered at the full run's."""
+    beyond = [one for one in departures if not one.is_covered]
+    if not beyond:
+        return GateLine(name="by law", status="passed", compared=", ".join(map(str, departures)))
+    advice = {
+        "batch_tokens": "measure: transfer.batches, at least four around the proxies' batch",
+        "beta1": "state plan.explicit.beta1",
+        "beta2": "state plan.explicit.beta2",
+        "weight_decay_tau": "search at a sweep.n_tokens nearer to the run's tokens per parameter, or state "
+        "plan.explicit.weight_decay_tau",
+    }
+    return GateLine(
+        name="by law",
+        status="failed",
+        compared=f"{', '.join(map(str, beyond))}, and no law covers {'it' if len(beyond) == 1 else 'them'}",
+        advice="; ".join(advice[one.cover.name] for one in beyond),
     )
 
 

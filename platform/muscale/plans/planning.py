@@ -219,7 +219,7 @@ def make_plan(
     if best.stages:
         course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
         rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
-    if batch:
+    if batch and by_batch:
         rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
         rules |= dict.fromkeys(by_batch - {"learning_rate"}, "carried to the batch")
     rules |= dict.fromkeys(explicit, "explicit")

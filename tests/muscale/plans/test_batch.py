@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,28 @@ def test_the_gate_holds_a_batch_that_no_law_covers(by_study: BatchLaw) -> None:
         "far from the best",
         "a ramp from far below",
     ]
+
+
+def test_ramps_are_compared_with_ramps_and_values_are_for_the_batch_after_them(by_study: BatchLaw) -> None:
+    ramped = replace(TUNED, batch_doublings=4, batch_ramp_tokens=2**21)
+    alike = found(chosen(1e7, tuned=ramped, batch_tokens=2 * 2**17))
+    assert (alike.furthest, alike.is_far, batch_line(alike).status) == (2.0, False, "passed")
+    assert alike.carry(ramped).learning_rate == pytest.approx(0.01 * 2**0.5)
+    for tuned, doublings in ((TUNED, 4), (ramped, 0)):
+        only = found(chosen(1e7, tuned=tuned, batch_tokens=2**17, batch_doublings=doublings))
+        assert max(only.furthest, 1 / only.furthest) == 16
+        assert batch_line(only).status == "failed"
+        assert only.carry(tuned) == tuned, "the batch after the ramp is the same"
+    below = found(chosen(1e11, by_study, batch_doublings=3))
+    assert below.best_tokens is not None
+    assert below.first_tokens < below.best_tokens / FAR < below.tokens
+    assert batch_line(below).status == "passed", "the first of this ramp is near the proxies'"
+
+
+def test_a_law_that_chooses_the_proxies_batch_changes_nothing(by_study: BatchLaw) -> None:
+    same = found(chosen(1e9, by_study, tuned=replace(TUNED, batch_tokens=2**18)))
+    assert (same.tokens, same.source, same.effect) == (2**18, "the study's grids", 0.0)
+    assert same.carry(replace(TUNED, batch_tokens=2**18)) == replace(TUNED, batch_tokens=2**18)
 
 
 MakePlan = Callable[..., Plan]

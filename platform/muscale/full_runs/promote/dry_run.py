@@ -13,12 +13,14 @@ import psutil
 from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.layout import FULL_RUNS
+from muscale.plans.by_law import departures
 from muscale.plans.cadence import Cadence
 from muscale.plans.gate import (
     Gate,
     GateLine,
     attention_line,
     batch_line,
+    by_law_line,
     cadence_line,
     check_line,
     communication_line,
@@ -183,6 +185,7 @@ def dry_run(
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             hyperparameters_line(plan.carried),
             batch_line(plan.batch),
+            by_law_line(departures(plan, config)),
             memory_line(
                 memory,
                 memory_bytes=device.memory_bytes,

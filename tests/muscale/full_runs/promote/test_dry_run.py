@@ -56,6 +56,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "data": "passed",
         "hyperparameters": "passed",
         "batch": "passed",
+        "by law": "passed",
         "memory": "passed",
         "evaluation": "passed",
         "layout": "passed",

@@ -1,0 +1,102 @@
+"""How far the full run's axes lie from the proxies', and how far each value that depends on one is covered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from muscale.plans.batch import FAR
+from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
+from proxy_models.recipes.hyperparameters import OPTIMIZERS_THAT_READ
+from scaling.optima.batch import PRIOR
+
+Axis = Literal["tokens", "batch", "tokens per parameter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """How far a value may be taken along an axis.
+
+    Attributes:
+        name: The hyperparameter.
+        axis: That its best value moves with.
+        factor: Between full run and proxies, up to which it is covered without a law.
+        basis: Source of the factor.
+    """
+
+    name: str
+    axis: Axis
+    factor: float
+    basis: str
+
+
+COVERS = (
+    Cover(
+        name="batch_tokens",
+        axis="tokens",
+        factor=FAR ** (1 / PRIOR[0]),
+        basis="until the best batch has moved by the factor that the gate lets pass (2505.13738, 2503.04715)",
+    ),
+    Cover(name="beta1", axis="batch", factor=4.0, basis="assumed"),
+    Cover(
+        name="beta2", axis="batch", factor=8.0, basis="measured: kept, .01 % lost (tests/benchmarks/batch_transfer.py)"
+    ),
+    Cover(
+        name="weight_decay_tau",
+        axis="tokens per parameter",
+        factor=16.0,
+        basis="measured: kept over 8×, .09 % lost and .33 % by Power Lines' exponent (tests/benchmarks/tau_transfer.py); by the "
+        "slope found there, -.18, .2 % at 16×",
+    ),
+)
+"""Values that a plan keeps, each with what it depends on. The rate has its horizon law, and the batch its laws, in `batch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """One value of a plan, and how far its axis lies from the proxies'.
+
+    Attributes:
+        cover: Of the value.
+        times: Axis of the full run over that of the proxies.
+        by_law: A law that covers it, or "explicit"; empty: none.
+    """
+
+    cover: Cover
+    times: float
+    by_law: str = ""
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the axis lies within the factor, or a law covers it."""
+        return bool(self.by_law) or max(self.times, 1 / self.times) <= self.cover.factor
+
+    def __str__(self) -> str:
+        law = f" ({self.by_law})" if self.by_law else f" of {self.cover.factor:.3g}×"
+        return f"{self.cover.name} {self.times:.3g}×{law} in {self.cover.axis}"
+
+
+def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
+    """A departure for each value by law that the run's optimizers read; the proxies are the sweep's."""
+    h, batch = plan.hyperparameters, plan.batch
+    tokens = plan.n_tokens / config.sweep.n_tokens
+    times: Mapping[Axis, float] = {
+        "tokens": tokens,
+        "batch": batch.furthest if batch else 1.0,
+        "tokens per parameter": tokens * config.model.n_params / plan.model.n_params,
+    }
+    laws = dict.fromkeys((one.name for one in plan.carried if "explicit" in one.rules), "explicit")
+    if batch and batch.best_tokens:
+        laws["batch_tokens"] = "by law" if batch.source == "stated" else batch.source
+    if batch and batch.furthest < 1:
+        laws["beta2"] = laws.get("beta2", "the same half-life in tokens, 2507.07101")
+    unread = {
+        name for name, readers in OPTIMIZERS_THAT_READ.items() if not {h.optimizer, h.swap_optimizer} & set(readers)
+    }
+    return tuple(
+        Departure(cover=cover, times=times[cover.axis], by_law=laws.get(cover.name, ""))
+        for cover in COVERS
+        if cover.name not in unread
+    )
