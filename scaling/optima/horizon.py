@@ -42,6 +42,12 @@ class HorizonLaw(TokensLaw):
         """The best rate at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
         return self.best(n_tokens)
 
+    @property
+    def measured_on(self) -> tuple[str, ...]:
+        """Groups with used optima at two budgets or more: those that determine the exponent."""
+        budgets = self.optima[self.optima["used"]].groupby("group")["n_tokens"].nunique()
+        return tuple(map(str, budgets.index[budgets >= 2]))
+
     def plot(self) -> "go.Figure":
         """Fitted optima against tokens, with the law and its 90 % interval."""
         from scaling.optima.figures import draw_horizon, tokens_law_data

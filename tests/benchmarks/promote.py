@@ -102,7 +102,7 @@ def write_study(folder: Path, case: str, seed: int) -> Path:
     }
     values["sweep"]["seed"], values["transfer"]["seeds"] = seed, [seed]
     values["sweep"]["trials"] = 16
-    values["transfer"] |= {"widths": [32, 64, 128], "horizons": [1.0, 8.0]}
+    values["transfer"] |= {"widths": [32, 64, 128], "horizons": [1.0, 8.0], "wide_horizon": {"width": 64}}
     values["promote"]["seed"] = seed
     values["check"] = {"widths": [16, 32, 64, 128]}
     values["plan"] = {"compute_flops": 1e18} | CASES[case].get("plan", {})

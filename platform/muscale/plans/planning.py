@@ -214,7 +214,8 @@ def make_plan(
         for name in config.sweep.space
     }
     rules["learning_rate"] = (
-        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{beyond}"
+        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
+        f"measured on {', '.join(horizon.measured_on)}{beyond}"
     )
     if best.stages:
         course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"

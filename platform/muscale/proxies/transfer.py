@@ -75,6 +75,10 @@ def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> l
     ) in settings.further_horizons:  # runs of their own, as the decay of a branch is that of its stem's length
         length = settings.n_tokens * horizon
         found += grids.over_rates("width", width, smallest, rates, [length], tuned_at=length)
+    if wide := settings.wide_horizon:
+        wider = family.at(width=wide.width)
+        length = wide.tokens_per_param * wider.n_params
+        found += grids.over_rates("width", wide.width, wider, rates, [length], tuned_at=length)
     for batch in settings.batches:
         shift = (batch / best.batch_tokens) ** RATE_WITH_BATCH
         shifted = rates if batch == best.batch_tokens else [_rounded(rate * shift) for rate in rates]

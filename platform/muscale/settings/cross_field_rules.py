@@ -59,6 +59,12 @@ def cross_field_errors(config: StudyTables) -> list[str]:
             problems.append(f"{key}: {error}")
     horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
     lengths = [("transfer.n_tokens", n) for n in horizons]
+    if config.transfer.wide_horizon and not problems:
+        wide = config.transfer.wide_horizon
+        n_tokens = wide.tokens_per_param * config.family.at(width=wide.width).n_params
+        if n_tokens <= (longest := config.transfer.n_tokens * max(config.transfer.shared_horizons)):
+            rule = f"{n_tokens:,.0f} tokens at width {wide.width} must exceed the {longest:,.0f} that all widths share"
+            problems.append(f"transfer.wide_horizon: {rule}; raise tokens_per_param or the width")
     lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
     smallest_rung = config.rung_tokens()[0]
     for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:

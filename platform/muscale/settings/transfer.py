@@ -30,6 +30,13 @@ class OverSettings(StrictTable):
     octaves: PositiveFloat = 4.0  # from the lowest value to the highest
 
 
+class WideHorizon(StrictTable):
+    """[transfer.wide_horizon]: one more rate grid, at a wider model with about the tokens a parameter of the full run."""
+
+    width: PositiveInt
+    tokens_per_param: PositiveFloat = 20.0
+
+
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several widths, depths and horizons, and grids of the hyperparameters in `over`."""
 
@@ -43,6 +50,7 @@ class TransferSettings(StrictTable):
         0.5,
         1.0,
     )  # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
+    wide_horizon: WideHorizon | None = None  # the horizon law is then of two widths, which share its exponent
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     over: dict[str, OverSettings] = Field(
         default_factory=dict
@@ -76,6 +84,10 @@ class TransferSettings(StrictTable):
             *_all_differ("seeds", self.seeds, 1),
             *_all_differ("batches", self.batches, MIN_BATCHES),
         ]
+        if self.wide_horizon and self.wide_horizon.width not in set(self.widths) - {min(self.widths)}:
+            wider = sorted(set(self.widths) - {min(self.widths)})
+            rule = f"must be one of transfer.widths above the smallest, {wider}"
+            problems.append(f"transfer.wide_horizon.width: {rule}, got {self.wide_horizon.width}")
         if not self.shared_horizons:
             rule = "needs one of at most 1, at which sizes are compared"
             problems.append(f"transfer.horizons: {rule}, got {list(self.horizons)}")

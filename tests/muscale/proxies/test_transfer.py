@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError, Study, StudyConfig
+from muscale import StageError, Study, StudyConfig, StudyFileError
 from muscale.findings import findings
 from muscale.layout import REPORT
 from muscale.plans.costs import estimate
@@ -73,6 +73,42 @@ def test_further_horizons_are_the_smallest_width_s_alone_and_tuned_for_their_own
         last = member.job.chain.last
         wanted = config.hyperparameters.weight_decay_tau
         assert last.recipe.weight_decay_tau(last.end) == pytest.approx(wanted, rel=0.02)
+
+
+def test_a_wide_horizon_is_one_grid_at_its_tokens_a_parameter_and_brings_a_second_size(make_study: MakeStudy) -> None:
+    path = make_study()
+    config = StudyConfig.read(
+        path, ["transfer.horizons=[0.5, 1.0, 2.0]", "transfer.wide_horizon={width=32, tokens_per_param=20}"]
+    )
+    members, before = members_of(config), members_of(StudyConfig.read(path, ["transfer.horizons=[0.5, 1.0, 2.0]"]))
+    added = members[len(before) :]
+    assert members[: len(before)] == before
+    model = config.family.at(width=32)
+    assert [(m.along, m.size, m.over) for m in added] == [("width", 32, "rate")] * config.transfer.rates
+    assert {m.n_tokens for m in added} == {20.0 * model.n_params}
+    last = added[0].job.chain.last
+    assert last.recipe.weight_decay_tau(last.end) == pytest.approx(config.hyperparameters.weight_decay_tau, rel=0.02)
+
+    runs = pd.DataFrame(
+        {"purpose": "transfer", "key": m.job.chain.key, "loss": 3 + 0.02 * np.log2(m.value / 0.008) ** 2}
+        for m in members
+    )
+    table = transfer.rows(runs, members)
+    law = horizon_of(fit_verdict(table))
+    assert law.optima.groupby("group").size().to_dict() == {"width 16": 3, "width 32": 3, "width 64": 2}
+    assert law.measured_on == ("width 16", "width 32", "width 64")
+
+
+@pytest.mark.parametrize(
+    ("wide", "message"),
+    [
+        ("{width=16}", r"wide_horizon.width: must be one of transfer.widths above the smallest, \[32, 64\], got 16"),
+        ("{width=32, tokens_per_param=0.01}", "wide_horizon: .* tokens at width 32 must exceed the 16,384"),
+    ],
+)
+def test_a_wide_horizon_that_tells_nothing_is_refused(make_study: MakeStudy, wide: str, message: str) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(make_study(), [f"transfer.wide_horizon={wide}"])
 
 
 def test_each_grid_varies_one_thing_around_the_best(make_study: MakeStudy) -> None:

@@ -135,6 +135,11 @@ def test_warnings(rows: pd.DataFrame, warning: str) -> None:
     assert warning in "; ".join(law.warnings)
 
 
+def test_groups_of_one_budget_are_not_those_that_determine_the_exponent() -> None:
+    several = pd.concat([sweep(0.3), sweep(0.3, budgets=(4e9,)).assign(width=128), sweep(0.3).assign(width=256)])
+    assert fit_horizon_law(several).measured_on == ("256", "64")
+
+
 def test_a_good_sweep_raises_no_warning() -> None:
     assert fit_horizon_law(sweep(noise=0.003)).status == "ok"
 
