@@ -300,7 +300,7 @@ def _warnings(
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
     warnings: list[str] = []
     if fit and forecast is None:
-        warnings += fit.unsupported_reasons(n_params, n_tokens)
+        warnings += (*fit.warnings, *fit.unsupported_reasons(n_params, n_tokens))
     low, high = SANE_RATIO
     if fit is None and not low <= n_tokens / n_params <= high:
         warnings.append(f"{n_tokens / n_params:.3g} tokens per parameter: no known ladder reaches that ratio")

@@ -6,7 +6,7 @@ public pools it reached a given error with about half of the FLOPs that a choice
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -18,9 +18,9 @@ from scaling.checks import numbers, require_columns
 from scaling.decisions.accelerators import require_positive
 from scaling.decisions.design import Design
 from scaling.fits.ensemble import RESIDUAL_RATIO, Ensemble
-from scaling.fits.fitting import row_warnings
-from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale
+from scaling.fits.forecast import Forecast, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
+from scaling.fits.support import RATIO_MARGIN, few_runs, unsupported
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, TableLayout
@@ -40,7 +40,8 @@ class NextRuns(JsonResult):
             run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
         now: the forecast of the target as the fit stands; it states what N counts.
         stopped: why no further run was chosen.
-        reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
+        reasons: why the forecast would still be unsupported once these runs are made, by the function that judges it then
+            (`scaling.fits.support`); what the fits will say of the runs is taken as it is now.
     """
 
     runs: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
@@ -129,6 +130,7 @@ def next_runs(
     records: list[dict[str, float]] = []
     stopped = f"{n_runs} runs were asked for"
     reasons, scale, reached = now.reasons, now.log_scale, _full_width(now.log_scale, level)
+    rows = fit.rows
     while len(chosen) < n_runs:
         if width is not None and reached <= width and not reasons:
             stopped = f"the interval is at most {width:.2%} wide and within what was tested"
@@ -137,21 +139,23 @@ def next_runs(
             stopped = "no candidate is left that can be paid for"
             break
         index, design = pick
-        then = _with_runs(fit, size[[*chosen, index]], tokens[[*chosen, index]])
+        then = _with_run(rows, size[index], tokens[index])
+        flops = compute_flops(then["n_params"], then["n_tokens"])
         share = design.variance / before
         after, floor = (
-            float(log_scale(_Later.of(ensemble, left, then.compute_range), n_params, n_tokens)) for left in (share, 0.0)
+            float(log_scale(_Later.of(ensemble, left, (flops.min(), flops.max())), n_params, n_tokens))
+            for left in (share, 0.0)
         )
-        later = then.unsupported_reasons(n_params, n_tokens)
+        later = tuple(unsupported(then, ensemble, n_params, n_tokens).values())
         telling = after**2 <= (1 - WORTH) * scale**2 or len(later) < len(reasons)
-        if not telling and not row_warnings(_with_runs(fit, size[chosen], tokens[chosen]).rows):
+        if not telling and not few_runs(rows):
             stopped = (
                 f"no run that can still be paid for takes {WORTH:.0%} off the interval's variance: "
                 f"{_full_width(floor, level):.2%} of its {reached:.2%} stay whatever runs are added"
             )
             break
         chosen.append(index)
-        scale, reached, reasons = after, _full_width(after, level), later
+        rows, scale, reached, reasons = then, after, _full_width(after, level), later
         records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
     extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
@@ -214,13 +218,10 @@ def _full_width(scale: float, level: float) -> float:
     return 2 * math.sinh(interval_factor(level) * scale)
 
 
-def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
-    """The fit as far as its support goes, with further runs: their losses are not known, and not looked at."""
-    stems = [f"next {i}" for i in range(len(n_params))]
-    added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
-    rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
-    # Whether the fit itself will be doubtful is only known once it is made.
-    return replace(fit, rows=rows, warnings=tuple(row_warnings(rows)))
+def _with_run(rows: pd.DataFrame, n_params: float, n_tokens: float) -> pd.DataFrame:
+    """The rows with a further run, whose loss is not known."""
+    added = pd.DataFrame({"n_params": [n_params], "n_tokens": [n_tokens], "stem": [f"next {len(rows)}"]})
+    return pd.concat([rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
 
 
 def _spaced(low: float, high: float, per_decade: float) -> Array:

@@ -20,6 +20,7 @@ from scaling.fits.fitting import fit, require_form
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_runs, require_convention
+from scaling.fits.support import unsupported
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted
@@ -42,7 +43,8 @@ class Backtest(JsonResult):
 
     Attributes:
         predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
-            predicted, log_error (of the prediction), and for each level low_… and high_…; supported (of `forecast` only).
+            predicted, log_error (of the prediction), and for each level low_… and high_…; reasons (of `forecast` only, their short
+            names, empty if it is supported) and supported.
         too_few: cuts below which too few runs lie to fit anything, and why.
         n_params_convention: what N counts.
         loss_unit: of the losses.
@@ -171,21 +173,20 @@ def _predictions(
         for form in dict.fromkeys((Chinchilla(), *forms))
     }
     own = fits[Chinchilla()]
-    supported = [not own.unsupported_reasons(n, d) for n, d in zip(*at, strict=True)]
-    yield _table(
-        held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, supported
-    )
+    reasons = [", ".join(unsupported(known, own.ensemble, n, d)) for n, d in zip(*at, strict=True)]
+    yield _table(held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, reasons)
     for form in forms:
         result, rows = fits[form], {name: unknown[name].to_numpy() for name in form.columns}
         scale = np.hypot(_spread(result, rows), result.residual_std)
         predicted = form.loss(result.law.parameters, rows)
-        yield _table(held_out, form.name, np.log(predicted), scale, _normal, True)
+        yield _table(held_out, form.name, np.log(predicted), scale, _normal, "")
 
 
 def _table(
-    held_out: pd.DataFrame, method: str, log_loss: Array, scale: Array, factor: Any, supported: Any
+    held_out: pd.DataFrame, method: str, log_loss: Array, scale: Array, factor: Any, reasons: list[str] | str
 ) -> pd.DataFrame:
-    table = held_out.assign(method=method, predicted=np.exp(log_loss), supported=supported)
+    table = held_out.assign(method=method, predicted=np.exp(log_loss), reasons=reasons)
+    table["supported"] = table["reasons"] == ""
     table["log_error"] = log_loss - np.log(held_out["loss"])
     for level in LEVELS:
         reach = factor(level) * scale

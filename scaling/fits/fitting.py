@@ -29,9 +29,6 @@ from scaling.minimizers.starts import minima, require_loss, screened
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
-MIN_RUNS = 15
-MIN_DECADES = 1.0
-"""Runs and decades of compute below which intervals were found dishonest (18 public ladders; measured here)."""
 MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
 """Standard deviation of log residuals, by the median. The 12 public ladders of finished runs: .2–1.23 %; the three of losses in
 mid-schedule: 2.1–5.4 %, where forecasts fail."""
@@ -130,7 +127,6 @@ def fit(
         seed=seed,
         warnings=(
             *checked.warnings,
-            *row_warnings(rows),
             *_fit_warnings(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
         assumptions=checked.assumptions,
@@ -177,21 +173,6 @@ def _require_points(checked: Runs, form: Form) -> None:
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
                 f"got {levels}{also}"
             )
-
-
-def row_warnings(rows: pd.DataFrame) -> list[str]:
-    """Reasons why a ladder's intervals can't be relied on, from its rows alone."""
-    warnings = []
-    n_runs = rows["stem"].nunique()
-    if n_runs < MIN_RUNS:
-        warnings.append(
-            f"{n_runs} independent runs: intervals were found honest from {MIN_RUNS} on, {MIN_RUNS - n_runs} more"
-        )
-    compute = rows["n_params"].to_numpy() * rows["n_tokens"].to_numpy()
-    decades = float(np.log10(compute.max() / compute.min()))
-    if decades < MIN_DECADES:
-        warnings.append(f"the runs span {decades:.2f} decades of compute: at least {MIN_DECADES:g} is wanted")
-    return warnings
 
 
 def _fit_warnings(

@@ -16,27 +16,18 @@ out; `tests/benchmarks/forecast.py` holds them against every ladder that it has,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
-from scaling.checks import positive
 from scaling.fits.ensemble import Ensemble
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
 
-MAX_DECADES_BEYOND = 1.75
-RATIO_MARGIN = 2.0
-"""Declared support: at most so many decades above the largest run, and D/N within this factor of the runs'
-(measured)."""
-MAX_FORM_GAP = 1.5
-"""Half-widths of the 90 % interval by which the fitted form alone may lie beside the forecast. Of 440 held-out runs of public
-ladders that were supported, the farthest lay 1.3 beside it; of four ladders of small models in the middle of a transition 2.5 to 3.7:
-there one forecast missed by 4.8 %, the others by .4 to 2 (measured)."""
 DEFAULT = "forecast"
 """Name of `ScalingFit.forecast` in a backtest, among those of the forms."""
 
@@ -54,7 +45,7 @@ class Forecast(JsonResult):
         level: nominal coverage of the interval; it holds across ladders, not for several targets of one ladder.
         log_scale: s, the scale of the error of log loss.
         extrapolation: C of this run over the largest C in the fit.
-        reasons: why the forecast is outside what the method was tested on; empty inside.
+        reasons: why it is unsupported (`scaling.fits.support`); empty if it is supported.
         law_loss: by the fitted law alone, for comparison.
         n_params_convention, loss_unit: what N counts and the losses are in, as in the fit.
     """
@@ -74,7 +65,7 @@ class Forecast(JsonResult):
 
     @property
     def supported(self) -> bool:
-        """True if intervals like this one were tested."""
+        """True if nothing predicts that the interval misses."""
         return not self.reasons
 
     @property
@@ -114,7 +105,7 @@ def forecast(
         n_params, n_tokens: the run.
         level: of the interval.
         largest_flops: compute of the largest run fitted.
-        reasons: why the run is outside the declared support.
+        reasons: why it is unsupported (`scaling.fits.support`).
     """
     loss = math.exp(ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(ensemble, n_params, n_tokens))
@@ -128,7 +119,7 @@ def forecast(
         level=level,
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / largest_flops,
-        reasons=(*reasons, *_form_gap_reason(law, n_params, n_tokens, loss, scale)),
+        reasons=tuple(reasons),
         law_loss=float(law.loss(n_params, n_tokens)),
         n_params_convention=law.n_params_convention,
         loss_unit=law.loss_unit,
@@ -160,42 +151,3 @@ def interval_factor(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     return float(1.93 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.95))
-
-
-def outside_support(
-    n_params: float, n_tokens: float, compute_range: tuple[float, float], tokens_per_param_range: tuple[float, float]
-) -> list[str]:
-    """Reasons why a run at (N, D) is outside the declared support of forecasts from runs in these ranges.
-
-    Raises:
-        ValueError: N or D is not finite and positive.
-    """
-    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
-    reasons = []
-    low, high = compute_range
-    flops = float(compute_flops(n_params, n_tokens))
-    if (beyond := math.log10(flops / high)) > MAX_DECADES_BEYOND:
-        reasons.append(
-            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}; a run of "
-            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs would bring it inside"
-        )
-    if flops < low:
-        reasons.append(f"{flops:.3g} FLOPs lie below the smallest run's {low:.3g}: tested upwards only")
-    low, high = tokens_per_param_range
-    ratio = n_tokens / n_params
-    if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:
-        reasons.append(
-            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}; runs "
-            f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
-        )
-    return reasons
-
-
-def _form_gap_reason(law: Law, n_params: float, n_tokens: float, loss: float, scale: float) -> Iterator[str]:
-    """Reason where the fitted form alone differs by far: the runs then do not determine the form, whatever the variants agree on."""
-    gap = math.log(float(law.loss(n_params, n_tokens)) / loss)
-    if abs(gap) > MAX_FORM_GAP * interval_factor(0.9) * scale:
-        yield (
-            f"the law fitted ({law.form.name}) alone predicts {loss * math.exp(gap):.4g}, {math.expm1(gap):+.0%}, more than "
-            f"{MAX_FORM_GAP:g} half-widths of the 90% interval away: the runs do not determine the form; add longer or larger ones"
-        )

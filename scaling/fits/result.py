@@ -13,9 +13,10 @@ from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.caveats import caveats, high_floor
 from scaling.fits.ensemble import MAD, Ensemble, fit_ensemble
-from scaling.fits.forecast import Forecast, forecast, outside_support
+from scaling.fits.forecast import Forecast, forecast
 from scaling.fits.identification import Unidentified, unidentified
 from scaling.fits.runs import UNIT_ASSUMED
+from scaling.fits.support import unsupported
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.serialization import JsonResult, TableLayout
@@ -39,7 +40,7 @@ class ScalingFit(JsonResult):
         draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, drawn apart by
             `scaling.minimizers.bootstrap.widening` so that percentiles cover in few runs too.
         seed: of the resampling.
-        warnings: why the fit is doubtful; empty if it is not.
+        warnings: why the form fitted is doubtful, and its parameters with it; a forecast has reasons of its own.
         assumptions: what was taken for granted of the rows, as no column states it.
     """
 
@@ -166,9 +167,8 @@ class ScalingFit(JsonResult):
         )
 
     def unsupported_reasons(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
-        """Reasons why a forecast at (N, D) is outside what the method was tested on; empty inside."""
-        outside = outside_support(n_params, n_tokens, self.compute_range, self.tokens_per_param_range)
-        return (*self.warnings, *outside)
+        """Reasons why a forecast at (N, D) is unsupported (`scaling.fits.support`); the form fitted is none."""
+        return tuple(unsupported(self.rows, self.ensemble if self.has_forecast else None, n_params, n_tokens).values())
 
     def residuals(self) -> pd.DataFrame:
         """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""

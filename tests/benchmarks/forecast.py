@@ -3,8 +3,10 @@
     python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE]
 
 Each ladder is fitted to its runs with C < Cmax/cut and held against those above. Errors are |log(predicted / measured)| in %.
-Ladders of losses in mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of
-whichever of the forecast's five fits came out best on a ladder: what a perfect choice among them would give.
+Of the reasons of
+`scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
+mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
+forecast's five fits came out best on a ladder: what a perfect choice among them would give.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pandas as pd
 from scaling import compute_flops
 from scaling.fits.backtest import backtest
 from scaling.fits.ensemble import fit_ensemble
-from scaling.fits.forecast import DEFAULT
+from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from tests.benchmarks.ladders import Ladder, ladders
 
 LEVELS = (0.9, 0.95)
@@ -61,12 +63,63 @@ def pooled(predictions: pd.DataFrame) -> dict[str, float]:
     return row
 
 
+def by_reason(predictions: pd.DataFrame) -> pd.DataFrame:
+    """A row for each reason: targets flagged by it and by nothing else, their coverage at 95 %, error and width beside the others'.
+
+    `least_loss` is the least by which coverage is lower among the flagged, over the families left out one at a time.
+    """
+    own = predictions[predictions["method"] == DEFAULT]
+    covered = 100 * own["loss"].between(own["low_0.95"], own["high_0.95"])
+    own = own.assign(
+        covered=covered, error=100 * own["log_error"].abs(), width=100 * (own["high_0.95"] / own["low_0.95"] - 1)
+    )
+    rows = []
+    for reason in sorted({name for names in own["reasons"] for name in names.split(", ") if name}):
+        flagged = own["reasons"].str.split(", ").map(lambda names, reason=reason: reason in names)
+        row: dict[str, object] = {
+            "reason": reason,
+            "flagged": int(flagged.sum()),
+            "alone": int((own["reasons"] == reason).sum()),
+            "families": own.loc[flagged, "family"].nunique(),
+        }
+        for name, some in (("with", own[flagged]), ("without", own[~flagged])):
+            row |= {f"cover_{name}": some["covered"].mean(), f"error_{name}": some["error"].mean()}
+            row |= {f"median_{name}": some["error"].median(), f"width_{name}": some["width"].median()}
+        kept = [own["family"] != family for family in own["family"].unique()]
+        row["least_loss"] = min(
+            own.loc[keep & ~flagged, "covered"].mean() - own.loc[keep & flagged, "covered"].mean()
+            for keep in kept
+            if (keep & flagged).any()
+        )
+        rows.append(row)
+    return pd.DataFrame(rows).round(2)
+
+
+def of_few_runs(
+    ladder: Ladder, cut: float, counts: tuple[int, ...] = (7, 8, 10, 12, 15, 20), draws: int = 5
+) -> pd.DataFrame:
+    """Held-out runs of at most 20 targets, forecast from so many runs drawn at random: n_runs, error in %, covered at 95 %."""
+    flops = compute_flops(ladder.runs["n_params"], ladder.runs["n_tokens"])
+    seen, held = ladder.runs[flops < flops.max() / cut], ladder.runs[flops >= flops.max() / cut]
+    held = held.sample(min(len(held), 20), random_state=0)
+    at, parts = (held["n_params"].to_numpy(), held["n_tokens"].to_numpy()), []
+    for n_runs in (count for count in counts if count < seen["stem"].nunique()):
+        for draw in range(draws):
+            chosen = np.random.default_rng(100 * draw + n_runs).choice(seen["stem"].unique(), n_runs, replace=False)
+            ensemble = fit_ensemble(seen[seen["stem"].isin(chosen)])
+            error = np.abs(ensemble.log_loss(*at) - np.log(held["loss"].to_numpy()))
+            covered = error <= interval_factor(0.95) * log_scale(ensemble, *at)
+            parts.append(pd.DataFrame({"n_runs": n_runs, "error": 100 * error, "covered": 100 * covered}))
+    return pd.concat(parts) if parts else pd.DataFrame(columns=["n_runs", "error", "covered"])
+
+
 def main() -> None:
     """Print a table per cut, and what they come to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=float, nargs="+", default=[10, 30])
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--few-runs", action="store_true", help="also forecast from few runs drawn at random")
     options = parser.parse_args()
     chosen = [ladder for ladder in ladders() if not options.ladders or ladder.name in options.ladders]
     parts = [measure(ladder, options.cuts) for ladder in chosen]
@@ -100,6 +153,14 @@ def main() -> None:
                     ).items()
                 }
             )
+    for name, some in (("annealed", predictions[predictions["annealed"]]), ("all", predictions)):
+        own = some[some["method"] == DEFAULT]
+        print(f"\n## Reasons, {name}, all cuts: {own['supported'].mean():.1%} of {len(own)} targets supported\n")
+        print(by_reason(some).to_string(index=False))
+        print({key: round(value, 1) for key, value in pooled(some).items()})
+    if options.few_runs:
+        few = pd.concat([of_few_runs(ladder, cut) for ladder in chosen if ladder.annealed for cut in options.cuts])
+        print(few.groupby("n_runs")[["covered", "error"]].mean().round(2))
     print(f"\n{table['seconds'].median():.2f} CPU seconds a ladder and cut")
 
 

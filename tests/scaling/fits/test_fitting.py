@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Joint, Law, ScalingFit, fit
-from scaling.fits.fitting import row_warnings
 from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
@@ -163,16 +162,6 @@ def warnings_of(runs: pd.DataFrame) -> str:
     return "; ".join(result.warnings)
 
 
-def test_few_runs_raise_a_warning(ladder: Ladder) -> None:
-    assert "14 independent runs" in warnings_of(ladder(noise=0.002).iloc[:14])
-    assert "4 independent runs" in warnings_of(ladder(noise=0.002).assign(stem=lambda t: t.index % 4))
-
-
-def test_a_narrow_span_raises_a_warning(ladder: Ladder) -> None:
-    runs = ladder(noise=0.002).query("2e16 < n_params * n_tokens < 1.9e17")
-    assert "decades of compute" in warnings_of(runs)
-
-
 def test_n_and_d_in_proportion_raise_a_warning(planted: Law) -> None:
     n_params = np.geomspace(1e7, 1e9, 16)
     runs = pd.DataFrame(
@@ -185,17 +174,6 @@ def test_a_parameter_on_its_bound_raises_a_warning(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
     assert "E lies on its bound: the runs do not determine it" in warnings_of(runs)
-
-
-def test_warnings_count_the_runs_and_decades_of_compute_that_a_ladder_lacks() -> None:
-    sizes = np.geomspace(1e7, 1e10, 12)
-    rows = pd.DataFrame({"n_params": sizes, "n_tokens": 1e19 / sizes, "stem": np.arange(12)})
-    few, narrow = row_warnings(rows)
-    assert few == "12 independent runs: intervals were found honest from 15 on, 3 more"
-    assert narrow == "the runs span 0.00 decades of compute: at least 1 is wanted"
-    assert row_warnings(rows.assign(n_tokens=2e10, stem=0)) == [
-        "1 independent runs: intervals were found honest from 15 on, 14 more"
-    ]
 
 
 def test_an_irreducible_loss_above_a_run_raises_a_warning(ladder: Ladder) -> None:

@@ -69,7 +69,7 @@ def test_str_contains_what_a_reader_must_know(result: ScalingFit) -> None:
         "alpha",
         "19 fitted, 1 left out",
         "without embeddings",
-        "doubtful; 10 independent runs",
+        "over 10 runs",
     ):
         assert part in text
     assert "draws" not in repr(result)

@@ -1,0 +1,161 @@
+"""Support: each reason at its threshold, none from the form fitted, and none mended by one corrupted row."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaling import Chinchilla, Joint, Kaplan, Law, ScalingFit, fit
+from scaling.fits.support import unsupported
+from tests.scaling.conftest import PLANTED
+
+Ladder = Callable[..., pd.DataFrame]
+NEAR = (3e8, 6e9)
+
+
+def runs(noise: float = 0.003, law: Law = PLANTED) -> pd.DataFrame:
+    """5 sizes by 4 ratios, as the fixture `ladder`, which hypothesis can't take."""
+    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
+    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
+    loss = law.loss(n_params, n_tokens) * np.exp(noise * np.random.default_rng(0).standard_normal(20))
+    return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss})
+
+
+def fitted(table: pd.DataFrame) -> ScalingFit:
+    return fit(table, n_params_convention="total", n_bootstrap=2)
+
+
+@pytest.fixture(scope="module")
+def result() -> ScalingFit:
+    return fitted(runs())
+
+
+def reasons(result: ScalingFit, n_params: float, n_tokens: float) -> list[str]:
+    return [*unsupported(result.rows, result.ensemble, n_params, n_tokens)]
+
+
+@pytest.mark.parametrize(
+    ("n_params", "n_tokens", "reason", "says"),
+    [
+        (1e11, 2e12, "far", "decades of compute above the second largest run: tested to 2.5"),
+        (1e8, 2.5e8, "ratio", "tested within 2× of what two runs have, 10 to 80; two at 5 would bring it inside"),
+        (1e8, 3.2e10, "ratio", "two at 160 would bring it inside"),
+        (1e6, 2e7, "below", "below the second smallest run's"),
+    ],
+)
+def test_unsupported_targets_say_why(
+    result: ScalingFit, n_params: float, n_tokens: float, reason: str, says: str
+) -> None:
+    forecast = result.forecast(n_params, n_tokens)
+    assert not forecast.supported
+    assert reason in reasons(result, n_params, n_tokens)
+    assert says in "; ".join(forecast.reasons)
+    assert "unsupported: " in str(forecast)
+
+
+def test_a_target_near_the_runs_is_supported(result: ScalingFit) -> None:
+    assert result.forecast(*NEAR).reasons == ()
+    assert "supported" in str(result.forecast(*NEAR))
+
+
+@pytest.mark.parametrize(("decades", "far"), [(2.49, False), (2.51, True)])
+def test_support_ends_two_and_a_half_decades_above_the_second_largest_run(
+    result: ScalingFit, decades: float, far: bool
+) -> None:
+    second = np.sort(6 * result.rows["n_params"] * result.rows["n_tokens"])[-2]
+    size = math.sqrt(second * 10**decades / 120)
+    assert ("far" in reasons(result, size, 20 * size)) == far
+    if far:
+        assert (
+            f"two runs of {second * 10**0.01:.2g} FLOPs would bring it inside"
+            in result.forecast(size, 20 * size).reasons[0]
+        )
+
+
+def test_support_begins_at_the_second_smallest_run(result: ScalingFit) -> None:
+    second = np.sort(6 * result.rows["n_params"] * result.rows["n_tokens"])[1]
+    for times, below in ((1.01, False), (0.99, True)):
+        size = math.sqrt(times * second / 120)
+        assert ("below" in reasons(result, size, 20 * size)) == below
+
+
+@pytest.mark.parametrize(("ratio", "outside"), [(4.9, True), (5.1, False), (159.0, False), (161.0, True)])
+def test_support_ends_twice_beyond_the_tokens_per_parameter_of_two_runs(
+    result: ScalingFit, ratio: float, outside: bool
+) -> None:
+    assert ("ratio" in reasons(result, 1e8, 1e8 * ratio)) == outside
+
+
+@pytest.mark.parametrize("n_runs", [9, 10])
+def test_ten_independent_runs_are_enough(n_runs: int) -> None:
+    """Rows that share a stem are one run; what one decade of compute or the form lacks is in the interval."""
+    table = runs().assign(stem=np.arange(20) % n_runs)
+    found = fitted(table).forecast(*NEAR)
+    assert found.reasons == (
+        () if n_runs == 10 else ("9 independent runs: intervals were found honest from 10 on, 1 more",)
+    )
+
+
+def test_the_form_fitted_changes_nothing() -> None:
+    """Kaplan's form has no floor and fits badly, the joint form is ill-conditioned: the forecast's fits are the same."""
+    for target in (NEAR, (3e11, 6e12)):
+        found = [
+            fit(runs(), n_params_convention="total", n_bootstrap=2, form=form).forecast(*target)
+            for form in (Chinchilla(), Joint(), Kaplan())
+        ]
+        assert len({(forecast.loss, forecast.low, forecast.reasons) for forecast in found}) == 1
+    law = replace(PLANTED, parameters={**PLANTED.parameters, "E": 3.0})
+    assert replace(fitted(runs()), law=law).forecast(*NEAR).supported
+
+
+def test_rows_that_scatter_by_more_than_two_percent_are_a_misfit() -> None:
+    for noise, misfit in ((0.012, False), (0.05, True)):
+        found = fitted(runs(noise))
+        assert ("misfit" in reasons(found, *NEAR)) == misfit
+    assert "losses in mid-schedule or of several recipes" in "; ".join(found.forecast(*NEAR).reasons)
+
+
+def test_a_floor_far_below_the_losses_is_named() -> None:
+    low = Chinchilla().law(E=0.1, A=30.0, B=50.0, alpha=0.12, beta=0.12)
+    found = fitted(runs(0.0005, low))
+    assert reasons(found, *NEAR) == ["low floor"]
+    assert "of the least loss: forecasts were tested where it is 0.4 of it and more" in found.forecast(*NEAR).reasons[0]
+
+
+UNSUPPORTED = {
+    "few runs": (runs().iloc[[0, 4, 7, 9, 10, 13, 16, 19]], NEAR),
+    "misfit": (runs(0.08), NEAR),
+    "far": (runs(), (3e11, 6e12)),
+    "ratio": (runs(), (1e8, 4e10)),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_each_reason_stands_alone(reason: str) -> None:
+    table, target = UNSUPPORTED[reason]
+    assert reasons(fitted(table), *target) == [reason]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    reason=st.sampled_from(sorted(UNSUPPORTED)),
+    row=st.integers(0, 19),
+    column=st.sampled_from(["n_params", "n_tokens", "loss"]),
+    factor=st.sampled_from([1e-3, 0.1, 0.5, 0.9, 1.1, 1 / math.log(2), 10.0, 1e3]),
+)
+def test_one_corrupted_row_supports_nothing(reason: str, row: int, column: str, factor: float) -> None:
+    """A mistyped N, D or loss of any one row leaves an unsupported forecast unsupported."""
+    table, target = UNSUPPORTED[reason]
+    corrupted = table.copy()
+    corrupted.iloc[row % len(table), list(table.columns).index(column)] *= factor
+    assert not fitted(corrupted).forecast(*target).supported
+
+
+def test_bad_target(result: ScalingFit) -> None:
+    with pytest.raises(ValueError, match="n_tokens .*got 0"):
+        unsupported(result.rows, result.ensemble, 1e9, 0)
