@@ -5,13 +5,15 @@ paid for. That needs no losses, so a batch is chosen before any of it is made; a
 public pools it reached a given error with about half of the FLOPs that a choice at random takes (tests/benchmarks/next_run.py).
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
@@ -124,13 +126,14 @@ def next_runs(
 
     ensemble = fit.ensemble
     design = Design.of(ensemble, fit.rows, n_params, n_tokens)
-    picks = design.greedy(size, tokens, cost, affordable_flops)
+    rows = fit.rows
+    helps = _bring_support(rows, size, tokens, n_params, n_tokens)
+    picks = _picks(design, size, tokens, cost, affordable_flops, helps)
     before = design.variance
     chosen: list[int] = []
     records: list[dict[str, float]] = []
     stopped = f"{n_runs} runs were asked for"
     reasons, scale, reached = now.reasons, now.log_scale, _full_width(now.log_scale, level)
-    rows = fit.rows
     while len(chosen) < n_runs:
         if width is not None and reached <= width and not reasons:
             stopped = f"the interval is at most {width:.2%} wide and within what was tested"
@@ -148,7 +151,7 @@ def next_runs(
         )
         later = tuple(unsupported(then, ensemble, n_params, n_tokens).values())
         telling = after**2 <= (1 - WORTH) * scale**2 or len(later) < len(reasons)
-        if not telling and not few_runs(rows):
+        if not telling and not few_runs(rows) and not (helps[index] and len(chosen) < 2):
             stopped = (
                 f"no run that can still be paid for takes {WORTH:.0%} off the interval's variance: "
                 f"{_full_width(floor, level):.2%} of its {reached:.2%} stay whatever runs are added"
@@ -160,6 +163,33 @@ def next_runs(
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
     extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
     return NextRuns(runs=pd.concat([runs, extra], axis=1), now=now, stopped=stopped, reasons=reasons)
+
+
+def _bring_support(
+    rows: pd.DataFrame, size: Array, tokens: Array, n_params: float, n_tokens: float
+) -> NDArray[np.bool_]:
+    """Candidates two of which, with the same N and D, would leave fewer reasons against what the runs cover, [K]."""
+    beside_number = {"few runs"}
+    now = unsupported(rows, None, n_params, n_tokens).keys() - beside_number
+    if not now:
+        return np.zeros(len(size), dtype=bool)
+    pairs = (_with_run(_with_run(rows, n, d), n, d) for n, d in zip(size, tokens, strict=True))
+    return np.array([unsupported(pair, None, n_params, n_tokens).keys() - beside_number < now for pair in pairs])
+
+
+def _picks(
+    design: Design, size: Array, tokens: Array, cost: Array, affordable: float, helps: NDArray[np.bool_]
+) -> Iterator[tuple[int, Design]]:
+    """The greedy choice; its first two are among those that bring support, as ranges end where two runs lie."""
+    first = np.flatnonzero(helps & (cost <= affordable / 2))
+    taken: list[int] = []
+    for index, after in itertools.islice(design.greedy(size[first], tokens[first], cost[first], affordable), 2):
+        taken.append(int(first[index]))
+        design = after
+        yield taken[-1], design
+    left = np.setdiff1d(np.arange(len(size)), taken)
+    for index, after in design.greedy(size[left], tokens[left], cost[left], affordable - cost[taken].sum()):
+        yield int(left[index]), after
 
 
 def candidate_runs(

@@ -6,8 +6,6 @@ that were dropped because they predicted no miss. Everything is judged from the 
 beside them changes nothing. Ranges end where two runs lie, and misfit is a median, so one corrupted row extends no support.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
@@ -17,8 +15,8 @@ from scaling.fits.ensemble import MAD, Ensemble
 from scaling.forms.law import compute_flops
 
 MIN_RUNS = 10
-"""Independent runs. 95 % intervals from 7 runs drawn at random of four public ladders held 91.5 % of the runs above a tenth and a
-thirtieth of the largest compute, 95.5 from 8, 97 from 10, no more from 12 or 15 (measured)."""
+"""Independent runs. 95 % intervals from 7 runs, drawn at random of four public ladders, held 91.5 % of the runs held out, 95.5 from
+8 and 97 from 10, no more from 12 or 15 (`tests/benchmarks/forecast.py --few-runs`)."""
 MAX_DECADES_BEYOND = 2.5
 """Decades of compute above the second largest run: the end of what was tested, cut at a hundredth to a thousandth of the largest
 compute. Between two and this, 95 % intervals held 95 % of 104 runs; of the 50 beyond they held more, but were 29 to 47 % wide, and
@@ -77,7 +75,7 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
     return found
 
 
-def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> Mapping[str, str]:
+def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str, str]:
     found = {}
     low, high = _within_two(compute_flops(rows["n_params"], rows["n_tokens"]))
     flops, reach = float(compute_flops(n_params, n_tokens)), 10**MAX_DECADES_BEYOND

@@ -1,10 +1,9 @@
 """Held-out error, interval width and coverage of every form, and of the default forecast, on the public ladders.
 
-    python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE]
+    python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE] [--few-runs]
 
 Each ladder is fitted to its runs with C < Cmax/cut and held against those above. Errors are |log(predicted / measured)| in %.
-Of the reasons of
-`scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
+Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
 mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
 forecast's five fits came out best on a ladder: what a perfect choice among them would give.
 """

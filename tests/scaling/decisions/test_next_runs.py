@@ -206,7 +206,7 @@ def test_runs_that_bring_a_far_target_into_support(fitted: ScalingFit) -> None:
     assert "still unsupported" in str(short)
 
 
-@pytest.mark.parametrize("target", [(2e10, 4e11), (2e9, 1e12)])
+@pytest.mark.parametrize("target", [(2e10, 4e11), (2e9, 5e11)])
 def test_runs_promised_to_bring_support_do(fitted: ScalingFit, planted: Law, target: tuple[float, float]) -> None:
     """Make the runs as planted, fit again: a target too far, or at a D/N too high, is supported then, as was said."""
     found = next_runs(fitted, *target, affordable_flops=1e23, n_runs=6, width=10.0)
