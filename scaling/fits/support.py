@@ -18,7 +18,7 @@ MIN_RUNS = 10
 """Independent runs. 95 % intervals from 7 runs, drawn at random of four public ladders, held 91.5 % of the runs held out, 95.5 from
 8 and 97 from 10, no more from 12 or 15 (`tests/benchmarks/forecast.py --few-runs`)."""
 MAX_DECADES_BEYOND = 2.5
-"""Decades of compute above the second largest run: the end of what was tested, cut at a hundredth to a thousandth of the largest
+"""Decades of compute above the second largest run: the end of what was tested, cut at down to a thousandth of the largest
 compute. Between two and this, 95 % intervals held 95 % of 104 runs; of the 50 beyond they held more, but were 29 to 47 % wide, and
 the mean error was 4.7 % where it is 1.7 below two decades (measured)."""
 RATIO_MARGIN = 2.0
