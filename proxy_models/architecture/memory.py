@@ -106,11 +106,10 @@ def training_memory(
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
     n, share = _n_params(config, tensor_parallel), 1 if sharding == "none" else world_size
-    table, positions, embedding = (
-        config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
+    table, block = _of_units(config, tensor_parallel)
+    positions, in_blocks = (
+        number // tensor_parallel for number in (config.n_params_by_group["positions"], config.n_matrix_entries)
     )
-    in_blocks = config.n_matrix_entries // tensor_parallel
-    block = (n - table - positions - embedding) // config.n_layers
     compute, is_low = _COMPUTE_BYTES[precision], precision != "fp32"
     tied = table if config.tied else 0
     if world_size * tensor_parallel == 1:
@@ -158,6 +157,14 @@ def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
     """Parameters that one of so many devices has: its part of matrices and tables, all norms, and biases after a sum."""
     norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
     return norms + (config.n_params_total - norms) // tensor_parallel
+
+
+def _of_units(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
+    """Parameters of the readout and of a block that one of so many devices has."""
+    table, positions, embedding = (
+        config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
+    )
+    return table, (_n_params(config, tensor_parallel) - table - positions - embedding) // config.n_layers
 
 
 def _n_moments(config: ModelConfig, optimizer: str, in_blocks: int, n: int, share: int) -> int:
@@ -274,6 +281,38 @@ def _expands_keys(config: ModelConfig, precision: Precision) -> bool:
     return config.queries_per_kv > 1 and (
         precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
     )
+
+
+def evaluation_memory(
+    config: ModelConfig,
+    sequences: int,
+    training: MemoryEstimate,
+    precision: Precision = "fp32",
+    *,
+    sharding: Sharding = "none",
+    world_size: int = 1,
+    tensor_parallel: int = 1,
+) -> int:
+    """Bytes on each device that evaluates `sequences` at a time within a training, at most: its state without gradients, and a pass.
+
+    FSDP2 gathers a unit into a buffer, from which it copies the weights; the buffer is kept until the next unit is gathered. The
+    readout stays gathered from the first pass on, as no backward pass follows.
+    """
+    n, table, block = _n_params(config, tensor_parallel), *_of_units(config, tensor_parallel)
+    stream = _COMPUTE_BYTES[precision] * config.d_model * sequences * config.context_length // tensor_parallel
+    at_work = evaluation_bytes(config, sequences, precision, tensor_parallel=tensor_parallel)
+    if world_size * tensor_parallel == 1:
+        moments = [(max(table, config.d_model * config.d_ff) * (precision != "fp32"), at_work)]
+    elif sharding in ("none", "zero2"):
+        moments = [(n + max(table, block), at_work)]
+    else:
+        moments = [
+            (3 * table, stream),  # the readout; the embedding, twice
+            (2 * table + 2 * block, 2 * stream),  # the readout; the embedding's buffer; the first block, twice
+            (table + max(table, 2 * block), at_work),
+        ]
+    held = training.parameters + training.optimizer
+    return held + max(_COMPUTE_BYTES[precision] * weights + rest for weights, rest in moments)
 
 
 def evaluation_bytes(

@@ -38,7 +38,7 @@ def main() -> int:
 
 def row(case: Case) -> float:
     """Trace a case, print its row, and return the relative error of its estimate."""
-    memory, _ = traced(case)
+    memory, *_ = traced(case)
     error = case.estimate.total / memory.most - 1
     print(
         f"| {case.shape}, {case.model.n_layers} | {case.layout} | {case.checkpointing} | {case.ranks:,} "

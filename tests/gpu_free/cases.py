@@ -7,11 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from muscale.full_runs.checkpoints.held_out import source_losses
 from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision, training_memory
+from proxy_models.architecture.memory import (
+    Checkpointing,
+    MemoryEstimate,
+    Precision,
+    evaluation_memory,
+    training_memory,
+)
 from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.batches import EvaluationSet
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.fsdp import between_parts
 from proxy_models.training.numerics import Numerics
@@ -100,12 +108,30 @@ class Case:
             checkpointing=self.checkpointing,
         )
 
+    @property
+    def evaluation_estimate(self) -> int:
+        """Bytes of an evaluation in the run, as the gate has them."""
+        _, shards, tensor = self.parallelism.grid(self.ranks)
+        return evaluation_memory(
+            self.model,
+            SEQUENCES[self.shape],
+            self.estimate,
+            self.precision,
+            sharding=self.parallelism.sharding,
+            world_size=shards,
+            tensor_parallel=tensor,
+        )
 
-def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int]]]:
-    """Memory and collectives of a step: two passes, clipping and the optimizer, by `Stepper`, as a full run takes it."""
+
+def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int]], MemoryTrace]:
+    """Memory and collectives of a step, and memory of an evaluation after it, as a full run takes them.
+
+    The step is two passes, clipping and the optimizer, by `Stepper`; the evaluation two passes on each rank.
+    """
     model, parallelism, device = case.model, case.parallelism, torch.device("cpu")
     grid = parallelism.grid(case.ranks)
-    batch = 2 * SEQUENCES[case.shape] * grid[0] * grid[1] * model.context_length
+    shares = grid[0] * grid[1]
+    batch = 2 * SEQUENCES[case.shape] * shares * model.context_length
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
     with rank_of(0, case.ranks):
@@ -119,7 +145,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
                 numerics,
                 recipe,
                 micro_batch=SEQUENCES[case.shape],
-                ranks=grid[0] * grid[1],
+                ranks=shares,
                 before_part=lambda last: between_parts(built, parallelism.sharding, last=last),
             )
             for parameter in built.parameters():
@@ -127,10 +153,14 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
             optimizer.step()  # makes its state
             optimizer.zero_grad()
             sequences = torch.zeros(2 * SEQUENCES[case.shape], model.context_length + 1, dtype=torch.int64)
-            memory, collectives = MemoryTrace(), Collectives()
-            memory.hold("parameters", built.parameters())
-            memory.hold("buffers", built.buffers())
-            memory.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
+            memory, evaluation, collectives = MemoryTrace(), MemoryTrace(), Collectives()
+            for trace in (memory, evaluation):
+                trace.hold("parameters", built.parameters())
+                trace.hold("buffers", built.buffers())
+                trace.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
             with memory.tracing(), collectives:
                 stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
-    return memory, collectives.calls
+            held_out = {"": EvaluationSet(sequences=sequences.repeat(shares, 1), weight=1.0)}
+            with evaluation.tracing(), torch.no_grad():
+                source_losses(built, held_out, device=device, batch=SEQUENCES[case.shape], rank=0, ranks=shares)
+    return memory, collectives.calls, evaluation

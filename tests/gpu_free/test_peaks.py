@@ -22,18 +22,20 @@ CASES = (
 GOLDEN = Path(__file__).with_name("collectives.json")
 
 
-def sent(case: Case) -> tuple[int, list[list[str | int]]]:
-    """Peak in bytes, and the calls of collectives: kind, dtype, bytes of what this rank puts in, number."""
-    memory, calls = traced(case)
-    return memory.most, sorted(
+def sent(case: Case) -> tuple[int, list[list[str | int]], int]:
+    """Peak of a step in bytes, its collectives (kind, dtype, bytes of what this rank puts in, number), peak of an evaluation."""
+    memory, calls, evaluation = traced(case)
+    rows: list[list[str | int]] = [
         [kind, str(dtype).removeprefix("torch."), size, n] for (kind, dtype, size), n in calls.items()
-    )
+    ]
+    return memory.most, sorted(rows), evaluation.most
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_estimate_is_near_the_traced_peak_and_collectives_are_those_of_the_golden_file(case: Case) -> None:
-    peak, calls = sent(case)
+    peak, calls, evaluation = sent(case)
     assert case.estimate.total == pytest.approx(peak, rel=0.05)
+    assert evaluation <= case.evaluation_estimate <= 2 * evaluation
     assert calls == json.loads(GOLDEN.read_text())[str(case)]
 
 

@@ -42,7 +42,7 @@ from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
-    evaluation_bytes,
+    evaluation_memory,
     largest_micro_batch,
     training_memory,
 )
@@ -273,12 +273,15 @@ def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
 
 
 def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate) -> int:
-    """Bytes of a worker that evaluates: its state without gradients, and what a pass has at work."""
-    tensor = config.promote.parallelism.tensor_parallel
-    at_work = evaluation_bytes(
-        as_decoder(plan.model), _evaluation_batch(plan, config), plan.precision, tensor_parallel=tensor
+    """Bytes of a worker that evaluates."""
+    conditions = _conditions(plan, config)
+    return evaluation_memory(
+        as_decoder(plan.model),
+        _evaluation_batch(plan, config),
+        training,
+        conditions["precision"],
+        **{name: conditions[name] for name in ("sharding", "world_size", "tensor_parallel")},
     )
-    return training.parameters + training.gathered + training.optimizer + at_work
 
 
 def _attention(plan: Plan, config: StudyConfig) -> GateLine:
