@@ -242,7 +242,10 @@ def _judge(
     if abs(drift) > MAX_DRIFT:
         missing.append(f"the drift is {drift:+.2f} octaves, but its interval reaches within ±{MAX_DRIFT:g}")
     if (reach := (interval[1] - interval[0]) / 2) > MAX_HALF_WIDTH:
-        missing.append(
-            f"the drift is known to ±{reach:.2f} octaves only: need ±{MAX_HALF_WIDTH:g}; add seeds or {values_of(over)}"
+        known = (
+            f"known to ±{reach:.2f} octaves only"
+            if math.isfinite(reach)
+            else "of unknown error (one seed, or an optimum at an edge)"
         )
+        missing.append(f"the drift is {known}: need ±{MAX_HALF_WIDTH:g}; add seeds or {values_of(over)}")
     return ("not enough evidence", tuple(missing)) if missing else ("pass", ())

@@ -123,6 +123,7 @@ def test_the_half_width_is_student_s_with_welch_s_degrees_of_freedom() -> None:
             sweep([-6.7, -6.7, -6.7, -4.0], gain=0.5, octaves=(-9, -8, -7, -6, -5)),
             r"width 256: no optimum inside the tested rates \(edge\)",
         ),
+        (sweep([-6.7, -6.7, -6.7, -4.0], gain=0.5, octaves=(-9, -8, -7, -6, -5)), "the drift is of unknown error"),
         (sweep([-6.3, -6.5, -6.7, -6.85], noise=0.008, seeds=1), r"the drift is -0\..* but its interval reaches"),
         (sweep([-6.7] * 4, noise=0.012, gain=0.2, seeds=1, octaves=(-8, -7, -6, -5)), "the drift is known to"),
     ],
