@@ -20,7 +20,7 @@ SEARCH, TRANSFER = "The search", "Transfer"
 
 def search_sections(sweep: SweepResult | None) -> list[Section]:
     """The finished search, with a section for each figure for which there is data."""
-    about = "Trials at the base shape, compared at rungs; promoted trials and the best of each rung were annealed."
+    about = "Trials at the base shape, compared at rungs; trials that advanced and the best of each rung were annealed."
     if sweep is None:
         return [Section(title="What was searched", command="sweep", group=SEARCH, about=about)]
     whole = Section(
