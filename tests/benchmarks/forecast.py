@@ -63,7 +63,7 @@ def pooled(predictions: pd.DataFrame) -> dict[str, float]:
 
 
 def by_reason(predictions: pd.DataFrame) -> pd.DataFrame:
-    """A row for each reason: targets flagged by it and by nothing else, their coverage at 95 %, error and width beside the others'.
+    """A row for each reason: targets flagged by it and by nothing else, their coverage at 95 %, error and width, and the others'.
 
     `least_loss` is the least by which coverage is lower among the flagged, over the families left out one at a time.
     """

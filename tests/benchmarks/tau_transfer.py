@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.trainer import Trainer
 from scaling import fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import do_missing, final_loss
+from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
 
 MODEL = ModelConfig(d_model=32, n_layers=2, head_dim=16, context_length=128)
 BATCH_TOKENS, PROXY, RATIO = 1024, 262_144, 8
@@ -57,25 +56,16 @@ def tasks(n_seeds: int) -> list[Task]:
     ]
 
 
-_trainer: Trainer
-
-
-def start_worker(corpus: Path) -> None:
-    """One trainer a process."""
-    global _trainer
-    torch.set_num_threads(1)
-    _trainer = Trainer(Corpus.open(corpus), compile=False)
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
+    trainer = trainer_of(corpus)
     numerics = Numerics(
-        model=MODEL, base=MODEL, corpus_key=_trainer.corpus.key, seed=task.seed, evaluation_tokens=262_144
+        model=MODEL, base=MODEL, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=262_144
     )
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS, weight_decay_tau=2.0**task.log2_tau
     )
-    return {"loss": final_loss(_trainer, numerics, values, task.n_tokens)}
+    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
 
 
 def main() -> None:
@@ -90,11 +80,9 @@ def main() -> None:
     store = options.folder / "runs.jsonl"
     found = do_missing(
         tasks(options.seeds),
-        train,
+        partial(train, corpus.folder),
         store,
         workers=options.workers,
-        initializer=start_worker,
-        initargs=(corpus.folder,),
     )
     rows = pd.DataFrame(found)
     optima = {}

@@ -251,6 +251,8 @@ def main() -> int:
 
 def without_driver() -> None:
     """Start this module again, with the functions of torch's libraries replaced that would ask a driver."""
+    if not torch.version.cuda:
+        raise SystemExit("this torch has no CUDA; `make lowering` installs the build that has it")
     headers = Path(find_spec("triton").origin).parent / "backends/nvidia/include"  # type: ignore[union-attr, arg-type]
     library = Path(tempfile.mkdtemp(prefix="no-driver-")) / "libcuda.so.1"
     source = Path(__file__).with_name("no_driver.c")

@@ -112,8 +112,8 @@ def test_an_assumed_unit_is_in_the_first_line_and_asked_for_where_the_floor_is_t
     assert "assumed" not in str(stated).splitlines()[0]
     high = PLAIN.assign(loss=2 * PLAIN["loss"])
     assert any("say loss_unit='bits'" in text for text in fit(high, n_params_convention="total", n_bootstrap=2).caveats)
-    told = fit(high, n_params_convention="total", n_bootstrap=2, loss_unit="nats")
-    assert not any("loss_unit" in text for text in told.caveats)
+    stated = fit(high, n_params_convention="total", n_bootstrap=2, loss_unit="nats")
+    assert not any("loss_unit" in text for text in stated.caveats)
 
 
 def test_a_loss_above_the_vocabulary_is_asked_about() -> None:

@@ -1,4 +1,4 @@
-"""Forecast intervals: the measured formula, its coverage where the form is true, and what it is told from."""
+"""Forecast intervals: the measured formula, its coverage where the form is true, and what it is estimated from."""
 
 import json
 import math
