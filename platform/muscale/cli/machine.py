@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,18 +48,27 @@ def init(
 
 @command(MACHINE, example="muscale doctor study.toml")
 def doctor(
-    study: Path | None = None, *, gpu: Flag = False, out: Path = Path("muscale-gpu.json"), json: AsJson = False
+    study: Path | None = None,
+    *,
+    gpu: Flag = False,
+    out: Path = Path("muscale-gpu.json"),
+    trainer: str | None = None,
+    job: Path | None = None,
+    json: AsJson = False,
 ) -> int:
     """Check whether this machine can run a study, with a remedy for each problem; exit code 1 if there is one.
 
     Checks versions, devices, communication of two workers, the Ray cluster and its token, storage and the W&B key.
     With --gpu it trains instead, on one GPU and on all of this machine, and compares losses, memory, speed, collectives,
-    attention's kernels and waits of the host with what they should be.
+    attention's kernels and waits of the host with what they should be. With --trainer it runs a training program of yours.
 
     Args:
         study: The study file whose directory, storage and resources to check; by default the current directory.
         gpu: Check full runs on this machine's GPUs, which takes some minutes; needs no study and no Ray.
         out: The file that --gpu writes, to send to who maintains muscale; it names no machine and has no secret.
+        trainer: Check that this program keeps the protocol of docs/own_trainer.md, by about ten short trainings: one word with its
+            arguments, such as "python train.py --config {config} --state {state}"; it is started without a shell.
+        job: The JSON of the training that --trainer tries; by default one of 16,384 tokens at width 64.
         json: Print the result as JSON, and nothing else on standard output.
     """
     with result_alone(json):
@@ -69,6 +80,14 @@ def doctor(
             report = check_gpus()
             report.write(out)
             found: Diagnosis | GpuReport = report
+        elif trainer:
+            from muscale.machine.trainer_checks import SMALL, check_trainer
+            from muscale.programs.protocol import TrainerJob
+
+            if study:
+                raise StageError(f"doctor: --trainer takes no study file; leave out {study}")
+            print(f"running {trainer}", file=sys.stderr)
+            found = check_trainer(tuple(shlex.split(trainer)), TrainerJob.read(job) if job else SMALL)
         else:
             from muscale.machine.doctor import diagnose
 

@@ -1,0 +1,1 @@
+"""A trainer that is a program: what it is given, what it writes, and its process."""

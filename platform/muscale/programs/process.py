@@ -1,0 +1,186 @@
+"""The process of a training program: started in a process group of its own, followed by its rows, ended with all it started."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from muscale.programs.protocol import ROWS, Description, TrainerError, TrainerJob, fill, rows_of
+from proxy_models.files import atomic_write
+
+DESCRIBE = "--describe"
+_LOOK_SECONDS = 0.02  # between looks at the rows; a look that finds a file of unchanged size reads nothing
+GRACE_SECONDS = 10.0  # assumed: to save after SIGTERM
+
+
+class TrainerStatus(StrEnum):
+    """How a training ended."""
+
+    FINISHED = "finished"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerEnd:
+    """The end of one training.
+
+    Attributes:
+        status: A loss that is not finite is a result ("diverged"); "failed" and "stalled" may be tried again.
+        rows: Loss by tokens seen.
+        reason: Why it did not finish; else empty.
+    """
+
+    status: TrainerStatus
+    rows: Mapping[int, float]
+    reason: str = ""
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss of a finished training."""
+        return self.rows[max(self.rows)] if self.status is TrainerStatus.FINISHED else None
+
+
+def describe(command: tuple[str, ...], job: TrainerJob, seconds: float = 300.0) -> Description:
+    """Ask a program for the description of a job's shape.
+
+    Args:
+        command: The trainer's, with {config} and {state}.
+        job: Its shape is asked for.
+        seconds: Allowed; some times what importing torch takes on a busy machine (assumed).
+
+    Raises:
+        TrainerError: If it fails, takes longer, or answers with something else.
+    """
+    with tempfile.TemporaryDirectory(prefix="muscale-describe-") as folder:
+        config, log = _write(job, Path(folder)), Path(folder) / "output"
+        with _started([*fill(command, config, Path(folder) / "state"), DESCRIBE], log) as process:
+            deadline = time.monotonic() + seconds
+            while not _ended(process) and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+            if not _ended(process):
+                raise TrainerError(f"{DESCRIBE}: must answer within {seconds:g} s")
+        if process.returncode:
+            raise TrainerError(f"{DESCRIBE}: must exit with 0, got {process.returncode}: {_last_line(log)}")
+        return Description.parse(log.read_text(errors="replace"))
+
+
+def train(
+    command: tuple[str, ...],
+    job: TrainerJob,
+    folder: Path,
+    *,
+    stall_seconds: float = math.inf,
+    grace_seconds: float = GRACE_SECONDS,
+    on_row: Callable[[int, float], None] = lambda _tokens, _loss: None,
+) -> TrainerEnd:
+    """Train a job to its end; the same call again, after whatever ended it, goes on from the program's state.
+
+    Args:
+        command: The trainer's, with {config} and {state}.
+        job: The segment.
+        folder: For `config.json`, `output.log` and the folder `state` with the program's state and rows.
+        stall_seconds: Allowed between two rows, and from the start to the first; then the program is killed.
+        grace_seconds: For saving, between SIGTERM and SIGKILL of a program that is ended.
+        on_row: Is given tokens and loss of each row of this segment; the program and all that it started are ended if it raises.
+
+    Raises:
+        TrainerError: If the command can't be started, or the rows break the protocol.
+    """
+    state, log = folder / "state", folder / "output.log"
+    state.mkdir(parents=True, exist_ok=True)
+    words = fill(command, _write(job, folder), state)
+    known = (state / ROWS).read_bytes().count(b"\n") if (state / ROWS).exists() else 0
+    rows, size, moved = rows_of(state / ROWS, job, known), _size(state / ROWS), time.monotonic()
+    seen = max(rows, default=job.start)
+    with _started(words, log, grace_seconds) as process:
+        while True:
+            ended = _ended(process)  # asked before the rows are read, so that none is missed
+            if (now := _size(state / ROWS)) != size:
+                rows, size, moved = rows_of(state / ROWS, job, known), now, time.monotonic()
+                for tokens in sorted(at for at in rows if at > seen):
+                    seen = tokens
+                    on_row(tokens, rows[tokens])
+            if ended:
+                break
+            if time.monotonic() - moved > stall_seconds:
+                reason = f"no row for {stall_seconds:g} s after {seen:,} tokens; it was killed"
+                return TrainerEnd(status=TrainerStatus.STALLED, rows=rows, reason=reason)
+            time.sleep(_LOOK_SECONDS)
+    return _judge(job, rows, process.returncode, log)
+
+
+def _judge(job: TrainerJob, rows: Mapping[int, float], code: int, log: Path) -> TrainerEnd:
+    if diverged := [tokens for tokens, loss in rows.items() if math.isinf(loss)]:
+        reason = f"the loss is not finite after {diverged[0]:,} tokens"
+        return TrainerEnd(status=TrainerStatus.DIVERGED, rows=rows, reason=reason)
+    if code:
+        return TrainerEnd(status=TrainerStatus.FAILED, rows=rows, reason=f"exit code {code}: {_last_line(log)}")
+    if job.end not in rows:
+        reason = f"exit code 0 without a row at tokens.to = {job.end:,}; the last is at {max(rows, default=0):,}"
+        return TrainerEnd(status=TrainerStatus.FAILED, rows=rows, reason=reason)
+    return TrainerEnd(status=TrainerStatus.FINISHED, rows=rows)
+
+
+def _write(job: TrainerJob, folder: Path) -> Path:
+    with atomic_write(folder / "config.json") as unfinished:
+        unfinished.write_text(json.dumps(job.to_dict(), indent=1))
+    return folder / "config.json"
+
+
+@contextmanager
+def _started(words: list[str], log: Path, grace_seconds: float = GRACE_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
+    """The process while it runs; on leaving, it, its group and what it had started elsewhere are ended.
+
+    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them.
+    """
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+    except OSError as error:
+        raise TrainerError(f"{words[0]}: can't be started: {error.strerror or error}") from error
+    try:
+        yield process
+    finally:
+        elsewhere: list[psutil.Process] = []
+        if not _ended(process):
+            elsewhere = psutil.Process(process.pid).children(recursive=True)
+            os.killpg(process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            while not _ended(process) and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):  # macOS: of a group whose last process is a zombie
+            os.killpg(process.pid, signal.SIGKILL)
+        for one in elsewhere:
+            with suppress(psutil.NoSuchProcess):  # which another process with its id is too
+                one.kill()
+        process.wait()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it ended; it is not reaped, so that its group's id stays its own until the group is ended."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "without a message")

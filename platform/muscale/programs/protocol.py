@@ -1,0 +1,180 @@
+"""The job that a training program is given as JSON, and the description and rows that it answers with (docs/own_trainer.md).
+
+Nothing here starts a program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from muscale.errors import MuscaleError
+
+CONFIG, STATE = "{config}", "{state}"
+"""What a command writes for the path of the job's JSON, and for the folder of its state and rows."""
+ROWS = "rows.jsonl"
+PROTOCOL = 1
+
+
+class TrainerError(MuscaleError):
+    """A training program that breaks the protocol: the message names the rule, what came and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerJob:
+    """One segment of a training.
+
+    Attributes:
+        width, depth: Shape of the model, in units of the program's own (d_model and layers, say).
+        hyperparameters: At this shape; `learning_rate` is that of tensors which `tensors` does not name.
+        tensors: Absolute values of each named tensor, such as its `learning_rate` and `multiplier`.
+        schedule: (tokens, factor of all learning rates) between which the factor is linear.
+        start, end: Tokens that the state has seen when the segment begins and ends.
+        seed: Of initial values and data order.
+    """
+
+    width: int
+    depth: int
+    hyperparameters: Mapping[str, Any]
+    schedule: tuple[tuple[int, float], ...]
+    end: int
+    start: int = 0
+    seed: int = 0
+    tensors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise TrainerError(f"job: tokens.from must be at least 0 and below tokens.to, got {self.start}, {self.end}")
+        if [tokens for tokens, _ in self.schedule] != sorted({tokens for tokens, _ in self.schedule}):
+            raise TrainerError(f"job: schedule must ascend in tokens, got {self.schedule}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as the program reads it."""
+        return {
+            "protocol": PROTOCOL,
+            "shape": {"width": self.width, "depth": self.depth},
+            "hyperparameters": dict(self.hyperparameters),
+            "tensors": {name: dict(values) for name, values in self.tensors.items()},
+            "schedule": [list(point) for point in self.schedule],
+            "tokens": {"from": self.start, "to": self.end},
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job's JSON.
+
+        Raises:
+            TrainerError: If the file is not a job.
+        """
+        try:
+            found = json.loads(path.read_text())
+            return cls(
+                width=int(found["shape"]["width"]),
+                depth=int(found["shape"]["depth"]),
+                hyperparameters=dict(found["hyperparameters"]),
+                tensors={name: dict(values) for name, values in found.get("tensors", {}).items()},
+                schedule=tuple((int(tokens), float(factor)) for tokens, factor in found["schedule"]),
+                start=int(found["tokens"]["from"]),
+                end=int(found["tokens"]["to"]),
+                seed=int(found["seed"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise TrainerError(f"{path}: must be a job as docs/own_trainer.md has it; {what}") from error
+
+    def but(self, **changes: Any) -> Self:
+        """The job with some values changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A program's account of one shape.
+
+    Attributes:
+        n_params, n_active_params: Parameters, and those that one token uses.
+        flops_per_token: Of training: forward and backward pass.
+        tensors: Name and dimensions of each tensor; empty where the program takes no values by tensor.
+    """
+
+    n_params: int
+    n_active_params: int
+    flops_per_token: float
+    tensors: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def parse(cls, output: str) -> Self:
+        """The description in the last line of a program's output.
+
+        Raises:
+            TrainerError: If that line is no description.
+        """
+        last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+        try:
+            found = json.loads(last)
+            n_params, flops = found["n_params"], found["flops_per_token"]
+            active = found.get("n_active_params", n_params)
+            tensors = {str(name): tuple(map(int, dims)) for name, dims in found.get("tensors", {}).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"no key {error}" if isinstance(error, KeyError) else f"got {last[:80]!r}"
+            rule = "the last line of --describe must be JSON with n_params and flops_per_token"
+            raise TrainerError(f"{rule}; {what}") from error
+        if not (type(n_params) is type(active) is int and 0 < active <= n_params):
+            raise TrainerError(
+                f"n_active_params must be a whole number from 1 to n_params, got {active!r} of {n_params!r}"
+            )
+        if not (isinstance(flops, int | float) and 0 < flops < math.inf):
+            raise TrainerError(f"flops_per_token must be a positive number, got {flops!r}")
+        counted = sum(map(math.prod, tensors.values()))
+        if tensors and counted != n_params:
+            raise TrainerError(f"the tensors must add up to n_params; they have {counted:,}, n_params is {n_params:,}")
+        return cls(n_params=n_params, n_active_params=active, flops_per_token=float(flops), tensors=tensors)
+
+
+def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
+    """Loss by tokens of a job's rows; of rows that were written again after a resume the last count, a torn last line none.
+
+    A loss that is null, NaN or infinite is returned as infinite.
+
+    Args:
+        path: Of the rows.
+        job: Whose tokens they lie in.
+        known: Lines that were there before the job was started.
+
+    Raises:
+        TrainerError: If a row is none, or lies beyond the job's tokens.
+    """
+    rows: dict[int, float] = {}
+    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else ()):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            tokens, loss = row["tokens"], row["loss"]
+            loss = math.inf if loss is None or not math.isfinite(loss) else float(loss)
+        except (ValueError, KeyError, TypeError) as error:
+            rule = f'each line of {ROWS} must be like {{"tokens": 1024, "loss": 3.2}}'
+            raise TrainerError(f"{rule}, got {line.strip()[:80]!r}") from error
+        if type(tokens) is not int or not 0 <= tokens <= job.end:
+            raise TrainerError(f"tokens of a row must be a whole number up to tokens.to = {job.end:,}, got {tokens!r}")
+        if tokens < job.start and number >= known:
+            raise TrainerError(f"a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}")
+        rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
+    return rows
+
+
+def fill(command: tuple[str, ...], config: Path, state: Path) -> list[str]:
+    """A command with its paths written in; no shell sees it.
+
+    Raises:
+        TrainerError: If it names no program, no {config} or no {state}.
+    """
+    for name in (CONFIG, STATE):
+        if not any(name in word for word in command[1:]):
+            raise TrainerError(f"a trainer's command must have an argument with {name}, got {list(command)}")
+    return [word.replace(CONFIG, str(config)).replace(STATE, str(state)) for word in command]

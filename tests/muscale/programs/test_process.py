@@ -1,0 +1,94 @@
+"""A training program's process: its rows as they come, its end judged, nothing of it left behind."""
+
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from muscale.machine.trainer_checks import SMALL
+from muscale.programs.process import TrainerStatus, train
+from muscale.programs.protocol import TrainerError, TrainerJob, rows_of
+
+PROGRAM = Path(__file__).parents[1] / "training_program.py"
+JOB = SMALL.but(width=4)
+
+
+def command(fault: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", str(PROGRAM), fault, "{config}", "{state}")
+
+
+class InterruptedByTestError(Exception):
+    pass
+
+
+def test_a_training_ended_at_any_row_and_run_again_ends_at_the_same_loss_and_trains_no_row_twice(
+    tmp_path: Path,
+) -> None:
+    whole = train(command("none"), JOB, tmp_path / "whole")
+    assert whole.status is TrainerStatus.FINISHED
+    assert len(whole.rows) == 16
+
+    def interrupt(_tokens: int, _loss: float) -> None:
+        raise InterruptedByTestError
+
+    resumed: list[int] = []
+    with pytest.raises(InterruptedByTestError):
+        train(command("none"), JOB, tmp_path / "ended", on_row=interrupt)
+    end = train(command("none"), JOB, tmp_path / "ended", on_row=lambda tokens, _: resumed.append(tokens))
+    assert end.rows == whole.rows
+    assert end.loss == whole.loss
+    assert min(resumed, default=JOB.end) > 1024
+    again = train(command("none"), JOB, tmp_path / "ended", on_row=lambda *_: pytest.fail("trained again"))
+    assert again.loss == whole.loss
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    end = train(command("hangs"), JOB, tmp_path, stall_seconds=1.0)
+    assert time.monotonic() - begun < 10
+    assert end.status is TrainerStatus.STALLED
+    assert "no row for 1 s after 0 tokens" in end.reason
+    for child in json.loads((tmp_path / "state" / "children").read_text()):
+        with suppress(psutil.NoSuchProcess):  # init reaps the children of a program that is gone
+            psutil.Process(child).wait(timeout=5)
+
+
+def test_a_loss_that_is_not_finite_is_a_result_and_an_exit_code_a_failure(tmp_path: Path) -> None:
+    far = JOB.but(hyperparameters={**JOB.hyperparameters, "learning_rate": 1e9})
+    assert train(command("none"), far, tmp_path / "far").status is TrainerStatus.DIVERGED
+    crashed = train(command("crashes"), JOB, tmp_path / "crashed")
+    assert crashed.status is TrainerStatus.FAILED
+    assert crashed.reason == "exit code 1: MemoryError: out of memory"
+
+
+def test_rows_written_again_count_once_and_a_torn_one_not_yet(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [(1024, 3.0), (2048, 2.0), (1024, 2.5)]
+    path.write_text("".join(json.dumps({"tokens": at, "loss": loss}) + "\n" for at, loss in rows) + '{"tokens": 20')
+    assert rows_of(path, JOB) == {1024: 2.5}
+    path.write_text('{"tokens": 99999, "loss": 1.0}\n')
+    with pytest.raises(TrainerError, match="up to tokens.to = 16,384, got 99999"):
+        rows_of(path, JOB)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("python", "{config}"), "must have an argument with {state}"),
+        (("no-such-program", "{config}", "{state}"), "can't be started: No such file"),
+    ],
+)
+def test_a_command_that_cannot_be_used_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=message):
+        train(words, JOB, tmp_path)
+
+
+def test_a_job_must_go_forward() -> None:
+    with pytest.raises(TrainerError, match="below tokens.to"):
+        JOB.but(start=JOB.end)
+    with pytest.raises(TrainerError, match="must ascend"):
+        TrainerJob(width=1, depth=1, hyperparameters={}, schedule=((2, 1.0), (1, 1.0)), end=1)
