@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +15,7 @@ from muscale.search.trial import TrialPlan
 from muscale.search.tune_adapter import JOB, METRIC, WORKER
 
 if TYPE_CHECKING:
+    from muscale.search.config_history import ConfigHistory
     from muscale.settings.sweep import RankBy
     from muscale.store.ledger import Outcome
     from muscale.store.lineage import Chain
@@ -60,7 +62,7 @@ class SweepTrainable(tune.Trainable):
     def _next_rung(self, job: TrialSegment) -> dict[str, Any]:
         plan, rung = self._plan, self._rung
         outcome = self._reach(plan.rung(job.path, rung))
-        loss = self._loss(job, outcome)
+        loss = rung_loss(plan, job.path, rung, outcome, rank_by=self._rank_by, reach=self._reach)
         self._rung += 1
         return {
             METRIC: WORST_LOSS if loss is None else loss,
@@ -72,15 +74,6 @@ class SweepTrainable(tune.Trainable):
             "seconds": outcome.seconds,
             "done": loss is None or rung == job.until,
         }
-
-    def _loss(self, job: TrialSegment, outcome: Outcome) -> float | None:
-        """Loss by which the trial is ranked at this rung, None after a divergence."""
-        if outcome.diverged:
-            return None
-        if self._rank_by == "annealed" and self._plan.has_branch(self._rung):
-            return self._reach(self._plan.branch(job.path, self._rung)).loss
-        averaged = self._rank_by == "averaged" and outcome.averaged_loss is not None
-        return outcome.averaged_loss if averaged else outcome.loss
 
     def _reach(self, chain: Chain) -> Outcome:
         """The outcome at the end of a chain, trained by the leased worker."""
@@ -96,3 +89,21 @@ class SweepTrainable(tune.Trainable):
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Nothing: the ledger keeps the state."""
+
+
+def rung_loss(
+    plan: TrialPlan,
+    path: ConfigHistory,
+    rung: int,
+    outcome: Outcome,
+    *,
+    rank_by: RankBy,
+    reach: Callable[[Chain], Outcome],
+) -> float | None:
+    """Loss by which a trial with this outcome is ranked at a rung, None after a divergence; `reach` trains an annealed end."""
+    if outcome.diverged:
+        return None
+    if rank_by == "annealed" and plan.has_branch(rung):
+        return reach(plan.branch(path, rung)).loss
+    averaged = rank_by == "averaged" and outcome.averaged_loss is not None
+    return outcome.averaged_loss if averaged else outcome.loss

@@ -1,0 +1,101 @@
+"""A study for a `ray.tune.Tuner` of one's own: any scheduler, searcher, stopper and callback, results in the study's ledger.
+
+from ray import tune
+import muscale.tune
+
+tuner = tune.Tuner(
+    muscale.tune.trainable(study),
+    param_space=muscale.tune.param_space(study),
+    tune_config=tune.TuneConfig(metric="loss", mode="min", num_samples=16, scheduler=tune.schedulers.ASHAScheduler()),
+)
+grid = tuner.fit()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from muscale.actors.corpus_hashes import require_unchanged
+from muscale.errors import StageError
+from muscale.fingerprint import package_fingerprint
+from muscale.interrupts import defer_sigint
+from muscale.layout import CORPUS
+from muscale.search.sweep import Sweep
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Uniform
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+__all__ = ["param_space", "trainable"]
+
+
+def trainable(study: Study) -> Any:
+    """A class trainable for Tune, each of whose iterations trains a configuration to the next rung of the study's sweep.
+
+    It reports loss (what [sweep] rank_by says), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. What
+    the ledger knows is returned, not trained. A diverged trial ends with 10 ln V: every loss above that is a divergence. A
+    checkpoint names segments of the ledger: a trial that is restored from another's with other values, as PBT does it, is a new
+    segment that continues from there. Each trial takes the resources of one worker of [resources]; Ray is started if it is not
+    connected.
+
+    Raises:
+        StageError: If files of the corpus changed since they were written.
+    """
+    with defer_sigint():
+        import ray
+        from ray import tune
+
+        from muscale.tune.study_trainable import StudyTrainable
+
+    sweep, resources = Sweep.of(study.config, study.ledger, study.corpus), study.config.resources
+    require_unchanged(study.ledger.directory / CORPUS)
+    if (
+        not ray.is_initialized()
+    ):  # parameters go to the object store: the ledger's password belongs into no file of Tune's
+        ray.init()
+    parameters = {
+        "plan": sweep.plan,
+        "settings": study.config.sweep,
+        "ledger": study.ledger.for_worker(),
+        "resources": resources,
+        "package": package_fingerprint(),
+    }
+    return tune.with_resources(
+        tune.with_parameters(StudyTrainable, **parameters),
+        tune.PlacementGroupFactory([resources.worker] * resources.ranks_per_trial),
+    )
+
+
+def param_space(study: Study) -> dict[str, Any]:
+    """The space of [sweep] as Tune's `param_space`; values that a condition makes inactive are ignored by the trainable.
+
+    Raises:
+        StageError: Naming a hyperparameter or constraint that Tune's spaces can't express.
+    """
+    space = study.config.sweep.space
+    if space.constraints:
+        raise StageError(
+            f"sweep.space.constraints: Tune's spaces have none, got {', '.join(space.constraints)}; give the Tuner a "
+            "param_space of your own, or use study.sweep()"
+        )
+    return {name: _domain(name, distribution) for name, distribution in space.items()}
+
+
+def _domain(name: str, distribution: Distribution) -> Any:
+    from ray import tune
+
+    match distribution:
+        case Uniform(low=low, high=high):
+            return tune.uniform(low, high)
+        case LogUniform(low=low, high=high):
+            return tune.loguniform(low, high)
+        case Integer(low=low, high=high, log=log):
+            return (tune.lograndint if log else tune.randint)(low, high + 1)
+        case Ordinal(values=values) | Choice(values=values):
+            return tune.choice(list(values))
+        case Fixed(value=value):
+            return value
+    raise StageError(
+        f"sweep.space.{name}: Tune's spaces can't express a {distribution.kind}; give the Tuner a param_space of your own, "
+        "or use study.sweep()"
+    )

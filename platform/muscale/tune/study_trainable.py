@@ -1,0 +1,121 @@
+"""A trial of a user's own Tuner: a worker in Tune's process trains it from rung to rung, as those of the pool do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray import tune
+
+from muscale.actors.jobs import Job
+from muscale.actors.pool import TrainingActor
+from muscale.errors import StageError
+from muscale.search.config_history import history_from_json, history_of, history_to_json
+from muscale.search.trainable import rung_loss
+from muscale.search.trial import TrialPlan
+from muscale.settings.sweep import SweepSettings
+from muscale.settings.tables import ResourceSettings
+from muscale.store.ledger import Ledger
+from muscale.store.tables import runs
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.stages import CHANGEABLE
+from proxy_models.training.guard import MOST_UNIFORMS
+from search_spaces import Config
+
+_CHECKPOINT = "segments.json"
+
+
+class StudyTrainable(tune.Trainable):
+    """Each step trains to the next rung, or takes what the ledger knows; a checkpoint is the trial's history, not its weights."""
+
+    def setup(  # type: ignore[override]
+        self,
+        config: dict[str, Any],
+        *,
+        plan: TrialPlan,
+        settings: SweepSettings,
+        ledger: Ledger,
+        resources: ResourceSettings,
+        package: str,
+    ) -> None:
+        """Start a worker and its first trial."""
+        self._plan, self._settings, self._ledger = plan, settings, ledger
+        self._worker = TrainingActor(resources, package)
+        self._worker.serve(ledger)
+        self.reset_config(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Start another trial with the same worker."""
+        self._path, self._rung = history_of(self._hyperparameters(new_config)), 0
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Train to the next rung, and at the last one to the annealed end."""
+        plan, rung = self._plan, self._rung
+        outcome = self._worker.reach(plan.rung(self._path, rung))
+        loss = rung_loss(plan, self._path, rung, outcome, rank_by=self._settings.rank_by, reach=self._worker.reach)
+        self._rung += 1
+        result = {
+            "loss": MOST_UNIFORMS * math.log(plan.numerics.model.vocab_size) if loss is None else loss,
+            "n_tokens": plan.rung_tokens[rung],
+            "segment": outcome.key,
+            "diverged": loss is None,
+            "done": loss is None or rung == plan.top,
+        }
+        return result | self._annealed() if loss is not None and rung == plan.top else result
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write the segments trained so far; the ledger keeps their states."""
+        history = {"path": history_to_json(self._path), "rung": self._rung}
+        (Path(checkpoint_dir) / _CHECKPOINT).write_text(json.dumps(history))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Go on from a trial's segments, this one's own or another's.
+
+        Raises:
+            StageError: If a value is another than the donor's and can't change in mid-run.
+        """
+        saved = json.loads((Path(checkpoint) / _CHECKPOINT).read_text())
+        own, donor = self._path[-1][1], history_from_json(saved["path"])
+        self._rung = int(saved["rung"])
+        if not self._rung:
+            return
+        copied = donor[-1][1]
+        if changed := [name for name in {**copied, **own} if own.get(name) != copied.get(name)]:
+            if fixed := [name for name in changed if name not in CHANGEABLE]:
+                raise StageError(f"tune: a copied trial can change {', '.join(CHANGEABLE)}; got another {fixed[0]}")
+            if not self._plan.cools_down:
+                schedule = self._plan.defaults.schedule
+                raise StageError(
+                    f'tune: a copied trial needs a schedule with a cooldown, such as "wsd"; got "{schedule}"'
+                )
+            donor = (*donor, (self._rung, own))
+        self._path = donor
+
+    def _hyperparameters(self, config: Mapping[str, Any]) -> Config:
+        """The active hyperparameters of a configuration, plain values."""
+        known = [field.name for field in fields(Hyperparameters)]
+        if unknown := [name for name in config if name not in known]:
+            raise StageError(f"tune: {unknown[0]} is no hyperparameter; there are {', '.join(known)}")
+        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in config.items()}
+        space = self._settings.space
+        inactive = {*space} - {*space.active({name: values[name] for name in space if name in values})}
+        return {name: value for name, value in values.items() if name not in inactive}
+
+    def _annealed(self) -> dict[str, Any]:
+        """Train the annealed end, and note it as a run of the study."""
+        plan = self._plan
+        job = Job(
+            purpose="tune",
+            label=f"Tune {self.trial_id}",
+            hyperparameters=plan.followed(self._path, plan.top),
+            chain=plan.branch(self._path, plan.top),
+        )
+        outcome = self._worker.reach(job.chain)
+        self._ledger.insert(runs, **job.row(outcome))
+        return {"annealed_loss": math.nan if outcome.loss is None else outcome.loss}

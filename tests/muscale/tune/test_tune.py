@@ -1,0 +1,139 @@
+"""A user's own Tuner over a study: schedulers and searchers of Tune's, segments of the ledger, nothing trained twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search.optuna import OptunaSearch
+
+import muscale.tune
+from muscale import StageError, Study
+from muscale.store.tables import segments
+from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
+
+SETTINGS = ["sweep.n_tokens=4096", "sweep.rungs=3", "resources.cpus_per_worker=0.5"]
+RATES = [0.004, 0.01, 0.02, 0.03]
+FOUR = {"learning_rate": tune.grid_search(RATES)}
+
+
+def open_study(path: Path) -> Study:
+    return Study.open(path, SETTINGS, quiet=True)
+
+
+def fit(study: Study, folder: Path, space: Any = None, **settings: Any) -> tune.ResultGrid:
+    """Tune's results for a study, Tune's files in a folder."""
+    tuner = tune.Tuner(
+        muscale.tune.trainable(study),
+        param_space=space or muscale.tune.param_space(study),
+        tune_config=tune.TuneConfig(metric="loss", mode="min", reuse_actors=True, max_concurrent_trials=2, **settings),
+        run_config=tune.RunConfig(storage_path=str(folder), name="it", verbose=0),
+    )
+    return tuner.fit()
+
+
+def keys(study: Study) -> list[str]:
+    """Keys of all segments in the order in which they were trained."""
+    return [row["key"] for row in study.ledger.read(lambda c: list(c.execute(segments.select()).mappings()))]
+
+
+@pytest.fixture
+def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune without its CSV and JSON files, which it leaves open and `get_dataframe` reads."""
+    monkeypatch.setenv("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("free_cluster", "without_loggers")
+class TestTuner:
+    def test_asha_stops_trials_and_a_second_tuner_trains_nothing(
+        self, make_study: Callable[[], Path], tmp_path: Path
+    ) -> None:
+        study = open_study(make_study())
+        grid = fit(study, tmp_path / "1", FOUR, scheduler=ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2))
+        assert not grid.errors
+        table = pd.json_normalize([grid[n].metrics for n in range(len(grid))], sep="/")
+        trained = keys(study)
+        assert set(table["segment"]) <= set(trained)
+        noted = study.ledger.runs()
+        ended = table[table["training_iteration"] == 3]
+        assert 1 <= len(ended) == len(noted)
+        assert set(noted["purpose"]) == {"tune"}
+        assert sorted(noted["loss"]) == sorted(ended["annealed_loss"])
+        assert b"ledger.sqlite" not in (tmp_path / "1" / "it" / "tuner.pkl").read_bytes()
+
+        again = fit(study, tmp_path / "2", {"learning_rate": ended["config/learning_rate"].iloc[0]})
+        assert again[0].metrics
+        assert again[0].metrics["loss"] == ended["loss"].iloc[0]
+        assert keys(study) == trained
+        assert study.ledger.retrained() == []
+
+    @pytest.mark.soak
+    def test_a_member_of_a_population_continues_from_its_donor_s_state(
+        self, make_study: Callable[[], Path], tmp_path: Path
+    ) -> None:
+        study = open_study(make_study())
+        pbt = PopulationBasedTraining(
+            perturbation_interval=1,
+            quantile_fraction=0.5,
+            synch=True,
+            hyperparam_mutations={"learning_rate": tune.loguniform(0.004, 0.03)},
+        )
+        grid = fit(study, tmp_path, {"learning_rate": tune.grid_search([0.0005, 0.01])}, scheduler=pbt)
+        assert not grid.errors
+        copied = [h for h in study.ledger.runs()["hyperparameters"] if h.get("stages")]
+        assert copied
+        assert all(h["learning_rate"] == 0.01 for h in copied)
+        assert study.ledger.retrained() == []
+
+    @pytest.mark.soak
+    def test_optuna_suggests_from_the_study_s_space(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
+        study = open_study(make_study())
+        grid = fit(study, tmp_path, search_alg=OptunaSearch(seed=0), num_samples=4)
+        assert not grid.errors
+        assert len(study.ledger.runs()) == 4
+
+    @pytest.mark.soak
+    def test_what_is_no_hyperparameter_is_refused(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
+        grid = fit(open_study(make_study()), tmp_path, {"lr": 0.01})
+        assert "lr is no hyperparameter" in str(grid.errors[0])
+
+
+def with_space(study: Study, space: Space) -> Study:
+    study.contents = study.contents.__class__(
+        **{
+            **vars(study.contents),
+            "config": study.config.model_copy(update={"sweep": study.config.sweep.model_copy(update={"space": space})}),
+        }
+    )
+    return study
+
+
+def test_a_space_is_the_same_in_tune_s_words(make_study: Callable[[], Path]) -> None:
+    space = Space(
+        {
+            "learning_rate": LogUniform(low=0.004, high=0.03),
+            "beta1": Uniform(low=0.8, high=0.95),
+            "warmup_steps": Integer(low=1, high=3),
+            "batch_tokens": Ordinal(values=(256, 512)),
+            "optimizer": Choice(values=("adamw", "lion")),
+            "init_scale": Fixed(value=1.0),
+        }
+    )
+    found = muscale.tune.param_space(with_space(open_study(make_study()), space))
+    assert list(found) == list(space)
+    assert found["init_scale"] == 1.0
+    drawn = [{n: d.sample() if hasattr(d, "sample") else d for n, d in found.items()} for _ in range(64)]
+    assert all(space.contains(config) for config in drawn)
+    assert {config["warmup_steps"] for config in drawn} == {1, 2, 3}
+
+
+def test_a_space_that_tune_cannot_express_is_refused_by_its_key(make_study: Callable[[], Path]) -> None:
+    space = Space({"mixture": Simplex(parts=("a", "b"))})
+    with pytest.raises(StageError, match=r"^sweep\.space\.mixture: .* simplex"):
+        muscale.tune.param_space(with_space(open_study(make_study()), space))
