@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import pandas as pd
+
 from proxy_models.data.kept_tokenizer import (
     TrainingText,
     discard_tokenizer,
@@ -196,16 +198,30 @@ class Corpus:
             if epochs > MAX_EPOCHS
         ]
 
-    def __str__(self) -> str:
-        """One row for each source: tokens, fertility (tokens per word), bytes per token, share at the end."""
-        rows = [f"{'source':<16}{'training':>16}{'validation':>14}{'tokens/word':>13}{'bytes/token':>13}{'share':>8}"]
-        for name, files in self.sources.items():
-            measured = [f"{x:.2f}" if x is not None else "–" for x in (files.fertility, files.bytes_per_token)]
-            rows.append(
-                f"{name:<16}{files.n_tokens:>16,}{files.n_validation_tokens:>14,}{measured[0]:>13}{measured[1]:>13}"
-                f"{self.evaluation_weights[name]:>8.1%}"
+    def table(self) -> pd.DataFrame:
+        """One row per source: tokens, fertility (tokens per word), bytes per token, and its share at the end of a run."""
+        rows = [
+            (
+                name,
+                n.n_tokens,
+                n.n_validation_tokens,
+                n.fertility,
+                n.bytes_per_token,
+                f"{self.evaluation_weights[name]:.1%}",
             )
-        return "\n".join(rows)
+            for name, n in self.sources.items()
+        ]
+        columns = ["source", "training", "validation", "tokens/word", "bytes/token", "share"]
+        return pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
+
+    def __str__(self) -> str:
+        shown = self.table().to_string(
+            index=False,
+            na_rep="–",
+            float_format="{:.2f}".format,
+            formatters=dict.fromkeys(("training", "validation"), "{:,}".format),
+        )
+        return str(shown)
 
 
 def write_corpus(

@@ -123,10 +123,11 @@ class Finalists(JsonResult):
 
         return draw_finalists(finalists_data(self.trials, self.winner, self.near_tie))
 
-    def __str__(self) -> str:
-        """The trials, the winner, the noise, the verdict."""
+    @property
+    def about(self) -> str:
+        """The winner, the noise, the verdict: a line each."""
         noise = f"{self.noise:.3%} of the loss, {self.dof:g} degrees of freedom" if self.dof else "not known"
-        about = lines(
+        return lines(
             {
                 "winner": self.sentence,
                 "intervals": f"{self.level:.0%}, losses shrunk towards their mean by the noise",
@@ -134,7 +135,10 @@ class Finalists(JsonResult):
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
         )
-        return f"{self.trials.to_string(float_format='{:.5g}'.format)}\n{about}"
+
+    def __str__(self) -> str:
+        """The trials, and the lines about them."""
+        return f"{self.trials.to_string(float_format='{:.5g}'.format)}\n{self.about}"
 
 
 def compare_finalists(

@@ -36,7 +36,7 @@ _COMPUTE = ("compute_flops", "flops", "total_flops", "train_flops", "training_fl
 
 
 def as_found(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with plain columns n_params, n_tokens, loss where they can be told, and notes on how in its `attrs`.
+    """The table with plain columns n_params, n_tokens, loss where they can be derived, and notes on how in its `attrs`.
 
     Raises:
         ValueError: a column in millions, say, holds a value with a unit of its own.

@@ -255,10 +255,10 @@ class ScalingFit(JsonResult):
 
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
 
-    def __str__(self) -> str:
-        """Parameters with 90 % intervals, the data behind them, and the status."""
-        table = self.intervals(0.9).map("{:.5g}".format).to_string()
-        about = lines(
+    @property
+    def about(self) -> str:
+        """The data behind the parameters, and the status: a line each."""
+        return lines(
             {
                 "interval": f"90 % of {len(self.draws)} bootstrap refits over {self.n_stems} runs",
                 "rows": f"{self.n_rows} fitted, {len(self.left_out)} left out",
@@ -271,9 +271,13 @@ class ScalingFit(JsonResult):
                 "status": "; ".join((self.status, *self.warnings, *self.caveats)),
             }
         )
+
+    def __str__(self) -> str:
+        """Parameters with 90 % intervals, and the lines about them."""
+        table = self.intervals(0.9).map("{:.5g}".format).to_string()
         unit = (
             f"{self.loss_unit} (assumed: no loss_unit was given)"
             if UNIT_ASSUMED in self.assumptions
             else self.loss_unit
         )
-        return f"L(N, D) = {self.law.form.formula}, {unit}\n{table}\n{about}"
+        return f"L(N, D) = {self.law.form.formula}, {unit}\n{table}\n{self.about}"

@@ -93,10 +93,11 @@ class Transfer(JsonResult):
         data = transfer_data(self.rows, self.optima, self.along, self.over)
         return draw_transfer(data, along=self.along, over=self.over)
 
-    def __str__(self) -> str:
-        """The optima, the drift with its interval, the cost, the verdict."""
+    @property
+    def about(self) -> str:
+        """The drift with its interval, the cost, the verdict: a line each."""
         low, high = self.interval
-        about = lines(
+        return lines(
             {
                 "drift": f"{self.drift_octaves:+.2f} octaves, 90 % within {low:+.2f} to {high:+.2f}",
                 "regret": f"{self.regret_carried:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
@@ -104,7 +105,10 @@ class Transfer(JsonResult):
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
         )
-        return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{about}"
+
+    def __str__(self) -> str:
+        """The optima, and the lines about them."""
+        return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{self.about}"
 
 
 def _to_json(transfer: Transfer) -> dict[str, Any]:

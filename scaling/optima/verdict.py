@@ -124,10 +124,9 @@ class Verdict(JsonResult):
 
         return draw_drifts(drift_data(self.table()), MAX_DRIFT)
 
-    def __str__(self) -> str:
-        """Every transfer, the laws in a line each, the verdict, and what to run to decide."""
-        several = len(self.transfers) > 1
-        parts = [f"{label(t)}\n{t}" if several else str(t) for t in self.transfers]
+    @property
+    def about(self) -> str:
+        """The laws in a line each, the verdict over several transfers, and what to run to decide."""
         about = {name: reason for name, reason in self.missing.items() if name in LAWS}
         if self.horizon:
             law = self.horizon
@@ -135,9 +134,9 @@ class Verdict(JsonResult):
         if self.batch:
             grows = self.batch
             about["batch law"] = f"best batch ∝ D^{grows.exponent:.2f}, ± {grows.stderr:.2f}, {grows.status}"
-        if several or self._unfitted:
+        if len(self.transfers) > 1 or self._unfitted:
             about["verdict"] = "; ".join((self.verdict, *self.reasons))
-        parts += [lines(about)] if about else []
+        parts = [lines(about)] if about else []
         for row in self.next_runs.to_dict("records"):
             expected = f"±{row['half_width']:.2f} octaves expected" if row["half_width"] > 0 else "interval unknown"
             enough = "" if row["decides"] else ", which may not decide"
@@ -146,6 +145,12 @@ class Verdict(JsonResult):
         if self.options:
             parts.append(f"options  {self.options}")
         return "\n".join(parts)
+
+    def __str__(self) -> str:
+        """Every transfer, and the lines about all."""
+        several = len(self.transfers) > 1
+        parts = [f"{label(t)}\n{t}" if several else str(t) for t in self.transfers]
+        return "\n".join([*parts, self.about] if self.about else parts)
 
 
 def label(transfer: Transfer) -> str:

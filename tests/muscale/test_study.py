@@ -144,7 +144,7 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     assert f"measured   {promotion.loss:.4f}, {place} the interval" in str(study)
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
-    assert str(study.corpus) in page
+    assert all(f"{source.n_tokens:,}" in page for source in study.corpus.sources.values())
     check_gate(study, promotion)
 
 

@@ -37,8 +37,9 @@ def law_sections(
         command="fit",
         group=GROUP,
         about="The law is fitted to annealed runs near their best rate only.",
-        result=str(fit) if fit else None,
+        result=f"L(N, D)  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
+        table=as_table(fit.intervals(0.9).rename_axis("parameter").reset_index() if fit else None),
     )
     if fit is None:
         return [whole]

@@ -8,7 +8,14 @@ from muscale.findings import StudyContents
 from muscale.store.tables import ResultKind
 from scaling.presentation import lines
 
-_STAGES = {"sweep": "sweep", "transfer": "transfer", "ladder": "ladder", "ablate": "ablation", "full": "full runs"}
+_STAGES = {
+    "sweep": "sweep",
+    "tune": "Tuner",
+    "transfer": "transfer",
+    "ladder": "ladder",
+    "ablate": "ablation",
+    "full": "full runs",
+}
 
 
 def overview(study: StudyContents) -> str:

@@ -94,8 +94,8 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             title="The corpus",
             command="check",
             about="Every source with its share at the end of a run; with a plan, the epochs of the full run on each.",
-            result="\n".join(_corpus_lines(contents)),
-            table=as_table(_epochs(contents)),
+            result="\n".join(_corpus_warnings(contents)),
+            table=as_table(_sources(contents)),
         ),
         Section(
             title="Coordinate check",
@@ -163,18 +163,20 @@ def _plan(contents: ReportContents) -> list[Section]:
     return [Section(title="The plan", command="plan", about=about, template="plan.html.jinja", values=values)]
 
 
-def _corpus_lines(contents: ReportContents) -> list[str]:
-    if contents.corpus is None:
-        return []
-    warnings = contents.corpus.warnings(contents.plan["n_tokens"]) if contents.plan else []
-    return [str(contents.corpus), *(f"warning: {warning}" for warning in warnings)]
-
-
-def _epochs(contents: ReportContents) -> pd.DataFrame | None:
+def _corpus_warnings(contents: ReportContents) -> list[str]:
     if contents.corpus is None or contents.plan is None:
+        return []
+    return [f"warning: {warning}" for warning in contents.corpus.warnings(contents.plan["n_tokens"])]
+
+
+def _sources(contents: ReportContents) -> pd.DataFrame | None:
+    if contents.corpus is None:
         return None
+    table = contents.corpus.table()
+    if contents.plan is None:
+        return table
     epochs = contents.corpus.epochs(contents.plan["n_tokens"])
-    return pd.DataFrame(epochs.items(), columns=["source", "epochs in the full run"])
+    return table.assign(**{"epochs in the full run": table["source"].map(epochs)})
 
 
 def _source_losses(contents: ReportContents) -> pd.DataFrame | None:

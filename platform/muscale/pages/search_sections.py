@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from muscale.search.sweep_result import SweepResult
 
 SEARCH, TRANSFER = "The search", "Transfer"
+FINALISTS = "Confidence in the winner"
 
 
 def search_sections(sweep: SweepResult | None) -> list[Section]:
@@ -28,7 +29,7 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
         command="sweep",
         group=SEARCH,
         about=about,
-        result=str(sweep),
+        result=sweep.about,
         drawings=drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
         table=as_table(sweep.trials),
     )
@@ -38,6 +39,7 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
             command="sweep",
             group=SEARCH,
             about=about,
+            result=sweep.finalists.about if sweep.finalists and title == FINALISTS else None,
             drawings=drawn(figure, title.lower()),
             table=as_table(table),
         )
@@ -68,7 +70,7 @@ def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.Data
         yield "The population's lineage", about, result.plot_lineage(), result.copies
     if result.finalists:
         about = "The finalists under new seeds, with 90 % intervals."
-        yield "Confidence in the winner", about, result.plot_finalists(), result.finalists.trials.reset_index()
+        yield FINALISTS, about, result.plot_finalists(), result.finalists.trials.reset_index()
     if result.space.searched:
         about = "One line per trial; drag along an axis to select some of them."
         yield "Every trial across its hyperparameters", about, result.plot_parallel(), None
@@ -139,6 +141,7 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
             command="transfer",
             group=TRANSFER,
             about="Dotted: the runs, with the range over seeds; solid: the parabola; stars: the optima.",
+            result=found.about,
             drawings=drawn(found.plot(), f"loss against {found.over} for each {found.along}"),
             table=as_table(found.table().reset_index()),
         )
@@ -149,7 +152,7 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
         command="transfer",
         group=TRANSFER,
         about=about,
-        result=str(verdict),
+        result=verdict.about,
         drawings=drawn(verdict.plot_drifts() if several else None, "drift of each optimum with its interval"),
         table=as_table(verdict.table()),
     )

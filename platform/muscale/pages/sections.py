@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from itertools import groupby
 from typing import Any
 
 import jinja2
@@ -28,6 +29,7 @@ _LAYOUT = {
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
 MAX_ROWS = 1000
 """Rows of a table on the page: a hundred thousand take minutes to write, and no browser scrolls them."""
+_PAIR = re.compile(r"([^'\"]{1,40}?)\s{2,}(.+)")  # a quoted sample of text is no name
 _HEIGHT = 420  # pixels, where a figure does not say
 
 
@@ -57,7 +59,7 @@ class Section:
         command: Command that gives its values.
         about: Description in a sentence.
         group: Heading in the page's contents.
-        result: A result as it prints itself.
+        result: A result as it prints itself, without its tables.
         drawings: Figures.
         table: Markup of a table.
         missing: Reason why there is nothing to show, where the command alone would not help.
@@ -80,6 +82,16 @@ class Section:
     def known(self) -> bool:
         """Whether there is anything to show."""
         return bool(self.result or self.drawings or self.table or self.template)
+
+    @property
+    def lines(self) -> list[tuple[bool, list[list[str]]]]:
+        """The result's lines in runs of one kind: (True, pairs of name and value), or (False, sentences).
+
+        Results print a name, two spaces or more, and a value.
+        """
+        printed = [line.strip() for line in (self.result or "").splitlines() if line.strip()]
+        parts = [list(found.groups()) if (found := _PAIR.fullmatch(line)) else [line] for line in printed]
+        return [(named, list(run)) for named, run in groupby(parts, lambda line: len(line) == 2)]
 
     @property
     def ident(self) -> str:

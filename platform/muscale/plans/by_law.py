@@ -74,8 +74,8 @@ class Departure:
         return bool(self.by_law) or max(self.times, 1 / self.times) <= self.cover.factor
 
     def __str__(self) -> str:
-        law = f" ({self.by_law})" if self.by_law else f" of {self.cover.factor:.3g}×"
-        return f"{self.cover.name} {self.times:.3g}×{law} in {self.cover.axis}"
+        held = self.by_law or f"covered up to {self.cover.factor:.3g}×"
+        return f"{self.cover.name} at {self.times:.3g}× the proxies' {self.cover.axis} ({held})"
 
 
 def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:

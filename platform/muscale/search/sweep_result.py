@@ -180,22 +180,34 @@ class SweepResult:
         name = coloured_by(self.space)
         return draw_lineage(lineage_data(self.rungs, self.winner, name), name)
 
-    def __str__(self) -> str:
+    @property
+    def about(self) -> str:
+        """The trials, their cost, the winner, the narrowings and the warnings: sentences."""
+        return "\n".join([*self._totals(), *self._notes()])
+
+    def _totals(self) -> list[str]:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
-        lines = [
+        return [
             f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
             f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
             f"{self.trials['cost_seconds'].sum() / 3600:.3g} worker hours, without annealing and repetitions",
             f"hyperparameters of trial {self.winner}: {format_values(best, self.space, self.best)}",
-            *([f"over seeds: {self.finalists.sentence}", str(self.finalists)] if self.finalists else []),
+            *([f"over seeds: {self.finalists.sentence}"] if self.finalists else []),
         ]
+
+    def _notes(self) -> list[str]:
+        narrowings = [format_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
+        return [*narrowings, *(f"warning: {warning}" for warning in self.warnings)]
+
+    def __str__(self) -> str:
+        """The sentences about the sweep around its finalists and its fitted optimum."""
+        parts = [*self._totals(), *([str(self.finalists)] if self.finalists else [])]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
-            lines.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
-        lines += [format_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
-        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+            parts.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
+        return "\n".join([*parts, *self._notes()])
 
     def _repr_html_(self) -> str:
         found = self.importance_or_reason

@@ -111,6 +111,19 @@ def test_the_keyboard_reaches_the_contents_and_what_is_scrolled(shown: Opened) -
 def test_nothing_overflows_a_telephone_and_its_inks_can_be_read(browser: Browser, report: str) -> None:
     with opened(browser, report, size=NARROW) as narrow:
         assert narrow.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
+        assert (
+            narrow.page.eval_on_selector_all(
+                ".wide, pre",
+                "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth).map(box => box.closest('section').id)",
+            )
+            == []
+        ), "no table or text is scrolled sideways"
+        assert (
+            narrow.page.eval_on_selector(
+                "#every-run td:nth-child(4)", "cell => getComputedStyle(cell, '::before').content"
+            )
+            == '"n_tokens"'
+        )
         for scheme in ("light", "dark"):
             narrow.page.emulate_media(color_scheme=scheme)
             page, ink = narrow.page.evaluate(

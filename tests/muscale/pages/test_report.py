@@ -15,6 +15,7 @@ from muscale.layout import FULL_RUNS, METRICS
 from muscale.pages.contents import gather
 from muscale.pages.report import write_report
 from muscale.pages.report_contents import ReportContents
+from muscale.pages.sections import Section
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan, register
 from proxy_models.data.corpus import write_corpus, write_mixture
@@ -102,8 +103,16 @@ def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path:
         checkpoint="tokens=512", tokens=512, loss=2.5, source_losses={"web": 2.25}, samples=(sample,), seconds=1.0
     )
     text = page(tmp_path, evaluated=found)
-    assert "tokens=512: held-out loss 2.5000 nats per token\n  web 2.2500\n" in text
+    assert "<p>tokens=512: held-out loss 2.5000 nats per token</p><p>web 2.2500</p>" in text
     assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
+
+
+def test_a_result_is_shown_as_names_with_values_and_as_sentences() -> None:
+    section = Section(
+        title="s", command="fit", about="", result="all is well\n  D      2 to 3\nstatus   ok\n'a  b' → 'c  d'"
+    )
+    pairs = [["D", "2 to 3"], ["status", "ok"]]
+    assert section.lines == [(False, [["all is well"]]), (True, pairs), (False, [["'a  b' → 'c  d'"]])]
 
 
 def planted_plan(study: Path) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_lo
     plan = planted_plan(make_study()) | {"n_tokens": 100_000}
     text = page(tmp_path, corpus=corpus, plan=plan, promotion=promoted(1.0, inside=True, large=0.8125, small=1.25))
     for name, value in (("large", epochs["large"]), ("small", epochs["small"]), ("large", 0.8125), ("small", 1.25)):
-        assert re.search(rf"<td>{name}</td>\s*<td>{re.escape(f'{value:.4g}')}</td>", text)
+        assert re.search(rf"<td>{name}</td>\s*(<td>.*</td>\s*)*<td>{re.escape(f'{value:.4g}')}</td>", text)
     assert f"warning: small: {epochs['small']:.1f} epochs" in text
     assert "warning: large" not in text
 

@@ -65,6 +65,7 @@
         button.addEventListener("click", () => sort(table, column, heading));
         heading.scope = "col";
         const cells = [...table.tBodies[0].rows].map((row) => row.cells[column]).filter(Boolean);
+        for (const cell of cells) cell.dataset.column = button.textContent; // shown on a narrow page
         if (cells.some((cell) => !["", "–"].includes(cell.textContent) && numberOf(cell.textContent) === null))
           for (const cell of [heading, ...cells]) cell.classList.add("text");
         heading.append(button);
