@@ -252,7 +252,7 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
         "width_depth_ratio",
         TransferClass.NEVER,
         (),
-        "The loss depends on it so little (2001.08361) that a small model can't tell; what else is tuned transfers across"
+        "The loss depends on it so little (2001.08361) that a small model does not show it; what else is tuned transfers across"
         " both width and depth.",
         "2001.08361, 2505.01618",
     ),

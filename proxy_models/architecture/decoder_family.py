@@ -50,6 +50,10 @@ class DecoderFamily(Family):
 
         return next_token_loss
 
+    def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
+        """Write what is computed from the config, without building another decoder."""
+        cast("Decoder", model).write_constants()
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks, and an embedding and a readout that are not tied; learned positions go with the rest."""
         decoder = cast("Decoder", model)

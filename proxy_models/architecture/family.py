@@ -115,6 +115,19 @@ class Family(ABC):
             elif checkpointing != "none":
                 raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
 
+    def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
+        """Write the buffers of a model that was built without values.
+
+        They are those of another one, built on the CPU; a family whose models have large constants replaces this.
+        """
+        if buffers := dict(model.named_buffers()):
+            import torch
+
+            with torch.device("cpu"):
+                constants = dict(self.build(width, depth).named_buffers())
+            for name, buffer in buffers.items():
+                buffer.copy_(constants[name])
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """Modules that ranks gather one at a time: the embeddings outside the blocks, each block, the readout.
 

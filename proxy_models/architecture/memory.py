@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of the residual stream and of all products; weights and moments are always fp32, and fp16 scales the loss."""
@@ -151,6 +152,20 @@ def training_memory(
         reduced=reduced,
         activations=activations,
     )
+
+
+def state_bytes(model: Member, optimizer: str) -> int:
+    """Bytes of the weights and moments of a whole model; of a family without an estimate at most so many.
+
+    Raises:
+        ValueError: If the optimizer is not known.
+    """
+    if isinstance(model, ModelConfig):
+        estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
+        return estimate.parameters + estimate.optimizer
+    if optimizer not in _MOMENTS:
+        raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
+    return _FP32 * (1 + max(_MOMENTS[optimizer])) * model.n_params_total
 
 
 def _n_params(config: ModelConfig, tensor_parallel: int) -> int:

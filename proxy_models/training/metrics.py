@@ -220,11 +220,15 @@ def update_rms(module: nn.Module, before: dict[str, Tensor]) -> dict[str, float]
 
 @contextmanager
 def watching(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Show `look` the name of every module and the tensor it puts out, in the forward passes inside; "" is the model."""
+    """Show `look` the name of every module and the tensor it puts out, in the forward passes inside; "" is the model.
+
+    Of a tuple it is the first entry: the values of torch's recurrent layers and of its attention, beside states and weights.
+    """
 
     def hook(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            look(name, output)
+        values = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(values, Tensor):
+            look(name, values)
 
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules()]
     try:

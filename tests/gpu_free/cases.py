@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from muscale.full_runs.checkpoints.held_out import source_losses
-from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.full_runs.train.sharding import build_model, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import next_token_loss
 from proxy_models.architecture.memory import (
     Checkpointing,
     MemoryEstimate,
@@ -137,7 +138,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     with rank_of(0, case.ranks):
         mesh = mesh_of(grid, device.type)
         with fake_gpu():
-            built = build_decoder(numerics, recipe, parallelism, device=device, mesh=mesh, initial_values=False)
+            built = build_model(numerics, recipe, parallelism, device=device, mesh=mesh, initial_values=False)
             optimizer = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
             stepper = Stepper(
                 built,
@@ -162,5 +163,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
                 stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
             held_out = {"": EvaluationSet(sequences=sequences.repeat(shares, 1), weight=1.0)}
             with evaluation.tracing(), torch.no_grad():
-                source_losses(built, held_out, device=device, batch=SEQUENCES[case.shape], rank=0, ranks=shares)
+                source_losses(
+                    built, next_token_loss, held_out, device=device, batch=SEQUENCES[case.shape], ranks=shares
+                )
     return memory, collectives.calls, evaluation

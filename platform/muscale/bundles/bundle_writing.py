@@ -28,7 +28,7 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
@@ -146,8 +146,10 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
 
     Raises:
         StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded.
-        BundleError: If there is something at the path.
+        BundleError: If there is something at the path, or the model is not the built-in decoder.
     """
+    if not isinstance(run.chain.numerics.model, ModelConfig):
+        raise BundleError(f"bundle: only the built-in decoder is bundled, yet; got {run.chain.numerics.model}")
     if average < 1:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments

@@ -11,7 +11,6 @@ from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
-from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
@@ -115,7 +114,7 @@ class FullRun:
         settings, resources = config.promote, config.resources
         cadence = Cadence.of(
             settings,
-            as_decoder(numerics.model),
+            numerics.model,
             optimizer=segments[0].recipe.optimizer,
             n_tokens=segments[-1].end,
             evaluation_tokens=numerics.evaluation_tokens,

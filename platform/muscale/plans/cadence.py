@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from muscale.settings.promote import PromoteSettings
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.memory import state_bytes
 
 DEVICE_HOURS_PER_FAULT = 50_700.0
 """Device-hours for each unexpected interruption: 419 in 54 days of 16,384 H100s (Grattafiori et al., arXiv 2407.21783,
@@ -48,16 +48,14 @@ class Cadence:
 
     @classmethod
     def of(
-        cls, settings: PromoteSettings, model: ModelConfig, *, optimizer: str, n_tokens: int, evaluation_tokens: int
+        cls, settings: PromoteSettings, model: Member, *, optimizer: str, n_tokens: int, evaluation_tokens: int
     ) -> Self:
         """The intervals of [promote]; those that it leaves open follow the run.
 
         Checkpoints are then Young's interval apart, the root of 2 · save time · time between faults (CACM 17(9), 1974), and
         evaluations take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
         """
-        memory = training_memory(model, micro_batch=1, optimizer=optimizer)
-        n_bytes = memory.parameters + memory.optimizer
-        save_seconds = SAVE_SECONDS + n_bytes / settings.workers / SAVE_BYTES_PER_SECOND
+        save_seconds = SAVE_SECONDS + state_bytes(model, optimizer) / settings.workers / SAVE_BYTES_PER_SECOND
         minutes = settings.checkpoint_every_minutes
         if minutes is None and settings.checkpoint_every_tokens is None:
             minutes = _minutes_between_saves(save_seconds, settings.workers)

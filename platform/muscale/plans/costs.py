@@ -12,6 +12,7 @@ from muscale.proxies import ablation, ladder, transfer
 from muscale.search.sweep import budget, trial_plan
 from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.training.numerics import Numerics
 
 _IN_TURN = ("sweep", "transfer", "ladder")
@@ -68,7 +69,9 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
-    swapped = [variant.job.chain for variant in ablation.variants(config.ablate, numerics, h, config.sweep.n_tokens)]
+    ablated = isinstance(model, ModelConfig)  # no other family has components to swap
+    variants = ablation.variants(config.ablate, numerics, h, config.sweep.n_tokens) if ablated else []
+    swapped = [variant.job.chain for variant in variants]
     rows.append(("ablate", len(swapped), *_trained(swapped)))
     rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
     return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})

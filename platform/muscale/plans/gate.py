@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from muscale.errors import StageError
 from muscale.plans.batch import FAR, BatchChoice
 from muscale.plans.cadence import Cadence
-from muscale.plans.layouts import Layout
+from muscale.plans.layouts import NO_ESTIMATE, Layout
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.plans.step_time import LINKS, StepTime
 from muscale.serialization import Recorded
@@ -254,16 +254,19 @@ def by_law_line(departures: Sequence[Departure]) -> GateLine:
 
 
 def memory_line(
-    estimate: MemoryEstimate, *, memory_bytes: float | None, device: str, workers_on_it: int = 1
+    estimate: MemoryEstimate | None, *, memory_bytes: float | None, device: str, workers_on_it: int = 1
 ) -> GateLine:
     """Whether the estimate fits.
 
     Args:
-        estimate: Of one worker.
+        estimate: Of one worker; None for a family without one.
         memory_bytes: Of the device; None where it is not known.
         device: Its name.
         workers_on_it: That share it.
     """
+    if estimate is None:
+        advice = "try it with `muscale promote --smoke-test`"
+        return GateLine(name="memory", status="unknown", compared=NO_ESTIMATE, advice=advice)
     needed = estimate.total * workers_on_it
     text = f"{needed / 2**30:.3g} GiB estimated" + (
         f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"
@@ -295,15 +298,21 @@ def memory_line(
     )
 
 
-def evaluation_line(peak: float, *, sequences: int, memory_bytes: float | None, device: str) -> GateLine:
+def evaluation_line(
+    peak: float | None, *, sequences: int, memory_bytes: float | None, device: str, workers_on_it: int = 1
+) -> GateLine:
     """Whether an evaluation fits beside the state of the training.
 
     Args:
-        peak: Estimated bytes on a device, of all workers that share it.
+        peak: Estimated bytes of one worker; None for a family without an estimate.
         sequences: Of one pass.
         memory_bytes: Of the device; None where it is not known.
         device: Its name.
+        workers_on_it: That share it.
     """
+    if peak is None:
+        return GateLine(name="evaluation", status="unknown", compared=NO_ESTIMATE)
+    peak *= workers_on_it
     text = f"{peak / 2**30:.3g} GiB estimated for passes of {sequences} sequences"
     if memory_bytes is None:
         return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")

@@ -13,7 +13,7 @@ from muscale.plans.step_time import LINKS, Links, StepTime, links_of, step_time
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import LAYOUT
-from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     Checkpointing,
@@ -25,6 +25,7 @@ from proxy_models.architecture.memory import (
 )
 from scaling import Accelerator, accelerator
 
+NO_ESTIMATE = "memory and time of a step are estimated for the built-in decoder alone"
 NEAR = 0.02
 """Relative difference of predicted step times below which the simpler layout is taken; the prediction is no finer."""
 
@@ -139,12 +140,13 @@ def conditions_of(plan: Plan, config: StudyConfig) -> dict[str, Any] | None:
 
 
 def layouts_of(plan: Plan, config: StudyConfig) -> list[Layout]:
-    """The layouts that fit a plan on the study's devices, the fastest first; none where nothing is known of their links."""
+    """The layouts that fit a plan on the study's devices, the fastest first; none where links or the model are not known."""
     h, settings = plan.hyperparameters, config.promote
-    if (conditions := conditions_of(plan, config)) is None:
+    conditions = conditions_of(plan, config)
+    if conditions is None or not isinstance(plan.model, ModelConfig):
         return []
     return fitting_layouts(
-        as_decoder(plan.model),
+        plan.model,
         smallest_batch_tokens=h.batch_tokens >> h.batch_doublings,
         micro_batch=settings.micro_batch,
         shard_ranks=settings.shard_ranks,
@@ -157,12 +159,14 @@ def with_layout(plan: Plan, config: StudyConfig) -> StudyConfig:
     """The study with the layout's keys of [promote] that are "auto" chosen; explicit ones stay.
 
     Raises:
-        StageError: If nothing is known of the devices' links, or no such layout fits.
+        StageError: If nothing is known of the devices' links or of the model, or no such layout fits.
     """
     settings = config.promote
     if not settings.open_layout:
         return config
     key = f"promote.{settings.open_layout[0]}"
+    if not isinstance(plan.model, ModelConfig):
+        raise StageError(f'{key}: "auto" needs a prediction, and {NO_ESTIMATE}; state the layout')
     if conditions_of(plan, config) is None:
         raise StageError(
             f'{key}: "auto" needs resources.gpus_per_worker and plan.accelerator, one of {", ".join(LINKS)}; got '

@@ -88,7 +88,8 @@ class Plan(Recorded):
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
         # Of these the parametrization knows nothing: the full run may have others than its base.
-        base = replace(numerics.base, **{name: getattr(self.model, name) for name in OF_MODEL})
+        own_values = {name: getattr(self.model, name) for name in OF_MODEL if hasattr(self.model, name)}
+        base = model_with_explicit(numerics.base, own_values)
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
         return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
 

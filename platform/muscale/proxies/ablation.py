@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
+from muscale.errors import StageError
 from muscale.proxies.ladder import branches
 from muscale.settings.ablation import AblateSettings, swaps
-from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling.comparisons.ablation import AS_IT_IS
@@ -35,9 +36,13 @@ def variants(settings: AblateSettings, numerics: Numerics, best: Hyperparameters
         numerics: At the base shape.
         best: Hyperparameters, tuned for the model as it is: a swap that wants others looks worse than it could be.
         n_tokens: Of each run, where the settings don't say.
+
+    Raises:
+        StageError: If the model is not the built-in decoder, whose components they are.
     """
-    length = settings.n_tokens or n_tokens
-    shape = as_decoder(numerics.model)
+    length, shape = settings.n_tokens or n_tokens, numerics.model
+    if not isinstance(shape, ModelConfig):
+        raise StageError(f"ablate: the components are those of the built-in decoder, got {shape}")
     models: list[tuple[str, str, ModelConfig]] = [(AS_IT_IS, "", shape)]
     models += [(name, str(value), model) for name, value, model in swaps(shape, settings.components)]
     found = []

@@ -107,7 +107,7 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
 def law_rows(
     runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
 ) -> pd.DataFrame:
-    """Every annealed run, with what `scaling.fit` needs, and in `left_out` why it can't tell the law ("" if it can).
+    """Every annealed run, with what `scaling.fit` needs, and in `left_out` why the law is not fitted to it ("" if it is).
 
     The law is that of the policy which the full run follows, so `regret` is how far the run's loss is predicted to lie
     from the policy's at the same size and length, in either direction. The surface it is read from is fitted to the
@@ -122,14 +122,14 @@ def law_rows(
     at = _coordinates(rows, space, horizon)
     policy = _policy(best, space)
     foreign = [differs_in(row, best, space, numerics) for row in rows.to_dict("records")]
-    tells = rows["purpose"].isin(["sweep", "transfer"]) & (np.array(foreign, dtype=object) == "")
+    tells = rows["purpose"].isin(["sweep", "transfer", "tune"]) & (np.array(foreign, dtype=object) == "")
     surface = _surface(at.assign(loss=rows["loss"])[tells], rows[tells])
     if surface:
         rows["regret"] = np.abs(surface.regret(at, policy))
     else:
         rows["regret"] = horizon.regret(rows["learning_rate"].to_numpy(), rows["n_tokens"].to_numpy())
     rows["annealed"] = True
-    searched = rows["purpose"] == "sweep"
+    searched = rows["purpose"].isin(["sweep", "tune"])
     rows["left_out"] = [
         reason
         or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")

@@ -151,5 +151,14 @@ def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any])
 
 
 def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
-    """The model with the explicit regularizers, context and rotary base."""
-    return replace(model, **{name: v for name, v in explicit.items() if name in OF_MODEL})
+    """The model with the explicit regularizers, context and rotary base.
+
+    Raises:
+        ValueError: If its family has no such setting.
+    """
+    stated = {name: value for name, value in explicit.items() if name in OF_MODEL}
+    if unknown := next((name for name in stated if not hasattr(model, name)), None):
+        raise ValueError(f"{unknown}: the model's family has no such setting, got {stated[unknown]!r}")
+    if all(getattr(model, name) == value for name, value in stated.items()):
+        return model  # so that readers count nothing
+    return ModelFamily(base=replace(model, **stated)).at()

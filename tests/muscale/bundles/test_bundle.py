@@ -48,6 +48,7 @@ from proxy_models.training.state import capture
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from scaling import Forecast
+from tests.proxy_models.families import Recurrent
 
 BATCH, STEPS = 256, 24
 NUMBERS: dict[str, Any] = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
@@ -347,6 +348,14 @@ def test_a_pickle_in_place_of_the_weights_is_not_opened(copied: Path, tmp_path: 
     with pytest.raises(BundleError, match="not safetensors"):
         load_bundle(copied)
     assert not (tmp_path / "opened").exists()
+
+
+def test_another_family_is_not_bundled(case: Case, tmp_path: Path) -> None:
+    model = Recurrent(vocab_size=256, context_length=32).member(32, 2)
+    chain = replace(case.run.chain, numerics=replace(case.run.chain.numerics, model=model, base=model))
+    with pytest.raises(BundleError, match="only the built-in decoder is bundled"):
+        write_bundle(replace(case.run, chain=chain), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:

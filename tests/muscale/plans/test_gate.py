@@ -217,6 +217,8 @@ def test_an_evaluation_must_fit_beside_the_state() -> None:
     fails = evaluation_line(0.86 * 80e9, sequences=64, memory_bytes=80e9, device="H100 SXM")
     assert fails.status == "failed"
     assert "64 sequences" in fails.compared
+    shared = evaluation_line(0.5 * 80e9, sequences=4, memory_bytes=80e9, device="H100 SXM", workers_on_it=2)
+    assert shared.status == "failed"
     assert evaluation_line(1.0, sequences=64, memory_bytes=None, device="a GPU").status == "unknown"
 
 

@@ -13,6 +13,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import HyperparameterStage
 from search_spaces import TransferClass
+from tests.proxy_models.families import Recurrent
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=32)
 TUNED = Hyperparameters(learning_rate=0.01, batch_tokens=256)
@@ -130,3 +131,11 @@ def test_stated_values_go_to_training_or_to_the_model() -> None:
     longer = validate_explicit({"context_length": 512, "rope_theta": 5e5})
     assert with_explicit(TUNED, longer) == TUNED
     assert model_with_explicit(BASE, longer) == replace(BASE, context_length=512, rope_theta=5e5)
+
+
+def test_a_family_of_one_s_own_states_its_context_and_no_setting_that_it_lacks() -> None:
+    model = Recurrent(vocab_size=256, context_length=128).member(32, 2)
+    longer = Recurrent(vocab_size=256, context_length=512).member(32, 2)
+    assert model_with_explicit(model, {"context_length": 512, "learning_rate": 0.1}) == longer
+    with pytest.raises(ValueError, match="z_loss: the model's family has no such setting, got 0.1"):
+        model_with_explicit(model, {"z_loss": 0.1})

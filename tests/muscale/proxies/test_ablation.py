@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Study, StudyConfig
+from muscale import StageError, Study, StudyConfig
 from muscale.cli import app
 from muscale.plans.costs import estimate
 from muscale.proxies import ablation
 from muscale.settings.ablation import AblateSettings, swaps
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.training.numerics import Numerics
+from tests.proxy_models.families import Recurrent
 
 MakeStudy = Callable[..., Path]
 
@@ -49,6 +50,17 @@ def test_runs_differ_by_the_swap_and_the_seed_alone(make_study: MakeStudy) -> No
     costs = estimate(config).set_index("stage").loc["ablate"]
     assert costs["runs"] == 6
     assert costs["n_tokens"] == sum(v.job.chain.last.end for v in found)
+
+
+def test_a_family_without_components_is_refused_and_costs_nothing(make_study: MakeStudy) -> None:
+    model = Recurrent(vocab_size=256, context_length=128).member(32, 2)
+    config = StudyConfig.read(make_study()).model_copy(update={"model": model})
+    numerics = Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1)
+    with pytest.raises(StageError, match="ablate: the components are those of the built-in decoder"):
+        ablation.variants(config.ablate, numerics, config.hyperparameters, config.sweep.n_tokens)
+    costs = estimate(config).set_index("stage")
+    assert costs.loc["ablate", "runs"] == 0
+    assert (costs.loc[["sweep", "transfer", "ladder"], "compute_flops"] > 0).all()
 
 
 def test_a_small_one_from_end_to_end(

@@ -184,7 +184,7 @@ def test_it_trains_in_the_lean_loop_as_written_out(corpus: Corpus) -> None:
 def test_the_coordinate_check_passes_over_width_and_depth(corpus: Corpus) -> None:
     check = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, depths=(1, 2, 4, 8), n_steps=2)
     assert check.passed, check
-    assert {"head", "norm", "last block"} <= set(check.measurements["module"])
+    assert {"head", "norm", "layers.0.layer", "last block"} <= set(check.measurements["module"])
 
 
 def test_the_coordinate_check_names_the_readout_of_a_family_that_drops_its_multiplier(corpus: Corpus) -> None:
@@ -200,6 +200,7 @@ def test_a_wrong_rate_of_the_recurrent_matrices_is_found(corpus: Corpus) -> None
 
     check = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, n_steps=1, parametrization=unscaled)
     assert {finding.fault for finding in check.findings} == {"learning-rate scaling"}
+    assert "layers.0.layer" in {finding.module for finding in check.findings}, "whose outputs are (values, state)"
 
 
 def test_units_are_tables_blocks_and_readout_each_once() -> None:

@@ -1,4 +1,4 @@
-"""The held-out loss of a decoder by source: one definition for runs, checkpoints and bundles."""
+"""The held-out loss of a model by source: one definition for runs, checkpoints and bundles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.family import Loss
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.device import EVALUATION_BATCH, evaluation_batch, fitting_on
@@ -18,7 +19,8 @@ from proxy_models.training.precision import DTYPES
 
 @torch.no_grad()
 def source_losses(
-    decoder: Decoder,
+    model: nn.Module,
+    loss: Loss,
     sets: Mapping[str, EvaluationSet],
     *,
     device: torch.device,
@@ -26,12 +28,13 @@ def source_losses(
     rank: int = 0,
     ranks: int = 1,
 ) -> Tensor:
-    """A rank's part of the mean loss over each source's held-out sequences; in the decoder's precision, without dropout.
+    """A rank's part of the mean loss over each source's held-out sequences; in the model's precision, without dropout.
 
     Each sequence belongs to one rank, so the sum over ranks is exact for any number of them.
 
     Args:
-        decoder: On the device; if it is sharded, all its ranks call this together.
+        model: On the device; if it is sharded, all its ranks call this together.
+        loss: `Family.evaluation_loss`.
         sets: By source.
         device: Of this rank.
         batch: Sequences per forward pass on each rank.
@@ -41,15 +44,15 @@ def source_losses(
         Nats per token, fp32, one for each source.
     """
     sums = torch.zeros(len(sets), device=device)
-    was_training = decoder.training
-    decoder.eval()
+    was_training = model.training
+    model.eval()
     for source, held_out in enumerate(sets.values()):
         for part in torch.split(held_out.sequences, batch * ranks):
             share = torch.tensor_split(part, ranks)[rank]
             # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
-            loss = next_token_loss(decoder, (share if len(share) else part[:1]).to(device))
-            sums[source] += len(share) / len(held_out.sequences) * loss
-    decoder.train(was_training)
+            mean = loss(model, (share if len(share) else part[:1]).to(device))
+            sums[source] += len(share) / len(held_out.sequences) * mean
+    model.train(was_training)
     return sums
 
 
@@ -63,15 +66,15 @@ def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Map
     return {"val_loss": corpus_loss(sets, losses), "source_losses": dict(losses) if corpus.mixture else {}}
 
 
-def evaluate_unsharded(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
-    """The evaluation of an unsharded decoder over the run's own held-out sequences, in the run's precision; the decoder stays in it.
+def evaluate_unsharded(model: nn.Module, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
+    """The evaluation of an unsharded model over the run's own held-out sequences, in the run's precision; the model stays in it.
 
     Raises:
         ValueError: If the corpus has fewer held-out tokens.
     """
     sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
-    decoder.compute_dtype = DTYPES[numerics.precision]
-    device = decoder.embedding.weight.device
+    family, device = family_of(numerics.model), next(model.parameters()).device
+    family.set_precision(model, DTYPES[numerics.precision])
     fitting, _ = fitting_on(device, numerics.model, EVALUATION_BATCH, precision=numerics.precision)
-    losses = source_losses(decoder, sets, device=device, batch=evaluation_batch(device, fitting))
+    losses = source_losses(model, family.evaluation_loss, sets, device=device, batch=evaluation_batch(device, fitting))
     return evaluation_of(corpus, sets, dict(zip(sets, losses.tolist(), strict=True)))

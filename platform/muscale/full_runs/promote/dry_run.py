@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,16 +35,18 @@ from muscale.plans.gate import (
     precision_line,
     transfer_line,
 )
-from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_layout
+from muscale.plans.layouts import NO_ESTIMATE, Layout, conditions_of, layouts_of, propose_layout
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
     evaluation_memory,
     largest_micro_batch,
+    state_bytes,
     training_memory,
 )
 from proxy_models.data.corpus import Corpus
@@ -121,11 +124,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Result):
-    """The result of `muscale promote --dry-run`."""
+    """The result of `muscale promote --dry-run`; memory is None for a family without an estimate."""
 
     plan: Plan
     gate: Gate
-    memory: MemoryEstimate
+    memory: MemoryEstimate | None
     launch: Launch
 
     @property
@@ -138,12 +141,12 @@ class DryRun(Result):
         return {
             "plan": self.plan.to_dict(),
             "gate": self.gate.to_dict(),
-            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "memory": self.memory and asdict(self.memory) | {"total": self.memory.total},
             "launch": asdict(self.launch),
         }
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (self.plan, self.gate, f"memory: {self.memory}", self.launch)))
+        return "\n".join(map(str, (self.plan, self.gate, f"memory: {self.memory or NO_ESTIMATE}", self.launch)))
 
 
 def dry_run(
@@ -159,10 +162,9 @@ def dry_run(
         verdict: Of the transfer check.
         directory: The study's.
     """
-    settings, model, h = config.promote, as_decoder(plan.model), plan.hyperparameters
+    settings, model, h = config.promote, plan.model, plan.hyperparameters
     memory = memory_of(plan, config)
-    whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
-    checkpoint = whole.parameters + whole.optimizer
+    checkpoint = state_bytes(model, h.optimizer)
     cadence = Cadence.of(
         settings,
         model,
@@ -193,13 +195,14 @@ def dry_run(
                 workers_on_it=device.workers_on_it,
             ),
             evaluation_line(
-                _evaluation_memory(plan, config, memory) * device.workers_on_it,
+                _evaluation_memory(plan, config, memory),
                 sequences=_evaluation_batch(plan, config),
                 memory_bytes=device.memory_bytes,
                 device=device.name,
+                workers_on_it=device.workers_on_it,
             ),
             layout_line(
-                {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
+                _shared_by_products(model),
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
                 parallelism=settings.parallelism,
@@ -209,11 +212,8 @@ def dry_run(
             ),
             context_line(model, config.model, too_short=_too_short(corpus, model, config)),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
-            *(
-                (_attention(plan, config), communication_line(step, proposed))
-                if config.resources.gpus_per_worker
-                else ()
-            ),
+            *(_attention(model, plan, config) if config.resources.gpus_per_worker else ()),
+            *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
     )
@@ -243,20 +243,23 @@ def run_seconds(plan: Plan, config: StudyConfig) -> float | None:
     return flops / device.flops_per_second / config.promote.workers
 
 
-def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
-    """Memory of a worker at the full batch."""
-    return training_memory(as_decoder(plan.model), micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate | None:
+    """Memory of a worker at the full batch; None for a family without an estimate."""
+    if not isinstance(plan.model, ModelConfig):
+        return None
+    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
 
 
 def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout | None]:
     """The predicted step of the run's layout, and the layout that is predicted to be the fastest."""
     proposed = propose_layout(layouts_of(plan, config))
     layout, workers = config.promote.parallelism, config.promote.workers
-    if (conditions := conditions_of(plan, config)) is None:
+    conditions = conditions_of(plan, config)
+    if conditions is None or not isinstance(plan.model, ModelConfig):
         return None, None
     if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(plan.model)):
         return None, proposed
-    return step_time(as_decoder(plan.model), layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
+    return step_time(plan.model, layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
 
 
 def _node_ranks(config: StudyConfig) -> int:
@@ -272,11 +275,13 @@ def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
     return min(_micro_batch(plan, config), EVALUATION_BATCH) if config.resources.gpus_per_worker else EVALUATION_BATCH
 
 
-def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate) -> int:
-    """Bytes of a worker that evaluates."""
+def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate | None) -> int | None:
+    """Bytes of a worker that evaluates; None for a family without an estimate."""
+    if training is None or not isinstance(plan.model, ModelConfig):
+        return None
     conditions = _conditions(plan, config)
     return evaluation_memory(
-        as_decoder(plan.model),
+        plan.model,
         _evaluation_batch(plan, config),
         training,
         conditions["precision"],
@@ -284,11 +289,20 @@ def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate
     )
 
 
-def _attention(plan: Plan, config: StudyConfig) -> GateLine:
+def _shared_by_products(model: Member) -> dict[str, int]:
+    """Sizes that workers of tensor parallelism share; a family without a plan of them has none."""
+    if not isinstance(model, ModelConfig):
+        return {}
+    return {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff}
+
+
+def _attention(model: Member, plan: Plan, config: StudyConfig) -> Iterator[GateLine]:
+    """The decoder's kernel; nothing is known of another family's."""
+    if not isinstance(model, ModelConfig):
+        return
     from proxy_models.architecture.attention import cuda_kernel
     from proxy_models.training.precision import DTYPES
 
-    model = as_decoder(plan.model)
     kernel = cuda_kernel(
         DTYPES[plan.precision],
         model.head_dim,
@@ -297,12 +311,12 @@ def _attention(plan: Plan, config: StudyConfig) -> GateLine:
         within_documents=model.document_separator is not None,
     )
     weights = 4 * _micro_batch(plan, config) * model.n_heads * model.context_length**2
-    return attention_line(
+    yield attention_line(
         kernel, head_dim=model.head_dim, weight_bytes=weights / config.promote.parallelism.tensor_parallel
     )
 
 
-def _too_short(corpus: Corpus, model: ModelConfig, config: StudyConfig) -> str:
+def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:
     """What the held-out split lacks for evaluations at the run's context, "" if nothing."""
     from proxy_models.data.batches import evaluation_sets
 
@@ -337,10 +351,10 @@ def _micro_batch(plan: Plan, config: StudyConfig) -> int:
     if settings.micro_batch:
         return settings.micro_batch
     device = device_of(config)
-    if config.resources.gpus_per_worker and device.memory_bytes:
+    if config.resources.gpus_per_worker and device.memory_bytes and isinstance(plan.model, ModelConfig):
         first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
         limit = int(MEMORY_SHARE * device.memory_bytes)
-        return largest_micro_batch(as_decoder(plan.model), first, limit=limit, **_conditions(plan, config))
+        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
     return -(-h.batch_tokens // shares)
 
 

@@ -24,6 +24,7 @@ from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
+from muscale.plans.layouts import NO_ESTIMATE
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
@@ -76,7 +77,7 @@ class SmokeTest(Recorded):
         start_seconds: Of a launch that resumes, before its first step and after its last.
         resumed_from: Tokens that the second launch went on from.
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
-        estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone.
+        estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone; None for another family's.
         losses: Training loss of each step, nats per token.
         schedule: Of the whole run.
     """
@@ -95,7 +96,7 @@ class SmokeTest(Recorded):
     start_seconds: float
     resumed_from: int
     peak_bytes: tuple[int, ...]
-    estimated_bytes: int
+    estimated_bytes: int | None
     losses: tuple[float, ...]
     schedule: Schedule
 
@@ -126,12 +127,16 @@ class SmokeTest(Recorded):
         """Memory, speed, saving, resuming, and the forecast."""
         hours = self.wall_seconds / 3600
         duration = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
+        estimated = (
+            NO_ESTIMATE
+            if self.estimated_bytes is None
+            else f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone"
+        )
         return "\n".join(
             [
                 f"smoke test of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
                 f"workers, {self.device}",
-                f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker, "
-                f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone",
+                f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker, {estimated}",
                 f"  speed     {self.tokens_per_second:,.4g} tokens per second, {self.step_seconds:.3g} s a step",
                 f"  waits     {self.save_seconds:.3g} s for a save, {self.evaluation_seconds:.3g} s for an evaluation, "
                 f"{self.start_seconds:.3g} s for a launch",
@@ -164,6 +169,7 @@ def smoke_test_on_cluster(
         save_every=run.checkpoint_every_tokens,
         save_minutes=minutes,
     )
+    memory = memory_of(plan, config)
     with cluster(config.resources):
         found = smoke_test(
             plan.chain(numerics),
@@ -172,7 +178,7 @@ def smoke_test_on_cluster(
             steps=steps,
             plan=plan.key,
             schedule=schedule,
-            estimated_bytes=memory_of(plan, config).total,
+            estimated_bytes=memory.total if memory else None,
         )
     ledger.record_result(ResultKind.SMOKE_TEST, f"{plan.key} {found.at}", found.to_dict())
     return found
@@ -186,7 +192,7 @@ def smoke_test(
     steps: int,
     plan: str,
     schedule: Schedule,
-    estimated_bytes: int,
+    estimated_bytes: int | None,
 ) -> SmokeTest:
     """Launch the first steps of a run twice and measure them; `directory` is removed at the end.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import json_lines
@@ -36,10 +36,10 @@ from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
-from muscale.full_runs.train.sharding import ShardedStrategy, build_decoder, fitting_micro_batch
+from muscale.full_runs.train.sharding import ShardedStrategy, build_model, fitting_micro_batch
 from muscale.layout import COLLECTIVES, METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import family_of, import_family
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -74,7 +74,7 @@ class _Taken:
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
-    """The decoder under Lightning; loss, step and schedule are those of `proxy_models`."""
+    """The model under Lightning; loss, step and schedule are those of `proxy_models`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.tokens = self._recorded = start
         self.checkpoints, self.interventions = checkpoints, interventions
         self.blocked = 0.0  # seconds, by checkpoints since the last row
-        self.model: Decoder | None = None
+        self.model: nn.Module | None = None
         self.compiled = False
         self._spent = spent  # seconds, by earlier attempts up to the start
         self._taken: list[_Taken] = []
@@ -107,14 +107,14 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         )
 
     def configure_model(self) -> None:
-        """Build the decoder sharded over the ranks; without a checkpoint, with initial values that do not depend on the sharding."""
+        """Build the model sharded over the ranks; without a checkpoint, with initial values that do not depend on the sharding."""
         if self.model is not None:
             return
         run, device = self.run, self.trainer.strategy.root_device
         self.compiled = compilation.decide(run.compile, run.n_tokens - self.start, device.type)
         if self.compiled:
             compilation.configure()
-        self.model = build_decoder(
+        self.model = build_model(
             run.numerics,
             run.segments[0].recipe,
             run.parallelism,
@@ -136,7 +136,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return int(self.global_rank) // self.run.parallelism.tensor_parallel
 
     @property
-    def decoder(self) -> Decoder:
+    def configured(self) -> nn.Module:
         """The configured model."""
         if self.model is None:
             raise RuntimeError("the model is not configured yet")
@@ -148,7 +148,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
         """The optimizer of a recipe, with groups by parameter name, after sharding."""
-        return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
+        return make_optimizer(self.configured, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
         """A loader that only triggers `training_step` until the run's end; batches are addressed by position."""
@@ -203,7 +203,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Set the state after `tokens` tokens: the checkpoint's, or initial weights if there is none."""
         run = self.run
         self._stepper = Stepper(
-            self.decoder,
+            self.configured,
             optimizer,
             run.numerics,
             run.recipe_before(tokens),
@@ -217,7 +217,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             rank=self.data_rank,
             ranks=self.data_ranks,
             mean=rank_mean,
-            before_part=lambda last: between_parts(self.decoder, run.parallelism.sharding, last=last),
+            before_part=lambda last: between_parts(self.configured, run.parallelism.sharding, last=last),
         )
         if checkpoint:
             # A guard with another corpus's losses would take the first ones here for spikes.
@@ -400,7 +400,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
             parametrization = self.run.numerics.parametrization(recipe.optimizer)
-            initialize(self.decoder, parametrization, recipe, seed=self.run.numerics.seed)
+            initialize(self.configured, parametrization, recipe, seed=self.run.numerics.seed)
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
         self._go_on_from(start, checkpoint, optimizer)
@@ -466,14 +466,15 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Mean loss of each set, independent of the number of ranks; in the run's precision, eager, without dropout."""
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
             losses = source_losses(
-                self.decoder,
+                self.configured,
+                family_of(self.run.numerics.model).evaluation_loss,
                 sets,
                 device=self.device,
                 batch=evaluation_batch(self.device, self._stepper.micro_batch),
                 rank=self.data_rank,
                 ranks=self.data_ranks,
             )
-        settle(self.decoder)
+        settle(self.configured)
         if self.trainer.world_size > 1:
             dist.all_reduce(losses)
             losses /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
@@ -506,8 +507,10 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
 
     Raises:
         StageError: If the run diverges, or its ranks can't be laid over the devices.
+        ValueError: If the model's family can't be imported here, or has another source.
         PreemptedError: If it was preempted; its state is saved.
     """
+    import_family(run.numerics.model)
     device = device or rank_device()
     start_timeout, step_timeout = (timedelta(minutes=m) for m in (run.start_timeout_minutes, run.step_timeout_minutes))
     with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):

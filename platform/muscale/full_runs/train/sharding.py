@@ -1,4 +1,4 @@
-"""Sharding of a decoder: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
+"""Sharding of a model: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
 
 Data parallelism is FSDP2's, over one or two mesh dimensions, as where ranks train a proxy together. Tensor parallelism is
 DTensor's, within it. On a mesh all parameters are DTensors under their own names, which optimizer groups, clipping and
@@ -33,9 +33,9 @@ from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Block, Decoder
-from proxy_models.architecture.families import family_of
+from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
@@ -127,7 +127,7 @@ def mesh_of(grid: tuple[int, int, int], device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, grid[: len(names)], mesh_dim_names=names)
 
 
-def build_decoder(
+def build_model(
     numerics: Numerics,
     recipe: Recipe,
     parallelism: Parallelism,
@@ -137,8 +137,8 @@ def build_decoder(
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
-) -> Decoder:
-    """The decoder with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
+) -> nn.Module:
+    """The model with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
 
     Args:
         numerics, recipe: Shape, seed and parametrization.
@@ -153,28 +153,29 @@ def build_decoder(
         ValueError: If the layout does not fit the model.
     """
     parallelism.require(numerics.model)
-    shape = as_decoder(numerics.model)
+    member, family = numerics.model, family_of(numerics.model)
     tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
     if parallelism.tensor_parallel != (tensor.size() if tensor else 1):
         raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
     with torch.device("meta"):
-        model = Decoder(shape)
-    model.compute_dtype = DTYPES[numerics.precision]
-    for block in _blocks(model):
-        block.checkpointing = parallelism.checkpointing
+        model = build(member)
+    family.set_precision(model, DTYPES[numerics.precision])
+    family.set_checkpointing(model, parallelism.checkpointing)
     if tensor:
-        _share_products(model, tensor)
-    for block in _blocks(model) if compiled else ():
+        _share_products(cast(Decoder, model), tensor)
+    for block in family.blocks_of(model) if compiled else ():
         _compile(block, outside_recomputing=tensor is not None and device.type == "cpu")
     if mesh is not None:
         replicated = parallelism.sharding in ("none", "hybrid")
         of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
-        shard(model, family_of(numerics.model), of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
+        shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
+    tied = _tied(model)
     model.to_empty(device=device)
-    if shape.tied:
-        model.readout.weight = model.embedding.weight  # `to_empty` may give each its own
-    model.write_constants()
-    if tensor and model.logit_bias is not None:
+    for name, first in tied.items():  # `to_empty` may give each its own
+        module, _, weight = name.rpartition(".")
+        setattr(model.get_submodule(module), weight, model.get_parameter(first))
+    family.write_constants(model, member.d_model, member.n_layers)
+    if tensor and isinstance(model, Decoder) and model.logit_bias is not None:
         model.logit_bias = model.logit_bias.chunk(tensor.size())[
             tensor.get_local_rank()
         ].clone()  # of a rank's own heads
@@ -191,13 +192,14 @@ def fitting_micro_batch(
 ) -> int | None:
     """Sequences per pass: on GPUs the largest divisor of a share that fits on each by the estimate; else None, the share.
 
+    It is None too for a family without an estimate, for which promote.micro_batch says it.
     All ranks call it and get the same number, even on unequal GPUs: each pass has collectives, so all take as many passes.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not isinstance(numerics.model, ModelConfig):
         return None
     replicas, shards, _ = rank_grid(parallelism)
     fitting = largest_micro_batch(
-        as_decoder(numerics.model),
+        numerics.model,
         -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
         limit=memory_limit(device),
         precision=numerics.precision,
@@ -210,13 +212,20 @@ def fitting_micro_batch(
     return min(of_all_ranks(fitting))
 
 
-def _compile(block: Block, *, outside_recomputing: bool) -> None:
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The further names of parameters that have several, each with the first."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
+
+
+def _compile(block: nn.Module, *, outside_recomputing: bool) -> None:
     """Compile a block and its recomputation as one graph; `outside_recomputing` compiles what is recomputed in full alone.
 
     torch 2.13 saves the state of the CPU's random numbers for fused attention that is recomputed, and takes it for the mesh that
     a graph of DTensors saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's state is saved elsewhere.
     """
-    if outside_recomputing and block.checkpointing == "full":
+    if outside_recomputing and isinstance(block, Block) and block.checkpointing == "full":
         block._map = torch.compile(block._map, dynamic=False)  # type: ignore[method-assign]
     else:
         block.compile(dynamic=False)

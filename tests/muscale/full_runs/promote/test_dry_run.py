@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +17,14 @@ from muscale.full_runs.promote.dry_run import DryRun, dry_run
 from muscale.plans.layouts import with_layout
 from muscale.plans.planning import make_plan
 from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import training_memory
 from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.training.numerics import Numerics
 from scaling import Verdict
 from tests.muscale.planted import planted_fit, planted_horizon
+from tests.proxy_models.families import Recurrent
 
 UNSETTLED = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={"rate along width": "planted: no grid"})
 Look = Callable[..., DryRun]
@@ -33,8 +38,9 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
     corpus: Corpus = write_corpus(directory / "corpus", str(directory / "text"))
     law, horizon = planted_fit(), planted_horizon()
 
-    def made(*overrides: str) -> DryRun:
+    def made(*overrides: str, model: Member | None = None) -> DryRun:
         config = StudyConfig.read(path, overrides)
+        config = config.model_copy(update={"model": model or config.model})
         plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
         before = sorted(directory.rglob("*"))
         found = dry_run(plan, with_layout(plan, config), corpus, check=None, verdict=UNSETTLED, directory=directory)
@@ -131,6 +137,33 @@ def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(loo
     }
     layouts: list[dict[str, Any]] = [{"tensor_parallel": tensor, "world_size": 4 // tensor} for tensor in (1, 2)]
     assert stated.memory in [training_memory(as_decoder(stated.plan.model), **full, **layout) for layout in layouts]
+
+
+def test_a_family_without_estimates_is_planned_by_its_members_and_its_memory_is_unknown(look: Look) -> None:
+    base = Recurrent(vocab_size=256, context_length=128).member(32, 2)
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"')
+    found = look(*on_gpus, model=base)
+    plan = found.plan
+    assert plan.model == ModelFamily(base=base).for_params(plan.n_params)
+    assert [plan.model.n_layers, plan.model.d_model % Recurrent.width_step] == [2, 0]
+    assert abs(math.log(plan.n_params / plan.wanted_n_params)) < 0.2
+    known = statuses(found)
+    assert {name for name, status in known.items() if status == "unknown"} == {
+        "coordinate check",
+        "memory",
+        "evaluation",
+        "communication",
+    }
+    assert (known["layout"], known["context"]) == ("passed", "passed")
+    assert "attention" not in known
+    assert found.memory is None
+    assert found.launch.checkpoint_bytes == 3 * 4 * plan.model.n_params_total, "weights and two moments in fp32"
+    assert Plan.from_dict(json.loads(json.dumps(found.to_dict()["plan"]))) == plan
+    assert "estimated for the built-in decoder alone" in str(found)
+    proxies = Numerics(model=base, base=base, corpus_key="", seed=0, evaluation_tokens=1024)
+    assert plan.chain(proxies).numerics.base == base
+    with pytest.raises(StageError, match=r'promote.sharding: "auto" needs a prediction'):
+        look(*on_gpus, "promote.sharding=auto", model=base)
 
 
 def test_an_open_layout_needs_devices_whose_links_are_known(look: Look) -> None:

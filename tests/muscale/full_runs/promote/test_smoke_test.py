@@ -155,7 +155,9 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     before = ledger.forecast(plan.key)
     found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=5)
     assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
-    assert found.estimated_bytes == memory_of(plan, config).total
+    memory = memory_of(plan, config)
+    assert memory is not None
+    assert found.estimated_bytes == memory.total
     assert ledger.forecast(plan.key) == before
     kept = ledger.latest_result(ResultKind.SMOKE_TEST)
     assert kept is not None

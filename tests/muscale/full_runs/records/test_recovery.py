@@ -22,7 +22,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.records.preemption import NOTICE
-from muscale.full_runs.train import module, sharding
+from muscale.full_runs.train import module
 from muscale.full_runs.train.module import FullRunModule, train
 from muscale.layout import EVALUATIONS, RESULT
 from muscale.settings.promote import PromoteSettings, SpikePolicy
@@ -71,15 +71,16 @@ def poison(monkeypatch: pytest.MonkeyPatch, factor: float, *steps: int) -> list[
                 batch[0, 0] = MARK
             return batch
 
-    class Touchy(Decoder):
-        def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
-            return super().forward(tokens, targets, regularized=regularized) * (factor if tokens[0, 0] == MARK else 1)
+    forward = Decoder.forward
+
+    def wild(self: Decoder, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
+        return forward(self, tokens, targets, regularized=regularized) * (factor if tokens[0, 0] == MARK else 1)
 
     def stream(corpus: Corpus, length: int, seed: int, **_: object) -> TokenStream:
         return Poisoned(tokens=corpus.train, context_length=length, seed=seed)
 
     monkeypatch.setattr(module, "training_stream", stream)
-    monkeypatch.setattr(sharding, "Decoder", Touchy)
+    monkeypatch.setattr(Decoder, "forward", wild)
     return seen
 
 

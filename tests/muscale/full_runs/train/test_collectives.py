@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.full_runs.train.sharding import build_model, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
@@ -36,9 +36,10 @@ def built(
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=TIME, precision=precision)
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
     mesh = mesh_of(parallelism.grid(RANKS), "cpu")
-    return build_decoder(
+    model_of_rank = build_model(
         numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh, min_unit_params=min_unit_params
     )
+    return cast(Decoder, model_of_rank)
 
 
 def counted(model: Decoder) -> Collectives:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
-from muscale.full_runs.train.sharding import build_decoder
+from muscale.full_runs.train.sharding import build_model
 from muscale.layout import METRICS
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
@@ -101,8 +101,8 @@ def losses_of(tmp_path_factory: pytest.TempPathFactory, gloo_ranks: GlooRanks) -
         if parts:
             share = replace(run, micro_batch=8 * parts // RANKS)
             with patch(
-                "muscale.full_runs.train.module.build_decoder",
-                lambda *given, **named: in_parts(build_decoder(*given, **named), parts),
+                "muscale.full_runs.train.module.build_model",
+                lambda *given, **named: in_parts(cast(Decoder, build_model(*given, **named)), parts),
             ):
                 train(share)
         else:

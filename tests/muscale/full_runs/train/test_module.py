@@ -29,6 +29,7 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.proxy_models.families import Recurrent
 
 BATCH, STEPS = 256, 16
 
@@ -107,6 +108,23 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
     assert resumed["resumed_from"] == BATCH * 12
     assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
     np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
+def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and_on_two_sharded_ranks(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+) -> None:
+    family = Recurrent(vocab_size=256, context_length=32)
+    model, base = family.member(32, 2), family.member(16, 2)
+    run = replace(run, numerics=replace(run.numerics, model=model, base=base), min_unit_params=0)
+    curve, loss = lean(run, corpus)
+    assert curve[-1] < curve[0]
+    gloo_ranks.train(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-4)
+    assert result(run) == pytest.approx(loss, rel=1e-5)
+
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["loss"] == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-4)
 
 
 def test_one_process_equals_the_lean_loop_and_a_finished_run_is_not_trained_again(run: FullRun, corpus: Corpus) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.full_runs.train.sharding import build_model, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
@@ -60,7 +60,7 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
         tensor_parallel=grid[2],
     )
     with rank_of(5, 8):
-        built = build_decoder(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh_of(grid, "cpu"))
+        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh_of(grid, "cpu"))
         made = make_optimizer(built, numerics.parametrization(optimizer), recipe)
         loss = training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPa
 
     with rank_of(0, tensor_parallel):
         mesh = mesh_of(parallelism.grid(tensor_parallel), "cpu")
-        built = build_decoder(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh)
+        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64))
         assert loss.requires_grad

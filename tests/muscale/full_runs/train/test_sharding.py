@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
-from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.full_runs.train.sharding import build_model, mesh_of
 from muscale.layout import METRICS, RESULT
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import build
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -35,9 +36,21 @@ from proxy_models.training.optimizer import initialize
 from tests.muscale.conftest import write_text
 from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.proxy_models.families import Network, Recurrent
 
 BATCH, STEPS = 256, 6
 MakeRun = Callable[..., FullRun]
+
+
+class Decayed(Recurrent):
+    """Networks with a tied table and a constant of their own."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        network.head.weight = network.symbols.weight
+        network.register_buffer("embedding_multiplier", torch.ones(()), persistent=False)
+        network.register_buffer("decay", torch.linspace(0, 1, width), persistent=False)
+        return network
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +230,10 @@ def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, pa
     grid = parallelism.grid(4)
     for rank in range(4):
         with rank_of(rank, 4):
-            built = build_decoder(
+            built = build_model(
                 run.numerics, recipe, parallelism, device=device, mesh=mesh_of(grid, "cpu"), min_unit_params=0
             )
+            assert isinstance(built, Decoder)
             parts = dict(built.named_parameters())
             assert parts.keys() == expected.keys()
             for name, part in parts.items():
@@ -230,6 +244,20 @@ def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, pa
             heads = whole.logit_bias.chunk(grid[2])[rank % grid[2]]
             assert torch.equal(built.logit_bias, heads)
             assert torch.equal(built.branch_multiplier, whole.branch_multiplier)
+
+
+def test_a_family_s_ties_and_constants_are_those_of_its_own_build(make_run: MakeRun) -> None:
+    run, member = make_run(), Decayed(vocab_size=256, context_length=32).member(16, 2)
+    numerics, recipe = replace(run.numerics, model=member, base=member), run.segments[0].recipe
+    expected = build(member)
+    initialize(expected, numerics.parametrization("adamw"), recipe, seed=0)
+    with rank_of(1, 2):
+        mesh = mesh_of((1, 2, 1), "cpu")
+        built = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), mesh=mesh)
+        assert built.get_parameter("head.weight") is built.get_parameter("symbols.weight")
+        assert dict(built.named_parameters()).keys() == dict(expected.named_parameters()).keys()
+        for name, buffer in expected.named_buffers():
+            assert torch.equal(built.get_buffer(name), buffer), name
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run: MakeRun) -> None:
@@ -252,7 +280,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run
 def test_learned_positions_that_ranks_share_are_of_whole_sequences(make_run: MakeRun) -> None:
     run, parallelism = make_run(positions="learned"), Parallelism(sharding="none", tensor_parallel=2)
     with rank_of(1, 2):
-        model = build_decoder(
+        model = build_model(
             run.numerics,
             run.segments[0].recipe,
             parallelism,
