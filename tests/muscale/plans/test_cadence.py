@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from muscale.plans.cadence import Cadence
-from muscale.plans.gate import cadence_line
+from muscale.plans.device_lines import cadence_line
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
 from tests.gpu_free.cases import SHAPES

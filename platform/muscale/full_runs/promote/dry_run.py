@@ -16,22 +16,24 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.layout import FULL_RUNS
 from muscale.plans.by_law import departures
 from muscale.plans.cadence import Cadence
+from muscale.plans.device_lines import (
+    attention_line,
+    cadence_line,
+    communication_line,
+    disk_line,
+    evaluation_line,
+    layout_line,
+    memory_line,
+)
 from muscale.plans.gate import (
     Gate,
     GateLine,
-    attention_line,
     batch_line,
     by_law_line,
-    cadence_line,
     check_line,
-    communication_line,
     context_line,
     data_line,
-    disk_line,
-    evaluation_line,
     hyperparameters_line,
-    layout_line,
-    memory_line,
     precision_line,
     transfer_line,
 )

@@ -24,7 +24,8 @@ from muscale.full_runs.promote.smoke_test import (
 )
 from muscale.full_runs.train.module import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, SMOKE_TEST
-from muscale.plans.gate import Gate, disk_line, transfer_line
+from muscale.plans.device_lines import disk_line
+from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain

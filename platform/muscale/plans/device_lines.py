@@ -1,0 +1,230 @@
+"""The gate's lines about a run's devices: memory, layout, cadence, communication and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from muscale.plans.cadence import Cadence
+from muscale.plans.gate import GateLine
+from muscale.plans.layouts import NO_ESTIMATE, Layout
+from muscale.plans.step_time import LINKS, StepTime
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.attention import Kernel
+
+EXPOSED_SHARE = 0.25
+"""Of a step, in exposed communication, from which the gate gives advice (assumed)."""
+PROPOSED_FROM = 1.1
+"""Times the best predicted step that a run's own may be before another layout is proposed; the model's error is about as large."""
+MOST_SHARE = 0.1
+"""Of a run: saves, and evaluations, may each take so much (assumed)."""
+
+
+def memory_line(
+    estimate: MemoryEstimate | None, *, memory_bytes: float | None, device: str, workers_on_it: int = 1
+) -> GateLine:
+    """Whether the estimate fits.
+
+    Args:
+        estimate: Of one worker; None for a family without one.
+        memory_bytes: Of the device; None where it is not known.
+        device: Its name.
+        workers_on_it: That share it.
+    """
+    if estimate is None:
+        advice = "try it with `muscale promote --smoke-test`"
+        return GateLine(name="memory", status="unknown", compared=NO_ESTIMATE, advice=advice)
+    needed = estimate.total * workers_on_it
+    text = f"{needed / 2**30:.3g} GiB estimated" + (
+        f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"
+    )
+    if memory_bytes is None:
+        return GateLine(
+            name="memory",
+            status="unknown",
+            compared=f"{text}, {device} of unknown memory",
+            advice="name the device, plan.accelerator, or try it with `muscale promote --smoke-test`",
+        )
+    compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
+    if needed <= MEMORY_SHARE * memory_bytes:
+        return GateLine(name="memory", status="passed", compared=compared)
+    largest = max(
+        ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced"),
+        key=lambda part: getattr(estimate, part),
+    )
+    remedy = {
+        "activations": "a smaller micro-batch or activation checkpointing",
+        "gathered": "devices with more memory",
+        "reduced": "devices with more memory",
+    }.get(largest, "more workers to cut the state over")
+    return GateLine(
+        name="memory",
+        status="failed",
+        compared=compared,
+        advice=f"most of it are {largest}, {getattr(estimate, largest) / 2**30:.3g} GiB: take {remedy}, or devices with more memory",
+    )
+
+
+def evaluation_line(
+    peak: float | None, *, sequences: int, memory_bytes: float | None, device: str, workers_on_it: int = 1
+) -> GateLine:
+    """Whether an evaluation fits beside the state of the training.
+
+    Args:
+        peak: Estimated bytes of one worker; None for a family without an estimate.
+        sequences: Of one pass.
+        memory_bytes: Of the device; None where it is not known.
+        device: Its name.
+        workers_on_it: That share it.
+    """
+    if peak is None:
+        return GateLine(name="evaluation", status="unknown", compared=NO_ESTIMATE)
+    peak *= workers_on_it
+    text = f"{peak / 2**30:.3g} GiB estimated for passes of {sequences} sequences"
+    if memory_bytes is None:
+        return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")
+    compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}"
+    if peak <= MEMORY_SHARE * memory_bytes:
+        return GateLine(name="evaluation", status="passed", compared=compared)
+    return GateLine(
+        name="evaluation",
+        status="failed",
+        compared=compared,
+        advice="a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to cut the state over",
+    )
+
+
+def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> GateLine:
+    """Whether a GPU computes attention by a fused kernel.
+
+    Args:
+        kernel: That torch takes.
+        head_dim: Of a head.
+        weight_bytes: Of the attention weights of one block, which only the math kernel keeps.
+    """
+    if kernel != "math":
+        return GateLine(name="attention", status="passed", compared=f"the {kernel} kernel, heads of {head_dim}")
+    return GateLine(
+        name="attention",
+        status="failed",
+        compared=f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block",
+        advice="take a model.head_dim that is a multiple of 8, and with model.document_separator at least 16",
+    )
+
+
+def layout_line(
+    shared: Mapping[str, int],
+    *,
+    sequences: int,
+    workers: int,
+    parallelism: Parallelism,
+) -> GateLine:
+    """Whether the workers form the layout, its products can be shared, and every share of a batch has a sequence.
+
+    Shares that differ by a sequence are only reported: they change no loss, but the ranks of the smaller ones wait.
+
+    Args:
+        shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
+        sequences: Of the smallest batch.
+        workers: In all.
+        parallelism: How they are laid out.
+    """
+    tensor = parallelism.tensor_parallel
+    problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
+    divisors = [
+        n * tensor for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * tensor))
+    ]
+    near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
+    if problems:
+        advice.append(f"take {near} workers, or another batch" if near else "take another batch, or another layout")
+    odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
+    if odd:
+        problems += odd
+        advice.append("take a tensor_parallel that divides them, or another size: plan.compute_flops decides it")
+    if problems:
+        return GateLine(
+            name="layout",
+            status="failed",
+            compared=f"can't be laid out: {'; '.join(problems)}",
+            advice="; ".join(advice),
+        )
+    shares = workers // tensor
+    least, more = divmod(sequences, shares)
+    text = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
+    parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
+    if more:
+        waits = 1 - sequences / (shares * (least + 1))
+        text += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
+        advice.append(f"{near} workers would share it evenly")
+    return GateLine(name="layout", status="passed", compared=", ".join([text, *parts]), advice="; ".join(advice))
+
+
+def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
+    """Whether saves and evaluations each take at most a tenth of the run.
+
+    Args:
+        cadence: The run's intervals.
+        run_seconds: Duration of its steps; None where it is unknown, and then only minutes bound the saves.
+    """
+    saving, evaluating = cadence.save_share(run_seconds), cadence.evaluation_share
+    saves = (
+        "of unknown share of the time"
+        if saving is None
+        else f"{saving:.2%} of the time at {cadence.save_seconds:.3g} s"
+    )
+    compared = (
+        f"{cadence.checkpoints} checkpoints by tokens, {saves}; {cadence.evaluations} evaluations, {evaluating:.2%} of the "
+        f"FLOPs; at most {MOST_SHARE:.0%} each"
+    )
+    shares = {
+        "checkpoint_every_tokens and checkpoint_every_minutes": saving or 0.0,
+        "evaluate_every_tokens": evaluating,
+    }
+    over = [f"promote.{key}" for key, share in shares.items() if share > MOST_SHARE]
+    return GateLine(
+        name="cadence",
+        status="failed" if over else "passed",
+        compared=compared,
+        advice=f"raise or leave out {' and '.join(over)}; by default they follow the run" if over else "",
+    )
+
+
+def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:
+    """Share of the predicted step in which devices wait for one another; reported, and never a reason against the run.
+
+    Args:
+        step: Predicted for the run's layout; None where nothing is known of the devices' links.
+        proposed: The layout with the best prediction among those that fit; None where none does.
+    """
+    name = "communication"
+    if step is None:
+        return GateLine(
+            name=name,
+            status="unknown",
+            compared="no prediction: plan.accelerator names no device whose links are known, or the layout does not stand",
+            advice=f"name one of {', '.join(LINKS)}",
+        )
+    slower = proposed is not None and step.total > PROPOSED_FROM * proposed.step.total
+    waits = step.exposed_share > EXPOSED_SHARE
+    advice = (
+        f"predicted to be faster: {proposed}" if slower else "take fewer workers or a larger batch" if waits else ""
+    )
+    return GateLine(
+        name=name, status="passed", compared=f"predicted {step}; more than {EXPOSED_SHARE:.0%} is much", advice=advice
+    )
+
+
+def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
+    """Whether checkpoints fit: `needed` bytes for `kept` of them, the one that is being written among them."""
+    compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
+    if needed <= free:
+        return GateLine(name="disk", status="passed", compared=compared)
+    return GateLine(
+        name="disk",
+        status="failed",
+        compared=compared,
+        advice="make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from",
+    )

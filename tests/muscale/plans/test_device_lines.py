@@ -1,0 +1,105 @@
+"""The gate's lines about devices: each passes, fails with what to do, or is unknown."""
+
+from __future__ import annotations
+
+from muscale.plans.device_lines import (
+    attention_line,
+    communication_line,
+    disk_line,
+    evaluation_line,
+    layout_line,
+    memory_line,
+)
+from muscale.plans.layouts import fitting_layouts, propose_layout
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import MEMORY_SHARE, training_memory
+
+ESTIMATE = training_memory(ModelConfig(d_model=64, n_layers=2), micro_batch=4, sharding="full", world_size=2)
+
+
+def test_the_estimate_must_fit_the_devices() -> None:
+    limit = ESTIMATE.total / MEMORY_SHARE
+    assert memory_line(ESTIMATE, memory_bytes=limit * 1.01, device="H200").status == "passed"
+    full = memory_line(ESTIMATE, memory_bytes=limit * 0.99, device="H200")
+    assert full.status == "failed"
+    assert "on H200" in full.compared
+    assert "most of it are activations" in full.advice
+    assert "smaller micro-batch" in full.advice
+    shared = memory_line(ESTIMATE, memory_bytes=limit * 1.01, device="this machine", workers_on_it=2)
+    assert shared.status == "failed"
+    assert "for 2 workers" in shared.compared
+    state = training_memory(ModelConfig(d_model=512, n_layers=8, context_length=16), micro_batch=1)
+    assert "more workers to cut the state over" in memory_line(state, memory_bytes=1e6, device="H200").advice
+    unknown = memory_line(ESTIMATE, memory_bytes=None, device="a GPU")
+    assert unknown.status == "unknown"
+    assert "--smoke-test" in unknown.advice
+
+
+def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_share() -> None:
+    shapes = {"heads": 12, "columns of the MLP": 2048}
+    line = layout_line(shapes, sequences=64, workers=16, parallelism=Parallelism(tensor_parallel=4))
+    assert (line.status, line.compared) == (
+        "passed",
+        "64 sequences over 4 workers × 4, 12 heads, 2048 columns of the MLP",
+    )
+    cases = [
+        (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
+        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of tensor_parallel = 2 need", "take 8 or 16 workers"),
+        (6, Parallelism(tensor_parallel=4), "tensor_parallel must divide the 6 ranks, got 4", "take 4 or 8 workers"),
+        (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
+        (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
+    ]
+    for workers, parallelism, compared, advice in cases:
+        line = layout_line(shapes, sequences=8, workers=workers, parallelism=parallelism)
+        assert line.status == "failed"
+        assert compared in line.compared
+        assert advice in line.advice
+
+
+def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:
+    line = layout_line({}, sequences=8, workers=3, parallelism=Parallelism())
+    assert line.status == "passed"
+    assert (
+        line.compared
+        == "8 sequences over 3 workers, 3 for 2 of them and 2 for the others, which wait: 11% of the speed"
+    )
+    assert line.advice == "2 or 4 workers would share it evenly"
+
+
+def test_an_evaluation_must_fit_beside_the_state() -> None:
+    fits = evaluation_line(60 * 2**30, sequences=4, memory_bytes=80e9, device="H100 SXM")
+    assert fits.status == "passed"
+    fails = evaluation_line(0.86 * 80e9, sequences=64, memory_bytes=80e9, device="H100 SXM")
+    assert fails.status == "failed"
+    assert "64 sequences" in fails.compared
+    shared = evaluation_line(0.5 * 80e9, sequences=4, memory_bytes=80e9, device="H100 SXM", workers_on_it=2)
+    assert shared.status == "failed"
+    assert evaluation_line(1.0, sequences=64, memory_bytes=None, device="a GPU").status == "unknown"
+
+
+def test_attention_weights_are_never_kept_unnoticed() -> None:
+    assert attention_line("flash", head_dim=128, weight_bytes=2**40).status == "passed"
+    kept = attention_line("math", head_dim=20, weight_bytes=2**34)
+    assert kept.status == "failed"
+    assert "16 GiB" in kept.compared
+
+
+def test_a_much_faster_layout_and_long_waits_are_reported_and_do_not_block() -> None:
+    model = ModelConfig(d_model=1024, n_layers=16, head_dim=64, vocab_size=32_000, context_length=2048)
+    layouts = fitting_layouts(model, workers=64, batch_tokens=2**20, device="H100 SXM")
+    best = propose_layout(layouts)
+    assert best is not None
+    assert not communication_line(best.step, best).advice
+    slow = communication_line(layouts[-1].step, best)
+    assert slow.status == "passed"
+    assert str(best) in slow.advice
+    assert "fewer workers" in communication_line(layouts[-1].step, layouts[-1]).advice
+    assert communication_line(None, None).status == "unknown"
+
+
+def test_checkpoints_must_fit_the_disk() -> None:
+    assert disk_line(3 * 2**30, 4 * 2**30, kept=3, place="/data").status == "passed"
+    full = disk_line(3 * 2**30, 2 * 2**30, kept=3, place="/data")
+    assert (full.status, full.compared) == ("failed", "3 GiB for 3 checkpoints, 2 GiB free in /data")
+    assert "make room there" in full.advice
