@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -122,6 +123,24 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
         len(source_sweep.runs()),
         "across_scales",
     )
+
+
+def test_a_sweep_names_a_table_of_results_that_disagrees_with_its_own(make_study: MakeStudy) -> None:
+    """The table's losses rise with the rate from 2^-12 on, where those of the sweep fall."""
+    path = make_study()
+    rates = 2.0 ** np.linspace(-12, -4, 17)
+    losses = 2 + 0.02 * np.log2(rates * 2**12) ** 2
+    table = pd.DataFrame({"learning_rate": rates, "init_scale": 1.0, "loss": losses})
+    table.to_csv(path.parent / "other.csv", index=False)
+    study = sweep(
+        path,
+        "sweep.searcher=across_scales",
+        "sweep.scheduler=none",
+        "sweep.trials=6",
+        'sweep.learn_from=["other.csv"]',
+        'sweep.space.learning_rate={distribution="log_uniform", low=0.0002, high=0.06}',
+    )
+    assert "other.csv disagrees with this study's own runs: the searcher left it out" in str(study.sweep())
 
 
 def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeStudy) -> None:
