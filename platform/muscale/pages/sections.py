@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -152,14 +153,14 @@ def escaped(json: str) -> str:
 
 
 def as_table(table: pd.DataFrame | None) -> str | None:
-    """The table as markup, of a long one its first rows; pandas escapes what it holds."""
+    """The table as markup, of a long one its first rows, unknown and unbounded values as dashes; pandas escapes what it holds."""
     if table is None or table.empty:
         return None
     if len(table) > MAX_ROWS:
         return f"{as_table(table.head(MAX_ROWS))}<p>{MAX_ROWS:,} of {len(table):,} rows</p>"
     whole = [name for name, column in table.items() if pd.api.types.is_integer_dtype(column)]
     markup = str(
-        table.to_html(
+        table.replace([math.inf, -math.inf], math.nan).to_html(
             index=False,
             border=0,
             na_rep="–",

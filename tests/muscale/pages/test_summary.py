@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any
 
 import pandas as pd
 import pytest
 
 from muscale.pages.report_contents import ReportContents
-from muscale.pages.sections import count, escaped
+from muscale.pages.sections import as_table, count, escaped
 from muscale.pages.summary import headline, lineage, ruler, tiles
 from tests.muscale.pages.test_report import COLUMNS, promoted
 
@@ -80,3 +82,10 @@ def test_json_can_t_end_its_element() -> None:
     text = escaped('["</script><!-- &amp;"]')
     assert not {"<", ">", "&"} & set(text)
     assert json.loads(text) == ["</script><!-- &amp;"]
+
+
+def test_a_table_has_dashes_for_what_is_unknown_or_unbounded() -> None:
+    markup = as_table(pd.DataFrame({"stderr": [0.25, math.inf, math.nan], "n": [1_000, 2, 3]}))
+    assert markup is not None
+    assert re.findall("<td>(.*?)</td>", markup) == ["0.25", "1,000", "–", "2", "–", "3"]
+    assert as_table(pd.DataFrame()) is None
