@@ -52,6 +52,7 @@ LARGE_RATES = [-8.0, -7.0, -6.0, -5.0, -4.0]
 GRIDS: dict[str, tuple[tuple[int, int, int, float, float], list[float]]] = {
     "proxy": ((64, SMALL, 262_144, BETA1, BETA2), [-9.0, -8.0, -7.0, -6.0, -5.0]),
     "small batch": ((128, SMALL, 524_288, BETA1, BETA2), [-9.0, -8.0, -7.0, -6.0, -5.0]),
+    "small batch, beta1 .8": ((128, SMALL, 524_288, 0.8, BETA2), [-9.0, -8.0, -7.0, -6.0, -5.0]),
     "large batch": ((128, LARGE, 524_288, BETA1, BETA2), LARGE_RATES),
     "large batch, beta2 of the same half-life": ((128, LARGE, 524_288, BETA1, BETA2**RATIO), LARGE_RATES),
     "large batch, beta1 .8": ((128, LARGE, 524_288, 0.8, BETA2), LARGE_RATES),
@@ -113,13 +114,14 @@ def main() -> None:
         )
     slope = (optima["large batch"].log2_rate - optima["small batch"].log2_rate) / np.log2(RATIO)
     print(f"slope of log2 rate in log2 batch at width 128: {slope:.2f}")
-    large = {name: one for name, one in optima.items() if name.startswith("large batch")}
-    reference = min(one.loss for one in large.values())
-    for name in large:
+    reference = optima["large batch"].loss
+    for name in (name for name in optima if name.startswith("large batch")):
         for rule, exponent in RULES.items():
             carried = optima["proxy"].log2_rate - PRIOR[0] + exponent * np.log2(RATIO)
             loss = optima[name].loss * (1 + float(optima[name].regret(2.0**carried)))
-            print(f"{name:<42} {rule:<28} log2 rate {carried:+.2f}: {loss / reference - 1:+.2%} above the best")
+            print(
+                f"{name:<42} {rule:<28} log2 rate {carried:+.2f}: {loss / reference - 1:+.2%} from the best of the large batch"
+            )
 
 
 if __name__ == "__main__":

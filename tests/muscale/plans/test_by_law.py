@@ -51,7 +51,7 @@ def test_all_are_classed_by_law() -> None:
     for cover in COVERS:
         assert TRANSFERABILITY[cover.name].transfer is TransferClass.BY_LAW
     factors = {cover.name: round(cover.factor, 2) for cover in COVERS}
-    assert factors == {"batch_tokens": 17.96, "beta1": 4, "beta2": 8, "weight_decay_tau": 16}
+    assert factors == {"batch_tokens": 17.96, "beta1": 8, "beta2": 8, "weight_decay_tau": 16}
     assert 0.383 < 0.48 < 0.571
     assert factors["batch_tokens"] ** 0.48 == pytest.approx(FAR, rel=1e-3)
 
@@ -64,7 +64,7 @@ def test_each_is_held_at_its_own_factor(found: Found) -> None:
     assert "batch_tokens" not in blocked(found(times=17.9))
 
 
-@pytest.mark.parametrize(("batch", "names"), [(4, set()), (8, {"beta1"}), (16, {"beta1", "beta2"}), (0.125, {"beta1"})])
+@pytest.mark.parametrize(("batch", "names"), [(8, set()), (16, {"beta1", "beta2"}), (0.125, set()), (0.0625, {"beta1"})])
 def test_betas_go_with_the_batch(found: Found, batch: float, names: set[str]) -> None:
     """To a smaller batch beta2 has a law: the same half-life."""
     stated = f"plan.explicit.batch_tokens={round(batch * 4096)}"
@@ -76,6 +76,7 @@ def test_betas_go_with_the_batch(found: Found, batch: float, names: set[str]) ->
 
 def test_a_ramp_counts_and_a_stated_value_passes(found: Found) -> None:
     ramp = (
+        "hyperparameters.batch_tokens=512",
         "plan.explicit.batch_tokens=8192",
         "plan.explicit.batch_doublings=8",
         "plan.explicit.batch_ramp_tokens=65536",
