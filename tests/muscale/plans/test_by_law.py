@@ -64,7 +64,9 @@ def test_each_is_held_at_its_own_factor(found: Found) -> None:
     assert "batch_tokens" not in blocked(found(times=17.9))
 
 
-@pytest.mark.parametrize(("batch", "names"), [(8, set()), (16, {"beta1", "beta2"}), (0.125, set()), (0.0625, {"beta1"})])
+@pytest.mark.parametrize(
+    ("batch", "names"), [(8, set()), (16, {"beta1", "beta2"}), (0.125, set()), (0.0625, {"beta1"})]
+)
 def test_betas_go_with_the_batch(found: Found, batch: float, names: set[str]) -> None:
     """To a smaller batch beta2 has a law: the same half-life."""
     stated = f"plan.explicit.batch_tokens={round(batch * 4096)}"

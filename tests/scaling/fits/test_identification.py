@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Law, ScalingError, ScalingFit, decide, fit
+from scaling.fits.ensemble import PRIOR
 from scaling.fits.identification import MOST_FACTOR, unidentified
 from scaling.forms.law import compute_flops
 
@@ -87,8 +88,9 @@ def test_the_deviation_is_that_of_the_formula() -> None:
     table, noise = runs(0.1, count=4000, noise=0.003), 0.03
     doubt = unidentified(table, noise, float(np.median(compute_flops(table["n_params"], table["n_tokens"]))))
     scatter = float(np.log(table["n_tokens"] / table["n_params"]).std())
-    loss, E = float(np.exp(np.log(table["loss"]).mean())), 0.6 * table["loss"].min()
-    expected = 4 * noise * loss / (math.sqrt(4000) * scatter * 0.35**2 * (loss - E))
+    share, alpha, beta, g = (PRIOR[name][0] for name in ("E", "alpha", "beta", "g"))
+    loss, E = float(np.exp(np.log(table["loss"]).mean())), share * table["loss"].min()
+    expected = 4 * g * noise * loss / (math.sqrt(4000) * scatter * alpha * beta * (loss - E))
     assert doubt is None
     doubt = unidentified(table, 5 * noise, float(np.median(compute_flops(table["n_params"], table["n_tokens"]))))
     assert doubt is not None
