@@ -1,11 +1,12 @@
 """Held-out error, interval width and coverage of every form, and of the default forecast, on the public ladders.
 
-    python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE] [--few-runs]
+    python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE] [--few-runs] [--left-out]
 
 Each ladder is fitted to its runs with C < Cmax/cut and held against those above. Errors are |log(predicted / measured)| in %.
 Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
 mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
-forecast's five fits came out best on a ladder: what a perfect choice among them would give.
+forecast's five fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
+family's ladders is centred on the other families'.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 
 from scaling import compute_flops
 from scaling.fits.backtest import backtest
-from scaling.fits.ensemble import fit_ensemble
+from scaling.fits.ensemble import PRIOR, fit_ensemble
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from tests.benchmarks.ladders import Ladder, ladders
 
@@ -38,6 +40,27 @@ def measure(ladder: Ladder, cuts: list[float]) -> tuple[pd.DataFrame, pd.DataFra
     ]
     table = pd.concat([found.table(), pd.DataFrame(best)], ignore_index=True)
     return table.assign(**labels, seconds=seconds), found.predictions.assign(**labels)
+
+
+def centres() -> pd.DataFrame:
+    """Logarithms of the prior's parameters (E as a share of the least loss) by family, of all runs under a prior thrice as wide."""
+    wide = {name: (centre, 3 * deviation) for name, (centre, deviation) in PRIOR.items()}
+    with patch.dict(PRIOR, wide):
+        fits = {
+            (ladder.family, ladder.name): next(iter(fit_ensemble(ladder.runs).variants.values())).parameters
+            | {"least": ladder.runs["loss"].min()}
+            for ladder in ladders()
+            if ladder.annealed
+        }
+    found = pd.DataFrame(fits).T.rename_axis(["family", "ladder"])
+    found["E"] /= found["least"]
+    return np.log(found[[*PRIOR]]).groupby("family").median()
+
+
+def without(family: str, found: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """The prior centred on the other families, as wide as it is."""
+    means = np.exp(found.drop(index=family, errors="ignore").mean())
+    return {name: (float(means[name]), deviation) for name, (_, deviation) in PRIOR.items()}
 
 
 def hindsight(runs: pd.DataFrame, cut: float) -> float:
@@ -119,9 +142,15 @@ def main() -> None:
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--few-runs", action="store_true", help="also forecast from few runs drawn at random")
+    parser.add_argument("--left-out", action="store_true", help="centre the prior on the other families")
     options = parser.parse_args()
     chosen = [ladder for ladder in ladders() if not options.ladders or ladder.name in options.ladders]
-    parts = [measure(ladder, options.cuts) for ladder in chosen]
+    parts, found = [], centres()
+    print(f"geometric means over {len(found)} families {np.exp(found.mean()).round(3).to_dict()}")
+    print(f"standard deviations of their logarithms {found.std().round(2).to_dict()}")
+    for ladder in chosen:
+        with patch.dict(PRIOR, without(ladder.family, found) if options.left_out else {}):
+            parts.append(measure(ladder, options.cuts))
     table, predictions = pd.concat([t for t, _ in parts]), pd.concat([p for _, p in parts])
     if options.csv:
         predictions.to_csv(options.csv, index=False)
@@ -140,6 +169,8 @@ def main() -> None:
             errors = some.pivot_table(index="ladder", columns="method", values="mean_error")
             print(f"\n{name}: {len(errors)} ladders")
             print(pd.DataFrame({"median": errors.median(), "mean": errors.mean(), "worst": errors.max()}).round(2))
+            signed = some.pivot_table(index="ladder", columns="method", values="bias")[DEFAULT]
+            print(f"signed error of the forecast: {signed.mean():+.2f} in the mean of the ladders")
             ratio = errors[DEFAULT].agg(["median", "mean"]) / errors["chinchilla"].agg(["median", "mean"])
             print("forecast over Chinchilla's form:", ratio.round(3).to_dict())
             least = errors["hindsight"].mean() / errors["chinchilla"].mean()
