@@ -47,8 +47,10 @@ def centres() -> pd.DataFrame:
     wide = {name: (centre, 3 * deviation) for name, (centre, deviation) in PRIOR.items()}
     with patch.dict(PRIOR, wide):
         fits = {
-            (ladder.family, ladder.name): next(iter(fit_ensemble(ladder.runs).variants.values())).parameters
-            | {"least": ladder.runs["loss"].min()}
+            (ladder.family, ladder.name): {
+                **next(iter(fit_ensemble(ladder.runs).variants.values())).parameters,
+                "least": ladder.runs["loss"].min(),
+            }
             for ladder in ladders()
             if ladder.annealed
         }
