@@ -2,8 +2,8 @@
 
     metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
 
-(Bhagia et al. 2412.04403, the OLMo ladder, its second step.) Fitted by scipy's bounded least squares; intervals by refits under
-resampled runs, drawn apart as those of a law are, with the residuals' scatter. `scaling.downstream.two_step` goes from (N, D) to
+(Bhagia et al. 2412.04403, the OLMo ladder, its second step.) Fitted by scipy's bounded least squares; intervals by draws of the
+posterior (`scaling.downstream.posterior`), with the scatter of a run. `scaling.downstream.two_step` goes from (N, D) to
 the metric by way of the task's loss.
 
 A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
+from scaling.downstream.posterior import draw
 from scaling.errors import ScalingError
-from scaling.minimizers.bootstrap import stem_weights, widening
 from scaling.presentation import lines, span
 from scaling.serialization import JsonResult
 
@@ -50,8 +50,8 @@ class DownstreamLaw(JsonResult):
         residual: standard deviation of the residuals, a degree of freedom taken off for each fitted number.
         loss_range: least and largest loss fitted.
         n_rows: rows fitted.
-        draws: the four under resampled runs, [n_draws, 4].
-        widening: by how much what the draws predict is drawn apart in an interval (`minimizers.bootstrap`).
+        draws: the four, drawn from their posterior, [n_draws, 4].
+        scatters: standard deviation of a run about the sigmoid, of each draw, [n_draws].
         warnings: why it is doubtful; empty if it is not.
     """
 
@@ -66,7 +66,7 @@ class DownstreamLaw(JsonResult):
     loss_range: tuple[float, float]
     n_rows: int
     draws: Array = field(repr=False)
-    widening: float
+    scatters: Array = field(repr=False)
     warnings: tuple[str, ...]
 
     @property
@@ -79,30 +79,27 @@ class DownstreamLaw(JsonResult):
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
 
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Interval of the metric of one run of this loss, between 0 and `most`: percentiles over the refits, with scatter.
+        """Interval of the metric of one run of this loss, between 0 and `most`: percentiles over the draws, with scatter.
 
-        Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them: 90 % intervals hold 78 to 90 % of further
-        runs, 85 % in the mean (tests/benchmarks/interval_coverage.py).
+        Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them: 90 % intervals hold 82 to 94 % of further
+        runs, 90 % in the mean (tests/benchmarks/interval_coverage.py).
         """
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Interval where the loss itself is uncertain: one loss for each refit, [n_draws], or several, [n_draws, n]."""
+        """Interval where the loss itself is uncertain: one loss for each draw, [n_draws], or several, [n_draws, n]."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         each = losses.reshape(len(self.draws), -1)
-        centre = self.predict(each)
-        values = centre + self.widening * (_sigmoid(self.draws.T[:, :, None], each) - centre)
-        scattered = values[..., None] + self.residual * np.random.default_rng(seed).standard_normal((*values.shape, 20))
+        values = _sigmoid(self.draws.T[:, :, None], each)[..., None]
+        errors = np.random.default_rng(seed).standard_normal((*each.shape, 20))
+        scattered = values + self.scatters[:, None, None] * errors
         low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
         return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
 
     def __str__(self) -> str:
         """The four numbers with 90 % intervals, the data and the status."""
-        estimate = np.array([getattr(self, name) for name in PARAMETERS])
-        most = np.array([self.most, self.most, np.inf, np.inf])
-        apart = np.clip(estimate + self.widening * (self.draws - estimate), 0, most)
-        low, high = np.quantile(apart, [0.05, 0.95], axis=0)
+        low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
         shown = [
             f"{name} {getattr(self, name):.4g} ({'given' if name in self.held else f'{span(a, b)}'})"
             for name, a, b in zip(PARAMETERS, low, high, strict=True)
@@ -111,7 +108,7 @@ class DownstreamLaw(JsonResult):
             {
                 self.metric: "floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))",
                 "numbers": ", ".join(shown),
-                "rows": f"{self.n_rows}, losses {span(*self.loss_range)}, intervals 90 % of {len(self.draws)} refits",
+                "rows": f"{self.n_rows}, losses {span(*self.loss_range)}, intervals 90 % of {len(self.draws)} draws",
                 "residual": f"{self.residual:.3g}",
                 "status": "; ".join((self.status, *self.warnings)),
             }
@@ -125,20 +122,20 @@ def fit_downstream(
     chance: float | None = None,
     ceiling: float | None = None,
     most: float = 1.0,
-    n_bootstrap: int = 200,
+    n_draws: int = 400,
     seed: int = 0,
 ) -> DownstreamLaw:
     """Fit a metric that rises as the loss falls.
 
     Args:
         rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
-            (rows of one training run, which are resampled together; without it each row is a run of its own).
+            (rows of one training run, which count as fewer the more their residuals agree; without it each row is a run of its own).
         metric: the column.
         chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the mean of the rows if not given.
         ceiling: fitted between that mean and `most` if not given.
         most: the metric's largest possible value, 1 of a share, 100 of a percentage.
-        n_bootstrap: refits under resampled runs.
-        seed: of the resampling.
+        n_draws: draws of the posterior, from which intervals come.
+        seed: of the draws.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares
@@ -149,8 +146,8 @@ def fit_downstream(
     loss, value = numbers(rows, "loss"), numbers(rows, metric, inclusive=True)
     if len(rows) < MIN_ROWS:
         raise ScalingError(f"need at least {MIN_ROWS} rows for {len(PARAMETERS)} numbers, got {len(rows)}")
-    if n_bootstrap < 2:
-        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
+    if n_draws < 2:
+        raise ValueError(f"n_draws must be at least 2, got {n_draws}")
     if value.max() > most:
         raise ValueError(f"{metric} must be at most {most:g}, got {value.max():g}")
     for name, given in (("chance", chance), ("ceiling", ceiling)):
@@ -166,20 +163,24 @@ def fit_downstream(
     if reach == 0:
         raise ValueError(f"loss must differ between rows, got {loss[0]:g} in every row")
     bounds = _bounds(loss, value, low, top, chance is not None, ceiling is not None)
-    best = min(
-        (_fitted(loss, value, np.ones(len(loss)), start, bounds) for start in _starts(loss, bounds)), key=lambda f: f[1]
+    theta, squares = min(
+        (_fitted(loss, value, start, bounds) for start in _starts(loss, bounds)), key=lambda found: found[1]
     )
-    theta = best[0]
     stems, runs = pd.factorize(names(rows, "stem") if "stem" in rows else np.arange(len(rows)))
-    weights = stem_weights(np.asarray(stems, np.int64), n_bootstrap, seed)
-    draws = np.array([_fitted(loss, value, w, theta, bounds)[0] for w in weights])
     held = tuple(
         name for name, given in zip(PARAMETERS, (chance, ceiling, None, None), strict=True) if given is not None
     )
-    residual = math.sqrt(best[1] / max(len(loss) - len(PARAMETERS) + len(held), 1))
-    lower, upper = bounds
-    snug = 1e-6 * (upper - lower)  # the solver stays inside of a bound, by less than this
-    free = (theta > lower + snug) & (theta < upper - snug) & np.array([name not in held for name in PARAMETERS])
+    draws, scatters = draw(
+        loss,
+        value,
+        _independent(_sigmoid(theta, loss) - value, np.asarray(stems, np.int64)),
+        theta,
+        bounds,
+        np.array([chance is not None, ceiling is not None]),
+        n_draws=n_draws,
+        seed=seed,
+    )
+    residual = math.sqrt(squares / max(len(loss) - len(PARAMETERS) + len(held), 1))
     return DownstreamLaw(
         metric=metric,
         **dict(zip(PARAMETERS, map(float, theta), strict=True)),
@@ -189,7 +190,7 @@ def fit_downstream(
         loss_range=(float(loss.min()), float(loss.max())),
         n_rows=len(loss),
         draws=draws,
-        widening=widening(_jacobian(theta, loss)[:, free], np.ones(len(loss)), np.asarray(stems, np.int64)),
+        scatters=scatters,
         warnings=tuple(_warnings(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
     )
 
@@ -232,23 +233,33 @@ def _starts(loss: Array, bounds: tuple[Array, Array]) -> list[Array]:
     ]
 
 
-def _fitted(
-    loss: Array, value: Array, weights: Array, start: Array, bounds: tuple[Array, Array]
-) -> tuple[Array, float]:
+def _fitted(loss: Array, value: Array, start: Array, bounds: tuple[Array, Array]) -> tuple[Array, float]:
+    """The least squares from one start, and their sum."""
     from scipy.optimize import least_squares
 
-    root = np.sqrt(weights)
     lower, upper = bounds
     inner = np.clip(start, lower + 1e-3 * (upper - lower), upper - 1e-3 * (upper - lower))
     result = least_squares(
-        lambda theta: root * (_sigmoid(theta, loss) - value),
+        lambda theta: _sigmoid(theta, loss) - value,
         inner,
-        jac=lambda theta: root[:, None] * _jacobian(theta, loss),
+        jac=lambda theta: _jacobian(theta, loss),
         bounds=bounds,
         x_scale="jac",
         max_nfev=500,
     )
     return np.asarray(result.x), 2 * float(result.cost)
+
+
+def _independent(residual: Array, stems: NDArray[np.int64]) -> Array:
+    """How many independent rows each row stands for, [K]: one over the design effect of its stem (Kish 1965, sec. 5.4).
+
+    The correlation of two residuals of a stem is the mean of their products over the variance.
+    """
+    sums, counts = np.bincount(stems, residual), np.bincount(stems)
+    products, pairs = float((sums**2).sum() - (residual**2).sum()), float((counts * (counts - 1)).sum())
+    variance = float((residual**2).mean())
+    correlation = float(np.clip(products / pairs / variance, 0, 1)) if pairs and variance else 0.0
+    return np.asarray(1 / (1 + (counts[stems] - 1) * correlation))
 
 
 def _warnings(

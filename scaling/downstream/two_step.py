@@ -24,7 +24,7 @@ from scaling.forms.law import NATS, Form
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
 
-_PER_DRAW = 20  # errors of the loss's forecast that each refit of the sigmoid is met with
+_PER_DRAW = 20  # errors of the loss's forecast that each draw of the sigmoid is met with
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class TwoStep(JsonResult):
         return self.task.predict(self.loss.predict(n_params, n_tokens))
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> TaskForecast:
-        """The metric of one run: the loss's forecast with its error, through the refits of the sigmoid, with its scatter.
+        """The metric of one run: the loss's forecast with its error, through the draws of the sigmoid, with its scatter.
 
         Raises:
             ValueError, ScalingError: as `ScalingFit.forecast`.
@@ -134,8 +134,8 @@ def fit_two_step(
             they belong to one run.
         chance, ceiling, most: as for `fit_downstream`.
         form: of the first step, Chinchilla's by default.
-        n_bootstrap: refits of each step.
-        seed: of the resampling.
+        n_bootstrap: refits of the first step.
+        seed: of the resampling, and of the draws of the second.
 
     Raises:
         ValueError, ScalingError: as `fit` and `fit_downstream`.
@@ -159,9 +159,7 @@ def fit_two_step(
         further = _with_loss(checkpoints, factor)
         own = _stems(further, "run" if "stem" in further else "checkpoint")
         pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
-    task = fit_downstream(
-        pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, n_bootstrap=n_bootstrap, seed=seed
-    )
+    task = fit_downstream(pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, seed=seed)
     return TwoStep(loss=law, task=task)
 
 

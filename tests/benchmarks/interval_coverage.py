@@ -61,7 +61,7 @@ def metrics(seed: int) -> Iterator[Held]:
         loss = np.append(np.linspace(least, 3.6, n), least - 0.3)
         accuracy = np.clip(0.25 + 0.65 / (1 + np.exp((loss - 2.4) / 0.25)) + noise, 0, 1)
         rows = pd.DataFrame({"loss": loss[:-1], "accuracy": accuracy[:-1]})
-        low, high = fit_downstream(rows, n_bootstrap=100, **given).interval(loss[-1])  # type: ignore[arg-type]
+        low, high = fit_downstream(rows, **given).interval(loss[-1])  # type: ignore[arg-type]
         yield f"downstream, {n} losses from {least}{', chance given' if given else ''}", low <= accuracy[-1] <= high
 
 

@@ -142,7 +142,9 @@ def test_a_sweep_names_a_table_of_results_that_disagrees_with_its_own(make_study
         'sweep.learn_from=["other.csv"]',
         'sweep.space.learning_rate={distribution="log_uniform", low=0.0002, high=0.06}',
     )
-    assert re.search(r"warning: .*other\.csv (disagrees with|has its optimum elsewhere than) this study", str(study.sweep()))
+    assert re.search(
+        r"warning: .*other\.csv (disagrees with|has its optimum elsewhere than) this study", str(study.sweep())
+    )
 
 
 def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeStudy) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from scipy.optimize import curve_fit
 from scipy.stats import linregress
 
 from scaling import DownstreamLaw, Law, ScalingError, TaskForecast, TwoStep, fit, fit_downstream, fit_two_step
-from scaling.minimizers.bootstrap import stem_weights
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -31,7 +29,7 @@ def rows(noise: float = 0.0, seed: int = 0, losses: tuple[float, float] = (1.8, 
 
 @pytest.mark.parametrize("given", [{}, {"chance": 0.25}, {"chance": 0.25, "ceiling": 0.9}])
 def test_planted_sigmoid_is_recovered(given: dict[str, float]) -> None:
-    law = fit_downstream(rows(), n_bootstrap=5, **given)  # type: ignore[arg-type]
+    law = fit_downstream(rows(), n_draws=100, **given)  # type: ignore[arg-type]
     assert (law.floor, law.ceiling, law.midpoint, law.width) == pytest.approx((0.25, 0.9, 2.4, 0.25), rel=1e-3)
     assert law.held == tuple(name for name in ("floor", "ceiling") if {"floor": "chance"}.get(name, name) in given)
     assert law.predict([1.0, 2.4]) == pytest.approx(accuracy(np.array([1.0, 2.4])), rel=1e-3)
@@ -41,8 +39,8 @@ def test_planted_sigmoid_is_recovered(given: dict[str, float]) -> None:
 def test_percentages_are_shares_times_a_hundred() -> None:
     shares = rows(0.01)
     percent = shares.assign(accuracy=100 * shares["accuracy"])
-    share = fit_downstream(shares, chance=0.25, ceiling=0.9, n_bootstrap=5)
-    law = fit_downstream(percent, chance=25, ceiling=90, most=100, n_bootstrap=5)
+    share = fit_downstream(shares, chance=0.25, ceiling=0.9, n_draws=100)
+    law = fit_downstream(percent, chance=25, ceiling=90, most=100, n_draws=100)
     assert law.predict(2.2) == pytest.approx(100 * float(share.predict(2.2)), rel=1e-6)
     assert law.residual == pytest.approx(100 * share.residual, rel=1e-6)
 
@@ -50,7 +48,7 @@ def test_percentages_are_shares_times_a_hundred() -> None:
 @pytest.mark.parametrize("given", [{}, {"chance": 0.25}, {"chance": 0.25, "ceiling": 0.9}])
 def test_the_residual_is_by_the_degrees_of_freedom_that_are_left(given: dict[str, float]) -> None:
     table = rows(0.02)
-    law = fit_downstream(table, n_bootstrap=2, **given)  # type: ignore[arg-type]
+    law = fit_downstream(table, n_draws=100, **given)  # type: ignore[arg-type]
     squares = float(((law.predict(table["loss"]) - table["accuracy"]) ** 2).sum())
     assert law.residual == pytest.approx(math.sqrt(squares / (len(table) - 4 + len(given))), rel=1e-9)
     assert law.loss_range == (1.8, 3.6)
@@ -61,19 +59,32 @@ def test_the_residual_is_by_the_degrees_of_freedom_that_are_left(given: dict[str
     ]
 
 
-def test_a_refit_weighs_each_run_as_often_as_it_was_drawn() -> None:
-    """The first draw is the least-squares fit, by scipy's own search, of a table in which each row stands so often."""
-    table = rows(0.02)
-    law = fit_downstream(table, n_bootstrap=2, seed=4)
-    weights = stem_weights(np.arange(len(table)), 2, 4)[0]
-    found, _ = curve_fit(
+def test_draws_of_many_rows_are_those_of_least_squares() -> None:
+    """Mean and covariance by scipy's own search; the scatter has a deviation of 1/√(2·396) of itself."""
+    table = rows(0.01, n=400)
+    law = fit_downstream(table, n_draws=4000)
+    found, covariance = curve_fit(
         lambda x, floor, ceiling, midpoint, width: floor + (ceiling - floor) / (1 + np.exp((x - midpoint) / width)),
         table["loss"],
         table["accuracy"],
         p0=[0.25, 0.9, 2.4, 0.25],
-        sigma=1 / np.sqrt(np.maximum(weights, 1e-12)),
     )
-    np.testing.assert_allclose(law.draws[0], found, rtol=1e-3)
+    errors = np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose((law.draws.mean(axis=0) - found) / errors, 0, atol=0.15)
+    np.testing.assert_allclose(
+        np.cov(law.draws.T) / np.outer(errors, errors), covariance / np.outer(errors, errors), atol=0.15
+    )
+    assert law.scatters.mean() == pytest.approx(law.residual, rel=0.01)
+    assert law.scatters.std() / law.residual == pytest.approx(1 / math.sqrt(2 * 396), rel=0.15)
+
+
+def test_draws_keep_what_is_given_and_the_bounds() -> None:
+    law = fit_downstream(rows(0.01, losses=(2.2, 3.6), n=12), chance=0.25)
+    floor, ceiling = law.draws[:, 0], law.draws[:, 1]
+    assert np.ptp(floor) == 0
+    assert floor[0] == pytest.approx(0.25)
+    assert ceiling.max() <= 1
+    assert np.ptp(ceiling) > 0.1, "losses above the midpoint leave the ceiling open"
 
 
 @pytest.mark.parametrize(("t", "falls"), [(3.1, True), (2.9, False)])
@@ -85,7 +96,7 @@ def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, fall
     columns = np.linalg.qr(np.column_stack([np.ones(20), line, rng.standard_normal(20)]))[0]
     table = pd.DataFrame({"loss": loss, "accuracy": 0.5 + 0.02 * (t * line + math.sqrt(18) * columns[:, 2])})
     assert linregress(loss, table["accuracy"]).slope / linregress(loss, table["accuracy"]).stderr == pytest.approx(t)
-    warned = any("falls as the loss falls" in warning for warning in fit_downstream(table, n_bootstrap=2).warnings)
+    warned = any("falls as the loss falls" in warning for warning in fit_downstream(table, n_draws=100).warnings)
     assert warned == falls
 
 
@@ -93,41 +104,34 @@ def test_intervals_cover_a_further_run() -> None:
     """Losses to 2.2, a run at 2.0: with chance known, and the scatter of one run."""
     covered = []
     for seed in range(30):
-        law = fit_downstream(rows(0.01, seed, (2.2, 3.6)), chance=0.25, n_bootstrap=60)
+        law = fit_downstream(rows(0.01, seed, (2.2, 3.6)), chance=0.25, n_draws=100)
         low, high = law.interval(2.0, 0.9)
         new = float(accuracy(np.array(2.0))) + 0.01 * np.random.default_rng(1000 + seed).standard_normal()
         covered.append(low < new < high)
     assert np.mean(covered) >= 0.82
 
 
-def test_draws_are_drawn_apart_for_what_few_runs_do_not_show() -> None:
-    """Without scatter the interval is that of the draws' predictions, as much wider as is said: much of 12 runs, little of 400."""
-    for n, least, most in ((12, 1.4, 2.0), (400, 1.0, 1.02)):
-        law = replace(fit_downstream(rows(0.01, n=n), n_bootstrap=40), residual=0.0)
-        assert least < law.widening < most
-        middle = law.predict(2.1)
-        plain = np.array(replace(law, widening=1.0).interval(2.1)) - middle
-        np.testing.assert_allclose(np.array(law.interval(2.1)) - middle, law.widening * plain)
-    every = rows(0.01, n=12).assign(stem=np.arange(12))
-    doubled = pd.concat([every, every], ignore_index=True)
-    one, two = (fit_downstream(table, n_bootstrap=2).widening for table in (every, doubled))
-    assert two == pytest.approx(one, rel=1e-2), "rows of one run are one run"
-
-
-def test_rows_of_one_run_are_resampled_together() -> None:
-    repeated = pd.concat([rows(0.01).assign(stem=np.arange(24))] * 5, ignore_index=True)
-    clustered = fit_downstream(repeated, n_bootstrap=100)
-    naive = fit_downstream(repeated.drop(columns="stem"), n_bootstrap=100)
-    assert naive.draws[:, 2].std() < 0.65 * clustered.draws[:, 2].std()
+def test_rows_of_one_run_count_as_one_where_they_err_alike() -> None:
+    every = rows(0.01).assign(stem=np.arange(24))
+    repeated = pd.concat([every] * 5, ignore_index=True)
+    once, clustered, naive = (
+        fit_downstream(table, n_draws=2000).draws[:, 2].std()
+        for table in (every, repeated, repeated.drop(columns="stem"))
+    )
+    assert clustered == pytest.approx(once, rel=0.1)
+    assert naive == pytest.approx(once / math.sqrt(5), rel=0.2)
+    noise = 0.01 * np.random.default_rng(1).standard_normal(120)
+    apart = repeated.assign(accuracy=accuracy(repeated["loss"].to_numpy()) + noise)
+    assert fit_downstream(apart, n_draws=2000).draws[:, 2].std() < 0.7 * once, "errors of their own"
 
 
 def test_warnings() -> None:
     rng = np.random.default_rng(0)
     at_chance = rows(losses=(4.5, 6)).assign(accuracy=0.25 + 0.01 * rng.standard_normal(24))
-    assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_bootstrap=5).warnings)
-    early = fit_downstream(rows(0.002, losses=(2.9, 4)), chance=0.25, n_bootstrap=5)
+    assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_draws=100).warnings)
+    early = fit_downstream(rows(0.002, losses=(2.9, 4)), chance=0.25, n_draws=100)
     assert any("no run is half-way up" in warning for warning in early.warnings) or early.ceiling < 0.999
-    law = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_bootstrap=5)
+    law = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_draws=100)
     assert not law.warnings, "a ceiling that was given needs no run half-way up"
 
 
@@ -140,7 +144,7 @@ def test_warnings() -> None:
     ],
 )
 def test_unidentified_parameters_raise_warnings(change: dict[str, Any], warning: str) -> None:
-    law = fit_downstream(rows(0.01).assign(**change), n_bootstrap=5)
+    law = fit_downstream(rows(0.01).assign(**change), n_draws=100)
     assert law.status == "doubtful"
     assert warning in "; ".join(law.warnings)
 
@@ -149,8 +153,8 @@ def test_intervals_stay_within_what_a_metric_can_be() -> None:
     """Of a percentage as of a share; the scatter alone would reach beyond."""
     table = rows().assign(accuracy=lambda t: accuracy(t["loss"], ceiling=1.0))
     table["accuracy"] = np.clip(table["accuracy"] + 0.05 * np.random.default_rng(0).standard_normal(24), 0, 1)
-    share = fit_downstream(table, n_bootstrap=20)
-    percent = fit_downstream(table.assign(accuracy=100 * table["accuracy"]), most=100, n_bootstrap=20)
+    share = fit_downstream(table, n_draws=100)
+    percent = fit_downstream(table.assign(accuracy=100 * table["accuracy"]), most=100, n_draws=100)
     assert share.interval(1.0)[1] == 1.0
     assert percent.interval(1.0)[1] == 100.0
     assert percent.interval(1.0)[0] == pytest.approx(100 * share.interval(1.0)[0], rel=1e-3)
