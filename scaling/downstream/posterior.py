@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from scaling.arrays import Array
 
@@ -82,6 +81,8 @@ def _linear(
     rng: np.random.Generator,
 ) -> tuple[Array, Array, Array]:
     """Draws of floor and ceiling [J, _PER_POINT, 2], of the scatter [J, _PER_POINT], and the log density of each at J shapes."""
+    from scipy.special import expit
+
     share = expit((shapes[0][:, None] - loss) / shapes[1][:, None])
     columns, free = np.stack([1 - share, share], axis=-1), ~held
     rest = value - columns[..., held] @ best[:2][held]
