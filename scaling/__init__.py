@@ -16,6 +16,7 @@
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_ablations(rows)                  what each component is worth, seed by seed      -> Ablation
+    compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
     compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
@@ -31,6 +32,7 @@ from scaling.approaches.isoflops import fit_isoflops
 from scaling.comparisons.ablation import Ablation, compare_ablations
 from scaling.comparisons.finalists import Finalists, compare_finalists
 from scaling.comparisons.noise import SeedNoise, seed_noise
+from scaling.comparisons.variants import VariantComparison, compare_variants
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.decisions.decide import decide
 from scaling.decisions.decision import Decision
@@ -99,12 +101,14 @@ __all__ = [
     "TiedChinchilla",
     "Transfer",
     "TwoStep",
+    "VariantComparison",
     "Verdict",
     "accelerator",
     "backtest",
     "candidate_runs",
     "compare_ablations",
     "compare_finalists",
+    "compare_variants",
     "compute_flops",
     "decide",
     "fit",

@@ -15,7 +15,7 @@ from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
-HERE = {"check", "ablate", "continue", "train", "init", "doctor", "wheel", "import-space"}
+HERE = {"check", "compare", "ablate", "continue", "train", "init", "doctor", "wheel", "import-space"}
 SERVES = {"ui"}  # and prints no result
 
 
@@ -52,6 +52,12 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     assert Path(json_output(capfd, "report", path)["report"]).exists()
     assert json_output(capfd, "init", tmp_path / "new")["path"].endswith("study.toml")
     assert Path(json_output(capfd, "wheel", tmp_path / "dist")["wheel"]).exists()
+    variants = tmp_path / "variants.csv"
+    losses = {"baseline": (3.56, 3.33, 3.16, 3.03), "wide": (3.50, 3.27, 3.10, 2.98)}
+    rows = [f"{name},{c},{y}" for name, values in losses.items() for c, y in zip((1, 3, 9, 27), values, strict=True)]
+    variants.write_text("\n".join(["variant,compute_flops,loss", *rows]))
+    compared = json_output(capfd, "compare", variants, "--target-flops", "100")
+    assert [row["verdict"] for row in compared["table"]] == ["promote"]
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         "method: random\nparameters: {learning_rate: {min: 0.001, max: 0.01, distribution: log_uniform_values}}\n"

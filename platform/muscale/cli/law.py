@@ -1,4 +1,4 @@
-"""Commands of the scaling law and its use: ladder, fit, plan, calibration."""
+"""Commands of the scaling law and its use: ladder, fit, compare, plan, calibration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import Options, StageOptions
+from muscale.cli.options import AsJson, Options, StageOptions
 from muscale.cli.running import result_alone, run_stage, show
-from muscale.errors import StudyFileError
+from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -84,6 +84,36 @@ def _fit_runs(
         unit = {"loss_unit": loss_unit} if loss_unit else {}
         found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
     show(found, as_json=options.json)
+    return 0
+
+
+@command(LAW, example="muscale compare variants.csv --baseline adamw --target-flops 1e22")
+def compare(
+    runs: Path,
+    *,
+    baseline: str = "baseline",
+    target_flops: float | None = None,
+    worth: float = 0.02,
+    json: AsJson = False,
+) -> int:
+    """Say which variants of a recipe still win at the target's compute: promote, reject or undecided, and what to run next.
+
+    Args:
+        runs: A CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: variant, loss, compute_flops or n_params and
+            n_tokens, and seed if there are several.
+        baseline: The variant that the others are held against.
+        target_flops: Compute of the run that is decided on; by default that of the largest run.
+        worth: Least gain in compute that is worth a change, as a share.
+        json: Print the result as JSON, and nothing else on standard output.
+    """
+    from scaling import ScalingError, compare_variants
+
+    with result_alone(json):
+        try:
+            found = compare_variants(runs, baseline, target_flops=target_flops, worth=worth)
+        except (ScalingError, ValueError) as error:
+            raise StageError(f"compare: {error}") from error
+    show(found, as_json=json)
     return 0
 
 

@@ -1,0 +1,152 @@
+"""Variants held against a baseline at a compute beyond their runs: planted multipliers, public tables, bad tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import ScalingError, VariantComparison, compare_variants
+
+SIZES = np.geomspace(1e17, 3e18, 4)
+TARGET = 1e20
+
+
+def loss(flops: np.ndarray) -> np.ndarray:
+    """The planted baseline's."""
+    return np.asarray(1.7 + 1.3 * (flops / 1e18) ** -0.15)
+
+
+def planted(
+    seed: int, multipliers: dict[str, float], *, fades: float = 0.0, noise: float = 1e-3, n_seeds: int = 2
+) -> pd.DataFrame:
+    """Runs of the baseline and of variants whose log multiplier falls by `fades` with each e-fold of compute."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for name, multiplier in {"baseline": 1.0, **multipliers}.items():
+        trend = 0.0 if name == "baseline" else fades
+        equal = SIZES * multiplier * (SIZES / SIZES[0]) ** -trend
+        for i in range(n_seeds):
+            measured = loss(equal) * np.exp(noise * rng.standard_normal(len(SIZES)))
+            rows += [
+                {"variant": name, "compute_flops": c, "seed": i, "loss": y}
+                for c, y in zip(SIZES, measured, strict=True)
+            ]
+    return pd.DataFrame(rows)
+
+
+def test_multipliers_without_noise_are_those_planted() -> None:
+    found = compare_variants(planted(0, {"a": 1.2, "b": 0.9}, noise=1e-9), "baseline", target_flops=TARGET)
+    table = found.table.set_index("variant")
+    assert found.measured[found.measured["variant"] == "a"]["multiplier"].tolist() == pytest.approx([1.2] * 4, rel=1e-3)
+    assert table["multiplier"].to_dict() == pytest.approx({"a": 1.2, "b": 0.9}, rel=0.02)
+    assert (found.verdict("a"), found.verdict("b")) == ("promote", "reject")
+    assert table.loc["a", "loss"] < found.baseline_loss < table.loc["b", "loss"]
+
+
+def test_intervals_cover_and_verdicts_seldom_err() -> None:
+    held, wrong, undecided = [], 0, 0
+    planted_ones = {"better": 1.1, "equal": 1.0, "worse": 0.9}
+    n_sets = 60
+    for seed in range(n_sets):
+        table = compare_variants(planted(seed, planted_ones), "baseline", target_flops=TARGET).table
+        truth = table["variant"].map(planted_ones)
+        held += (table["low"].lt(truth) & table["high"].gt(truth)).tolist()
+        wrong += int(((table["verdict"] == "promote") & (truth <= 1)).sum())
+        wrong += int(((table["verdict"] == "reject") & (truth > 1.02)).sum())
+        undecided += int(((table["verdict"] == "undecided") & (truth != 1)).sum())
+    assert np.mean(held) >= 0.85
+    assert wrong <= 0.05 * len(held)
+    assert undecided <= 0.3 * 2 * n_sets
+
+
+def test_a_gain_that_fades_is_not_promoted() -> None:
+    found = compare_variants(planted(1, {"fading": 1.15}, fades=0.06), "baseline", target_flops=TARGET)
+    assert found.table["multiplier"].iloc[0] < 1.02
+    assert found.verdict("fading") != "promote"
+    assert compare_variants(planted(1, {"stays": 1.15}), "baseline", target_flops=TARGET).verdict("stays") == "promote"
+
+
+def test_seeds_make_a_verdict_surer_and_the_next_runs_say_so() -> None:
+    few = compare_variants(
+        planted(3, {"slight": 1.03}, n_seeds=1, noise=2e-3), "baseline", target_flops=TARGET, noise=(2e-3, 20)
+    )
+    (row,) = few.next_runs.to_dict("records")
+    assert row["variant"] == "slight"
+    assert 0 < row["p_decided"] < 1
+    assert row["cost"] == pytest.approx(2 * row["seeds"] * row["compute_flops"])
+    many = compare_variants(
+        planted(3, {"slight": 1.03}, n_seeds=12, noise=2e-3), "baseline", target_flops=TARGET, noise=(2e-3, 20)
+    )
+    width = [np.log(c.table["high"].iloc[0] / c.table["low"].iloc[0]) for c in (few, many)]
+    assert width[1] < width[0]
+
+
+def test_noise_is_learnt_from_seeds() -> None:
+    quiet, loud = (
+        compare_variants(planted(0, {"a": 1.1}, noise=sd, n_seeds=6), "baseline").noise for sd in (1e-3, 1e-2)
+    )
+    assert quiet == pytest.approx(1e-3, rel=0.4)
+    assert loud == pytest.approx(1e-2, rel=0.4)
+
+
+def test_a_name_order_or_unit_of_the_loss_changes_nothing() -> None:
+    rows = planted(2, {"a": 1.1, "b": 0.95})
+    found = compare_variants(rows, "baseline", target_flops=TARGET).table.set_index("variant")
+    mixed = rows.sample(frac=1, random_state=0).assign(loss=lambda r: r["loss"] / math.log(2))
+    again = compare_variants(mixed, "baseline", target_flops=TARGET).table.set_index("variant")
+    for name in ("multiplier", "low", "high", "p_better"):
+        assert again.loc[found.index, name].tolist() == pytest.approx(found[name].tolist(), rel=1e-3)
+
+
+def test_the_result_is_kept_as_json_and_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    planted(0, {"a": 1.01}).to_csv(path, index=False)
+    found = compare_variants(path, "baseline", target_flops=TARGET)
+    again = VariantComparison.from_dict(found.to_dict())
+    pd.testing.assert_frame_equal(again.table, found.table)
+    assert str(again) == str(found)
+    assert {trace.name for trace in found.plot().data} == {"90% interval", "median", "one size"}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "parts"),
+    [
+        (lambda rows: rows.drop(columns="variant"), ValueError, ("variant",)),
+        (lambda rows: rows.drop(columns="compute_flops"), ValueError, ("n_params",)),
+        (lambda rows: rows.assign(loss=-1.0), ValueError, ("loss", "-1")),
+        (lambda rows: rows.assign(compute_flops=0.0), ValueError, ("compute_flops", "0")),
+        (lambda rows: rows[rows["variant"] != "baseline"], ScalingError, ("'baseline'", "'a'")),
+        (lambda rows: rows[rows["variant"] == "baseline"], ScalingError, ("'baseline'",)),
+        (lambda rows: rows.assign(loss=rows["loss"].where(rows["variant"] != "a", 0.2)), ScalingError, ("'a'", "0.2")),
+    ],
+)
+def test_a_bad_table_is_named(
+    change: Callable[[pd.DataFrame], pd.DataFrame], error: type[Exception], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as raised:
+        compare_variants(change(planted(0, {"a": 1.1})), "baseline")
+    assert all(part in str(raised.value) for part in parts)
+
+
+@pytest.mark.parametrize("option", [{"worth": -0.1}, {"level": 1.0}, {"target_flops": 0.0}, {"noise": (0.0, 1.0)}])
+def test_a_bad_option_is_named(option: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        compare_variants(planted(0, {"a": 1.1}), "baseline", **option)  # type: ignore[arg-type]
+
+
+def test_no_public_variant_is_promoted_or_rejected_wrongly(public_table: Callable[[str], pd.DataFrame]) -> None:
+    runs = public_table("qlabs_variants").rename(columns={"arm": "variant", "flops": "compute_flops"})
+    runs = runs[runs["variant"].isin(["van", *runs.loc[runs["baseline_arm"] == "van", "variant"]])]
+    largest = compare_variants(runs, "van").measured.groupby("variant")["multiplier"].last()
+    for depth in (8, 10, 12):
+        found = compare_variants(runs[runs["depth"] <= depth], "van", target_flops=runs["compute_flops"].max())
+        for name, verdict in found.table.set_index("variant")["verdict"].items():
+            assert not (verdict == "promote" and largest[name] < 1), (depth, name)
+            assert not (verdict == "reject" and largest[name] > 1.02), (depth, name)
+    assert found.verdict("van_constant") == "reject", "it wins at depth 6 and 8"
+    assert found.verdict("k2") == "promote"
