@@ -42,9 +42,9 @@ NOISE = (1e-3, 4.0)
 """Standard deviation of log loss between repeated runs, and its degrees of freedom, before any is measured."""
 OFFSET_SD = 0.3
 """Of log m at C0."""
-SLOPE_SCALE, SLOPE_DOF = 0.03, 2.0
-"""Of g per e-fold of compute, Student's: half of all within ±.025, one in fifty beyond ±.2."""
-DRIFT = 0.015
+SLOPE_SCALE, SLOPE_DOF = 0.02, 2.0
+"""Of g per e-fold of compute, Student's: half of all within ±.016, one in fifty beyond ±.14."""
+DRIFT = 0.01
 """Standard deviation of the random walk after one e-fold of compute."""
 _N_SLOPES, _N_NOISES = 24, 25  # points of the grids that are summed over
 _NOISE_SPAN = math.log(8.0)  # of the grid, either way

@@ -23,7 +23,7 @@ WORTH = 0.02
 
 def judged(verdict: str, truth: float) -> str:
     """Of one verdict, beside the true multiplier."""
-    wrong = (verdict == "promote" and truth < 1) or (verdict == "reject" and truth > 1 + WORTH)
+    wrong = (verdict == "promote" and truth <= 1) or (verdict == "reject" and truth > 1 + WORTH)
     return "WRONG" if wrong else verdict
 
 
