@@ -46,6 +46,8 @@ SLOPE_SCALE, SLOPE_DOF = 0.02, 2.0
 """Of g per e-fold of compute, Student's: half of all within ±.016, one in fifty beyond ±.14."""
 DRIFT = 0.01
 """Standard deviation of the random walk after one e-fold of compute."""
+LIKELY = 0.5
+"""Probability of deciding from which the cheapest next runs are advised."""
 _N_SLOPES, _N_NOISES = 24, 25  # points of the grids that are summed over
 _NOISE_SPAN = math.log(8.0)  # of the grid, either way
 
@@ -65,8 +67,8 @@ class VariantComparison(JsonResult):
             p_better = P(m > 1), p_worth = P(m > 1 + worth), loss (at the target), verdict.
         measured: by variant and compute_flops: multiplier, low, high of that size alone.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
-        next_runs: by undecided variant: the runs that would most probably decide for each FLOP: compute_flops and seeds of
-            the variant, cost (FLOPs, the baseline's seeds included), p_decided.
+        next_runs: by undecided variant: the cheapest runs that would decide with a probability of .5, or those that would with
+            the highest, none dearer than the target: compute_flops and seeds of the variant, cost (FLOPs, the baseline's seeds included), p_decided.
     """
 
     baseline: str
@@ -120,8 +122,8 @@ class VariantComparison(JsonResult):
         }
         for row in self.next_runs.to_dict("records"):
             about[f"next for {row['variant']}"] = (
-                f"{row['seeds']} seeds at {row['compute_flops']:.2g} FLOPs, beside {self.baseline}'s: decides with probability "
-                f"{row['p_decided']:.2f} for {row['cost']:.2g} FLOPs"
+                f"{row['seeds']} {'seed' if row['seeds'] == 1 else 'seeds'} at {row['compute_flops']:.2g} FLOPs, beside "
+                f"{self.baseline}'s: decides with probability {row['p_decided']:.2f} for {row['cost']:.2g} FLOPs"
             )
         return f"{shown.to_string(index=False)}\n{lines(about)}"
 
@@ -152,8 +154,9 @@ def compare_variants(
         ValueError: a column is missing, or a value breaks its rule.
         ScalingError: the baseline has runs of fewer than two sizes, no variant has a run, or one is below the baseline's floor.
     """
+    rows = read_runs(runs)
     with naming(runs):
-        cells, sd, dof = _cells(read_runs(runs), noise)
+        cells, sd, dof = _cells(rows, noise)
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     if not worth >= 0:
@@ -430,7 +433,9 @@ class _Mixture:
 def _next(
     gains: _Gains, law: _Baseline, now: _Mixture, noise: float, target: float, worth: float
 ) -> dict[str, Any] | None:
-    """The measurement that decides with most probability for each FLOP: its compute, seeds, cost and probability.
+    """The cheapest measurement that is likely to decide, or the likeliest: its compute, seeds, cost and probability.
+
+    None where all cost more than the target itself.
 
     Candidates are the baseline's sizes and 2, 4 … times its largest, below the target, with 1, 2 or 4 seeds of variant and
     baseline each. The posterior's mean after it is normal about today's, with the variance that it takes away (Raiffa &
@@ -445,7 +450,7 @@ def _next(
     before = float(weights @ gains.predict(np.log([target]), typical)[1][0, :, 0])
     largest = float(law.x.max())
     further = [largest + math.log(2.0) * k for k in range(1, 12) if largest + math.log(2.0) * k <= math.log(target)]
-    best: dict[str, Any] | None = None
+    candidates: list[dict[str, Any]] = []
     for x in (*law.x, *further):
         for seeds in (1, 2, 4):
             # Both sides train: the variance of their difference in log loss, in units of log m.
@@ -456,9 +461,12 @@ def _next(
             rejected = ndtr((math.log1p(worth) - edge * left - mean) / moves)
             found = {"compute_flops": math.exp(x), "seeds": seeds, "cost": 2 * seeds * math.exp(x)}
             found["p_decided"] = min(float(promoted + rejected), 1.0)
-            if best is None or found["p_decided"] / found["cost"] > best["p_decided"] / best["cost"]:
-                best = found
-    return best
+            if found["cost"] <= target:
+                candidates.append(found)
+    if not candidates:
+        return None
+    likely = [found for found in candidates if found["p_decided"] >= LIKELY]
+    return min(likely, key=lambda found: found["cost"]) if likely else max(candidates, key=lambda f: f["p_decided"])
 
 
 def _slope_sds() -> Array:
