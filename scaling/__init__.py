@@ -32,7 +32,6 @@ from scaling.approaches.isoflops import fit_isoflops
 from scaling.comparisons.ablation import Ablation, compare_ablations
 from scaling.comparisons.finalists import Finalists, compare_finalists
 from scaling.comparisons.noise import SeedNoise, seed_noise
-from scaling.comparisons.variants import VariantComparison, compare_variants
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.decisions.decide import decide
 from scaling.decisions.decision import Decision
@@ -61,6 +60,7 @@ from scaling.search.importance import Importance, hyperparameter_importance
 from scaling.search.pareto import pareto_front, plot_pareto
 from scaling.search.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.search.search_box import SearchBox
+from scaling.variants.compare import VariantComparison, compare_variants
 
 __all__ = [
     "ACCELERATORS",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import pandas as pd
 
-from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
 from scaling.comparisons.noise import seed_noise
 from scaling.errors import ScalingError
@@ -26,6 +25,7 @@ from scaling.fits.runs import Table, naming, read_runs
 from scaling.forms.law import compute_flops
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
+from scaling.variants.posterior import NOISE, Baseline, Gains, Mixture, normal_quantile
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,19 +36,9 @@ SURE = 0.95
 """Probability from which a verdict is given."""
 WORTH = 0.02
 """Least gain in compute, as a share, that is worth a change of the recipe: about what one more seed moves a single run."""
-FLOOR, GAMMA = (0.7, 0.6), (0.18, 0.5)
-"""Centre and standard deviation of the logarithm: E as a share of the least loss, and the baseline's exponent of compute."""
-NOISE = (1e-3, 4.0)
-"""Standard deviation of log loss between repeated runs, and its degrees of freedom, before any is measured."""
-OFFSET_SD = 0.3
-"""Of log m at C0."""
-SLOPE_SCALE, SLOPE_DOF = 0.02, 2.0
-"""Of g per e-fold of compute, Student's: half of all within ±.016, one in fifty beyond ±.14."""
-DRIFT = 0.01
-"""Standard deviation of the random walk after one e-fold of compute."""
 LIKELY = 0.5
 """Probability of deciding from which the cheapest next runs are advised."""
-_N_SLOPES, _N_NOISES = 24, 25  # points of the grids that are summed over
+_N_NOISES = 25  # points of the grid that is summed over
 _NOISE_SPAN = math.log(8.0)  # of the grid, either way
 
 
@@ -67,8 +57,9 @@ class VariantComparison(JsonResult):
             p_better = P(m > 1), p_worth = P(m > 1 + worth), loss (at the target), verdict.
         measured: by variant and compute_flops: multiplier, low, high of that size alone.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
-        next_runs: by undecided variant: the cheapest runs that would decide with a probability of .5, or those that would with
-            the highest, none dearer than the target: compute_flops and seeds of the variant, cost (FLOPs, the baseline's seeds included), p_decided.
+        next_runs: by undecided variant, none dearer than the target: the cheapest runs that would decide with a probability of
+            .5, or those with the highest: compute_flops and seeds of the variant, cost (FLOPs, the baseline's seeds included),
+            p_decided.
     """
 
     baseline: str
@@ -93,7 +84,7 @@ class VariantComparison(JsonResult):
 
     def plot(self) -> go.Figure:
         """Multiplier of each variant against compute, with its band up to the target."""
-        from scaling.comparisons.figures import draw_variants
+        from scaling.variants.figures import draw_variants
 
         return draw_variants(self.band, self.measured, self.level)
 
@@ -173,8 +164,8 @@ def compare_variants(
         )
     if not names:
         raise ScalingError(f"need a variant beside {baseline!r}, got none")
-    law = _Baseline.fitted(own)
-    lines_of = {name: _Gains.measured(law, cells[cells["variant"] == name], name) for name in names}
+    law = Baseline.fitted(own)
+    lines_of = {name: Gains.measured(law, cells[cells["variant"] == name], name) for name in names}
 
     scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
     posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
@@ -207,7 +198,7 @@ def compare_variants(
                 "verdict": verdict,
             }
         )
-        reach = _normal_quantile((1 + level) / 2) * median * np.sqrt(np.diag(gains.unit_noise))
+        reach = normal_quantile((1 + level) / 2) * median * np.sqrt(np.diag(gains.unit_noise))
         for flops, log_m, half in zip(part["flops"], gains.log_m, reach, strict=True):
             ends = np.exp([log_m, log_m - half, log_m + half])
             measured.append({"variant": name, "compute_flops": flops} | dict(zip(_ENDS, ends, strict=True)))
@@ -266,172 +257,8 @@ def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame
     return cells.sort_values("flops", ignore_index=True, kind="stable"), sd, dof
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Baseline:
-    """The baseline's loss along its ladder.
-
-    Attributes:
-        floor, excess: logarithms of E and of L − E at x0.
-        gamma: exponent of compute.
-        x0: logarithm of the compute in the middle.
-        x, residual, runs: of its cells: log compute, log loss above the law's, and runs, [K] each.
-    """
-
-    floor: float
-    excess: float
-    gamma: float
-    x0: float
-    x: Array
-    residual: Array
-    runs: Array
-
-    @classmethod
-    def fitted(cls, cells: pd.DataFrame) -> _Baseline:
-        """Least squares with the priors of E and gamma."""
-        from scipy.optimize import least_squares
-
-        x, y = np.log(cells["flops"].to_numpy()), cells["y"].to_numpy()
-        x0, weights, least = float(x.mean()), np.sqrt(cells["runs"].to_numpy()) / NOISE[0], float(y.min())
-
-        def distances(theta: Array) -> Array:
-            floor, excess, gamma = theta
-            off = np.logaddexp(floor, excess - np.exp(gamma) * (x - x0)) - y
-            prior = [(floor - least - math.log(FLOOR[0])) / FLOOR[1], (gamma - math.log(GAMMA[0])) / GAMMA[1]]
-            return np.append(weights * off, prior)
-
-        start = [least + math.log(FLOOR[0]), least + math.log(1 - FLOOR[0]), math.log(GAMMA[0])]
-        floor, excess, gamma = least_squares(distances, start).x
-        return cls(
-            floor=float(floor),
-            excess=float(excess),
-            gamma=float(np.exp(gamma)),
-            x0=x0,
-            x=x,
-            residual=y - np.logaddexp(floor, excess - np.exp(gamma) * (x - x0)),
-            runs=cells["runs"].to_numpy(dtype=np.float64),
-        )
-
-    def log_loss(self, x: float) -> float:
-        """At the logarithm of a compute."""
-        return float(np.logaddexp(self.floor, self.excess - self.gamma * (x - self.x0)))
-
-    def slope(self, x: Array) -> Array:
-        """−d log L / d log C, of the same shape."""
-        excess = np.exp(self.excess - self.gamma * (x - self.x0))
-        return np.asarray(self.gamma * excess / (np.exp(self.floor) + excess))
-
-    def between(self, x: Array) -> Array:
-        """Weights of the baseline's cells in its residual at J places, [J, K]: linear between two, the last one's beyond."""
-        return np.array([np.interp(x, self.x, row) for row in np.eye(len(self.x))]).T
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Gains:
-    """Measured log multipliers of one variant.
-
-    Attributes:
-        x: log compute less x0, [J].
-        x0: logarithm of C0.
-        log_m: [J].
-        unit_noise: their covariance for runs of noise 1 in log loss, the baseline's runs that they share included, [J, J].
-    """
-
-    x: Array
-    x0: float
-    log_m: Array
-    unit_noise: Array
-
-    @classmethod
-    def measured(cls, law: _Baseline, cells: pd.DataFrame, name: str) -> _Gains:
-        """Computes at which the baseline has the variant's losses, over the variant's own."""
-        x = np.log(cells["flops"].to_numpy())
-        weights = law.between(x)
-        y = cells["y"].to_numpy() - weights @ law.residual
-        if (low := y <= law.floor).any():
-            raise ScalingError(
-                f"variant {name!r} has a loss of {math.exp(float(cells['y'].to_numpy()[low][0])):.4g}, below the floor "
-                f"{math.exp(law.floor):.4g} of the baseline's law: no compute of the baseline reaches it"
-            )
-        equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
-        per_loss = 1 / law.slope(x)
-        own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
-        return cls(x=x - law.x0, x0=law.x0, log_m=equal - x, unit_noise=own * np.outer(per_loss, per_loss))
-
-    def _prior(self, left: Array, right: Array, slope_sd: Array) -> Array:
-        """Covariance of log m at two sets of places, [n_slopes, J, J'], for each sd of g."""
-        same_side = np.multiply.outer(np.sign(left), np.sign(right)) > 0
-        walk = DRIFT**2 * np.where(same_side, np.minimum.outer(np.abs(left), np.abs(right)), 0.0)
-        return np.asarray(OFFSET_SD**2 + walk + slope_sd[:, None, None] ** 2 * np.multiply.outer(left, right))
-
-    def _covariance(self, scales: Array) -> Array:
-        """Of the measured, [n_noises, n_slopes, J, J]."""
-        noise = np.multiply.outer(scales**2, self.unit_noise)
-        return self._prior(self.x, self.x, _slope_sds()) + noise[:, None]
-
-    def evidence(self, scales: Array) -> Array:
-        """Log density of the measured for each noise and sd of g, [n_noises, n_slopes], but for a constant."""
-        covariance = self._covariance(scales)
-        solved = np.linalg.solve(covariance, np.broadcast_to(self.log_m[:, None], (*covariance.shape[:-1], 1)))[..., 0]
-        return np.asarray(-(np.linalg.slogdet(covariance)[1] + solved @ self.log_m) / 2)
-
-    def mixtures(self, log_compute: Array, scales: Array, chances: Array) -> list[_Mixture]:
-        """Posterior of log m at each of P computes, given the probability of each noise, [n_noises]."""
-        means, variances = self.predict(log_compute, scales)
-        by_slope = self.evidence(scales)
-        by_slope = np.exp(by_slope - by_slope.max(axis=1, keepdims=True))
-        weights = (chances[:, None] * by_slope / by_slope.sum(axis=1, keepdims=True)).ravel()
-        sds = np.sqrt(variances)
-        return [_Mixture(means[..., p].ravel(), sds[..., p].ravel(), weights) for p in range(len(log_compute))]
-
-    def predict(self, log_compute: Array, scales: Array) -> tuple[Array, Array]:
-        """Mean and variance of log m at P computes for each noise and sd of g, [n_noises, n_slopes, P] each."""
-        there, sds = log_compute - self.x0, _slope_sds()
-        across = self._prior(self.x, there, sds)
-        gain = np.linalg.solve(self._covariance(scales), np.broadcast_to(across, (len(scales), *across.shape)))
-        own = np.diagonal(self._prior(there, there, sds), axis1=1, axis2=2)
-        return np.einsum("abjp,j->abp", gain, self.log_m), own - (gain * across).sum(axis=2)
-
-    def with_runs(self, log_compute: float, variance: float) -> _Gains:
-        """Itself with one measurement more, as expected, of a variance for noise 1."""
-        n = len(self.x)
-        noise = np.zeros((n + 1, n + 1))
-        noise[:n, :n], noise[n, n] = self.unit_noise, variance
-        return _Gains(
-            x=np.append(self.x, log_compute - self.x0), x0=self.x0, log_m=np.append(self.log_m, 0.0), unit_noise=noise
-        )
-
-
-@dataclass(frozen=True)
-class _Mixture:
-    """Mixture of normal distributions of log m: means, standard deviations and weights, [M] each."""
-
-    means: Array
-    sds: Array
-    weights: Array
-
-    def above(self, value: float) -> float:
-        """Probability of more."""
-        from scipy.special import ndtr
-
-        return float(self.weights @ ndtr((self.means - value) / self.sds))
-
-    def quantile(self, p: float) -> float:
-        """By bisection between the normals' own."""
-        each = self.means + self.sds * _normal_quantile(p)
-        low, high = float(each.min()), float(each.max())
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if 1 - self.above(middle) < p else (low, middle)
-        return (low + high) / 2
-
-    def moments(self) -> tuple[float, float]:
-        """Mean and variance."""
-        mean = float(self.weights @ self.means)
-        return mean, float(self.weights @ (self.sds**2 + (self.means - mean) ** 2))
-
-
 def _next(
-    gains: _Gains, law: _Baseline, now: _Mixture, noise: float, target: float, worth: float
+    gains: Gains, law: Baseline, now: Mixture, noise: float, target: float, worth: float
 ) -> dict[str, Any] | None:
     """The cheapest measurement that is likely to decide, or the likeliest: its compute, seeds, cost and probability.
 
@@ -444,7 +271,7 @@ def _next(
     from scipy.special import ndtr
 
     mean, variance = now.moments()
-    typical, edge = np.array([noise]), _normal_quantile(SURE)
+    typical, edge = np.array([noise]), normal_quantile(SURE)
     by_slope = gains.evidence(typical)[0]
     weights = np.exp(by_slope - by_slope.max())
     before = float(weights @ gains.predict(np.log([target]), typical)[1][0, :, 0])
@@ -467,17 +294,3 @@ def _next(
         return None
     likely = [found for found in candidates if found["p_decided"] >= LIKELY]
     return min(likely, key=lambda found: found["cost"]) if likely else max(candidates, key=lambda f: f["p_decided"])
-
-
-def _slope_sds() -> Array:
-    """Standard deviations of g whose equal mixture is Student's, [n_slopes]."""
-    from scipy.special import gammaincinv
-
-    middles = (np.arange(_N_SLOPES) + 0.5) / _N_SLOPES
-    return np.asarray(SLOPE_SCALE / np.sqrt(gammaincinv(SLOPE_DOF / 2, middles) * 2 / SLOPE_DOF))
-
-
-def _normal_quantile(p: float) -> float:
-    from scipy.special import ndtri
-
-    return float(ndtri(p))
