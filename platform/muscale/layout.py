@@ -5,6 +5,7 @@ from __future__ import annotations
 STUDY_FILE = "study.toml"
 LEDGER = "ledger.sqlite"
 LEDGER_PLACE = "ledger.json"  # where the ledger lies, if elsewhere
+MEMBERS = "members.json"  # of a model family of one's own: those that were counted
 CORPUS = "corpus"  # token files and manifest
 CORPORA = "corpora"  # a folder for each corpus of a continuation
 STATES = "states"  # training states that others start from

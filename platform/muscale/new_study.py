@@ -24,6 +24,8 @@ _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3
 MOST_OFTEN = (
     4  # times that text is seen before a repetition is worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
 )
+FAMILY = ("my_family.py", "test_my_family.py")
+"""Files that --family writes: a family of one's own, and its test."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _SAMPLE_BYTES = 65536
 
@@ -86,21 +88,27 @@ class NewStudy:
         return "\n".join(lines)
 
 
-def write_study(directory: Path, source: Path | None = None, name: str | None = None) -> NewStudy:
+def write_study(
+    directory: Path, source: Path | None = None, name: str | None = None, *, family: bool = False
+) -> NewStudy:
     """Write the study file into a directory, which is made if it is not there.
 
     Args:
         directory: The study's.
         source: A text file, or a folder of them, or of .jsonl or .parquet files; None keeps the quickstart's.
         name: Of the study; by default the directory's.
+        family: Write a model family to edit and its test beside it, and name it in the study file.
 
     Raises:
-        StudyDirectoryError: If there is a study file already.
+        StudyDirectoryError: If there is a study file already, or one of the family's.
         StageError: If the source is missing, holds nothing or is no text; nothing is written then.
     """
     path = directory / STUDY_FILE
     if path.exists():
         raise StudyDirectoryError(f"{path}: is there already; edit it, or pass --keep to leave it as it is")
+    for module in FAMILY if family else ():
+        if (directory / module).exists():
+            raise StudyDirectoryError(f"{directory / module}: is there already; leave --family out, or move it")
     for above in (directory, *directory.parents):
         if above.exists() and not above.is_dir():
             raise StudyDirectoryError(f"{above}: is a file, and a study needs a directory; give another one")
@@ -109,7 +117,7 @@ def write_study(directory: Path, source: Path | None = None, name: str | None = 
     text = (resources.files("muscale") / "quickstart.toml").read_text()
     text = _with_value(text, "name", name or directory.absolute().name or "study")
     if source is None:
-        _write(path, text)
+        _write_all(path, text, family=family)
         return NewStudy(path=str(path))
     kind = _kind(source)
     place = _place(source.expanduser().absolute(), directory.absolute())
@@ -122,8 +130,16 @@ def write_study(directory: Path, source: Path | None = None, name: str | None = 
     )
     text = re.sub(r"\A#[^\n]*\n", lambda _: intro + "\n", text)
     found = _measured(path, place, source, kind, text)
-    _write(path, text)
+    _write_all(path, text, family=family)
     return found
+
+
+def _write_all(path: Path, text: str, *, family: bool) -> None:
+    """Write the study file, after the files of the family that it names, if it does."""
+    for module in FAMILY if family else ():
+        _write(path.parent / module, (resources.files("muscale") / f"{module}.txt").read_text())
+    named = f'family = "{FAMILY[0].removesuffix(".py")}:Convolutions"\nargs = {{ kernel = 4 }}'
+    _write(path, text.replace("head_dim = 16", named, 1) if family else text)
 
 
 def _with_value(text: str, key: str, value: str) -> str:

@@ -41,12 +41,14 @@ from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
+from muscale.settings.own_model import write_record
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.open_ledger import open_ledger
 from muscale.store.tables import ResultKind
 from muscale.tracking.trackers import Tracking
+from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.corpus import Corpus, CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import Ablation, ScalingError, ScalingFit, Verdict, compare_ablations
@@ -85,13 +87,15 @@ class Study(Result):
         return self.contents.directory
 
     @classmethod
-    def open(cls, path: str | Path, overrides: Overrides = (), *, quiet: bool = False) -> Self:
+    def open(cls, path: str | Path, overrides: Overrides = (), *, quiet: bool = False, trains: bool = False) -> Self:
         """Open the study of a file; its directory is the file's.
 
         Args:
             path: The study file.
             overrides: Settings that replace the file's: each `table.key=value`, or a mapping of `table.key` to a value.
             quiet: Show no progress.
+            trains: Import the model family that the file names, if any, which runs its module; needed once, before anything is
+                trained. Without it the study's record of its members is read instead.
 
         Raises:
             StudyFileError: If the file can't be used; nothing is written then.
@@ -99,7 +103,7 @@ class Study(Result):
             StageError: If the corpus can't be read.
         """
         where, path = Path(path), Path(path).resolve()
-        config = StudyConfig.read(where, overrides)
+        config = StudyConfig.read(where, overrides, trains=trains)
         try:
             data.check(config.corpus, path.parent, config.model.vocab_size)
         except ValueError as error:
@@ -113,7 +117,15 @@ class Study(Result):
         }
         ledger.claim(identity, values)
         contents = StudyContents(config=config, ledger=ledger, path=path, overrides=as_set(overrides))
-        return cls(contents, Display(quiet=quiet))
+        opened = cls(contents, Display(quiet=quiet))
+        opened._record_members()
+        return opened
+
+    def _record_members(self) -> None:
+        """Record the members that were counted, if a family was imported, for whoever reads the study without it."""
+        own, base = self.config._own_model, self.config.model
+        if own and isinstance(base, ModuleConfig):
+            write_record(self.directory, own, base)
 
     # Stages
 
@@ -245,6 +257,7 @@ class Study(Result):
             corpus=self.corpus,
             winner=sweep.winner,
         )
+        self._record_members()
         return planning.as_registered(plan, self.ledger)
 
     def register(self, plan: Plan) -> Plan:
@@ -283,9 +296,11 @@ class Study(Result):
             ValueError: If an argument is out of its range.
         """
         plan = plan or self.plan()
-        return next_stems.choose(
+        chosen = next_stems.choose(
             self.config, self.fit(), plan, self.corpus, affordable_flops=affordable_flops, n_runs=n_runs, width=width
         )
+        self._record_members()
+        return chosen
 
     def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
         """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
@@ -319,7 +334,9 @@ class Study(Result):
                 verdict=self.transfer().verdict,
                 gate=seen.gate,
             )
-        if config.promote.bundle:
+        if config.promote.bundle and not config.can_bundle:
+            self._display.line("no bundle: only the built-in decoder is bundled, yet")
+        elif config.promote.bundle:
             try:
                 self._display.line(f"bundle: {self.bundle().path}")
             except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded

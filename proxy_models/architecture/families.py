@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, cast
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.counted import counted
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.family import Family, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 M = TypeVar("M", bound=Member, default=ModelConfig)
+_NOT_IMPORTED = "the family {} is not imported here; only what trains imports it"
 
 
 def load(name: str) -> type[Family]:
@@ -35,19 +38,21 @@ def load(name: str) -> type[Family]:
         raise ValueError(f'must be "package.module:Class", got {name!r}')
     try:
         found = getattr(import_module(module), attribute, None)
-    except ImportError as error:
-        raise ValueError(f"{module} can't be imported ({error}), got {name!r}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(
+            f"{module} can't be imported ({type(error).__name__}: {error}): install its package or put its folder on "
+            f"PYTHONPATH wherever it trains, Ray's workers included; got {name!r}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise ValueError(f"must be a subclass of proxy_models.Family, got {name!r}, which is {found!r}")
     return found
 
 
-@cache
 def family_of(member: Member) -> Family:
-    """Return the family of a member; the module of one's own must have been imported, which readers never do.
+    """Return the family of a member; readers, which never import the module of one's own, get one of counted members.
 
     Raises:
-        ValueError: If it was not imported here, or from another source than the member's.
+        ValueError: If it was not imported here and nothing of it counted, or imported from another source than the member's.
     """
     if isinstance(member, ModelConfig):
         return DecoderFamily.of(member)
@@ -55,8 +60,16 @@ def family_of(member: Member) -> Family:
         raise TypeError(f"no family has members of type {type(member).__name__}")
     module, _, attribute = member.family.partition(":")
     found = getattr(sys.modules.get(module), attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Family)):
-        raise ValueError(f"the family {member.family} is not imported here; only what trains imports it")
+    is_here = isinstance(found, type) and issubclass(found, Family)
+    if is_here and (source_hash(found) == member.source or not counted(member)):
+        return _imported(found, member)
+    if counted(member):
+        return _Counted(vocab_size=member.vocab_size, context_length=member.context_length, of=member)
+    raise ValueError(_NOT_IMPORTED.format(member.family))
+
+
+@cache
+def _imported(found: type[Family], member: ModuleConfig) -> Family:
     here = {"source": source_hash(found), "version": found.version}
     for name, value in here.items():
         if value != (there := getattr(member, name)):
@@ -70,9 +83,7 @@ def import_family(member: Member) -> Family:
     Raises:
         ValueError: If there is no such family here, or it has another source.
     """
-    if isinstance(member, ModuleConfig):
-        load(member.family)
-    return family_of(member)
+    return _imported(load(member.family), member) if isinstance(member, ModuleConfig) else family_of(member)
 
 
 def build(member: Member) -> nn.Module:
@@ -86,6 +97,32 @@ def parameter_shapes(member: Member) -> dict[str, Tensor]:
 
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in build(member).named_parameters()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counted(Family):
+    """Those members of a family that were counted, for what only reads."""
+
+    of: ModuleConfig
+
+    def build(self, width: int, depth: int) -> nn.Module:
+        raise ValueError(_NOT_IMPORTED.format(self.of.family))
+
+    def member(self, width: int, depth: int) -> Member:
+        if found := counted(self.of).get((width, depth)):
+            return found
+        raise ValueError(
+            f"width {width}, depth {depth} of {self.of.family} was not counted yet; what trains counts and records it"
+        )
+
+    def member_for(self, n_params: float, depth: int) -> Member:
+        members = [member for member in counted(self.of).values() if member.n_layers == depth]
+        if not members:
+            raise ValueError(f"no member of depth {depth} of {self.of.family} was counted yet")
+        return min(members, key=lambda member: abs(math.log(member.n_params / n_params)))
+
+    def widths(self) -> Iterator[int]:
+        return iter(sorted(width for width, depth in counted(self.of) if depth == self.of.n_layers))
 
 
 @dataclass(frozen=True, kw_only=True)

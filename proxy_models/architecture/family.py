@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from proxy_models.architecture.counted import remember
 from proxy_models.architecture.member import Counts, Member, ModuleConfig
 from proxy_models.architecture.memory import Checkpointing, Precision
 from proxy_models.architecture.parametrization import (
@@ -172,7 +173,7 @@ class Family(ABC):
         """
         if width < 1 or width % self.width_step:
             raise ValueError(f"d_model must be a multiple of {self.width_step}, got {width}")
-        return ModuleConfig(
+        member = ModuleConfig(
             d_model=width,
             n_layers=depth,
             vocab_size=self.vocab_size,
@@ -186,6 +187,8 @@ class Family(ABC):
             ),
             counts=count_member(self, width, depth),
         )
+        remember([member])
+        return member
 
     def widths(self) -> Iterator[int]:
         """Widths of members, ascending."""

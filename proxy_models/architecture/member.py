@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -57,6 +58,10 @@ class Counts:
     n_params: int
     n_params_total: int
     train_flops_per_token: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_params <= self.n_params_total or not 0 < self.train_flops_per_token < math.inf:
+            raise ValueError(f"counts must be positive and finite, n_params at most n_params_total, got {self}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def promote(
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
-        return run_stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote")
+        return run_stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote", trains=True)
     if smoke_test and (force or options.dry_run):
         raise StudyFileError(f"promote: --smoke-test cannot be combined with {'--force' if force else '--dry-run'}")
     plan_option = ("--plan", plan) if plan else ()
@@ -57,7 +57,9 @@ def promote(
         return Ending(next=(options.line("promote", study, *plan_option),))
 
     if smoke_test:
-        return run_stage(study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then)
+        return run_stage(
+            study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then, trains=True
+        )
     if options.dry_run and (plan or _is_begun(study)):
         seen = replace(options, dry_run=False)
         return run_stage(
@@ -67,13 +69,15 @@ def promote(
             None,
             failed=lambda result: not result.passed,
             ending=lambda opened, result: then(opened, result) if result.passed else Ending(),
+            trains=True,
         )
 
     def ending(opened: Study, promoted: Any) -> Ending:
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
         if not bundle.exists():
-            return Ending(wrote=wrote, next=(options.line("bundle", study), options.line("report", study)))
+            bundled = (options.line("bundle", study),) if opened.config.can_bundle else ()
+            return Ending(wrote=wrote, next=(*bundled, options.line("report", study)))
         return Ending(wrote=wrote | {"bundle": bundle}, next=(options.line("report", study), line("generate", bundle)))
 
     return run_stage(
@@ -83,6 +87,7 @@ def promote(
         "promote",
         failed=lambda result: not result.inside,
         ending=ending,
+        trains=True,
     )
 
 
@@ -115,13 +120,14 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
             corpus = opened.corpus
             return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.shared_numerics(corpus))
 
-        return run_stage(study, seen, planned, None, ending=lambda *_: once_more)
+        return run_stage(study, seen, planned, None, ending=lambda *_: once_more, trains=True)
     return run_stage(
         study,
         options,
         lambda opened: opened.continue_run(file),
         None,
         ending=lambda _, result: Ending(next=(options.line("bundle", study, "--continuation", result.key),)),
+        trains=True,
     )
 
 

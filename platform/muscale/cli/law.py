@@ -28,6 +28,7 @@ def ladder(study: Path, *, options: StageOptions = StageOptions()) -> int:
         lambda opened: opened.ladder(),
         "ladder",
         ending=lambda *_: Ending(next=(options.line("fit", study),)),
+        trains=True,
     )
 
 
@@ -59,7 +60,7 @@ def fit(
             "fit: --n-params, --loss-unit and --compute-flops are for --runs; a study's budget is in its [plan]"
         )
     ending = Ending(next=(options.line("plan", study),))
-    return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending)
+    return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
 
 
 def _fit_runs(
@@ -143,7 +144,7 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
     def ending(_opened: Study, _result: Any) -> Ending:
         return Ending(wrote=wrote, next=(options.line("promote", study, "--dry-run"), options.line("promote", study)))
 
-    return run_stage(study, options, planned, "plan", ending=ending)
+    return run_stage(study, options, planned, "plan", ending=ending, trains=True)
 
 
 @command(LAW, example="muscale calibration study.toml ../other-study")

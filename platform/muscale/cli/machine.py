@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 @command(MACHINE, example="muscale init my-study --source ~/texts")
 def init(
-    directory: Path, *, source: Path | None = None, name: str | None = None, keep: Flag = False, json: AsJson = False
+    directory: Path,
+    *,
+    source: Path | None = None,
+    name: str | None = None,
+    family: Flag = False,
+    keep: Flag = False,
+    json: AsJson = False,
 ) -> int:
     """Write a study file to edit: the quickstart's, or one for your own text.
 
@@ -29,6 +35,7 @@ def init(
         directory: Created if it does not exist.
         source: A text file, or a folder of text, .jsonl or .parquet files; also checks whether it is enough text for the budgets.
         name: Of the study; by default the directory's.
+        family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and search that.
         keep: Keep an existing study file instead of refusing.
         json: Print the result as JSON, and nothing else on standard output.
     """
@@ -37,11 +44,13 @@ def init(
     path = directory / STUDY_FILE
     kept = keep and path.exists()
     with result_alone(json):
-        written = NewStudy(path=str(path)) if kept else write_study(directory, source, name)
+        written = NewStudy(path=str(path)) if kept else write_study(directory, source, name, family=family)
     if json:
         show(written, as_json=True)
     elif not kept:
         show(written, as_json=False)
+        if family:
+            print(f"put the family on the path first: export PYTHONPATH={shlex.quote(str(directory.absolute()))}")
         print_ending(Ending(next=(line("doctor", path), line("run", path, "--dry-run"), line("run", path))))
     return 0
 

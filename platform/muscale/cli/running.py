@@ -30,6 +30,7 @@ def run_stage(
     *,
     ending: _Ending = lambda opened, result: Ending(),
     empty: str = "nothing to train",
+    trains: bool = False,
 ) -> int:
     """Open the study, call one of its methods, print the result and the next command.
 
@@ -41,6 +42,7 @@ def run_stage(
         failed: Whether the result means exit code 1.
         ending: The last lines; not printed with --json.
         empty: Printed in place of a table without rows.
+        trains: Whether a model family that the file names is imported; commands that only read import nothing.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
         raise StudyFileError(
@@ -52,11 +54,11 @@ def run_stage(
             from muscale.plans.costs import cost_of
             from muscale.settings.config import StudyConfig
 
-            result: Any = cost_of(dry_run, StudyConfig.read(path, options.set))
+            result: Any = cost_of(dry_run, StudyConfig.read(path, options.set, trains=trains))
         else:
             from muscale.study import Study
 
-            opened = Study.open(path, options.set, quiet=options.json)
+            opened = Study.open(path, options.set, quiet=options.json, trains=trains)
             result = stage(opened)
     show(result, as_json=options.json, empty=empty)
     if dry_run:

@@ -29,7 +29,7 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"report": opened.directory / REPORT}
         if not bundle.exists():
-            return Ending(wrote=wrote, next=(options.line("bundle", study),))
+            return Ending(wrote=wrote, next=(options.line("bundle", study),) if opened.config.can_bundle else ())
         return Ending(wrote=wrote | {"bundle": bundle}, next=(line("generate", bundle),))
 
     return run_stage(
@@ -39,6 +39,7 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
         "run",
         failed=lambda result: not result.inside,
         ending=ending,
+        trains=True,
     )
 
 
@@ -56,6 +57,7 @@ def check(study: Path, *, options: StageOptions = StageOptions()) -> int:
         "check",
         failed=lambda result: not result.passed,
         ending=lambda _, result: Ending(next=(options.line("sweep" if result.passed else "report", study),)),
+        trains=True,
     )
 
 
@@ -86,6 +88,7 @@ def sweep(
         lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from),
         "sweep --narrow" if narrow else "sweep",
         ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
+        trains=True,
     )
 
 
@@ -103,6 +106,7 @@ def transfer(study: Path, *, options: StageOptions = StageOptions()) -> int:
         "transfer",
         failed=lambda result: not result.passed,
         ending=lambda _, result: Ending(next=(options.line("ladder" if result.passed else "report", study),)),
+        trains=True,
     )
 
 
@@ -119,4 +123,5 @@ def ablate(study: Path, *, options: StageOptions = StageOptions()) -> int:
         lambda opened: opened.ablate(),
         "ablate",
         ending=lambda *_: Ending(next=(options.line("report", study),)),
+        trains=True,
     )

@@ -54,7 +54,7 @@ def diagnose(study: Path | None = None) -> Diagnosis:
 def _read(study: Path) -> StudyConfig:
     from muscale.settings.config import StudyConfig  # torch comes with it, for which nobody waits who has no study yet
 
-    return StudyConfig.read(study)
+    return StudyConfig.read(study, trains=True)
 
 
 def _python() -> Finding:

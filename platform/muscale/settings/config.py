@@ -5,10 +5,9 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast, get_args, get_type_hints
+from typing import Any, Self
 
 import pydantic
 
@@ -16,7 +15,8 @@ from muscale.errors import StudyFileError
 from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
 from muscale.settings.cross_field_rules import cross_field_errors
-from muscale.settings.strict import FAULTY, StrictTable, format_errors, lists_to_tuples
+from muscale.settings.own_model import OwnModel, read_record
+from muscale.settings.strict import FAULTY, build_strictly, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
 from muscale.settings.toml_file import inline, parse_toml, read_toml
 from proxy_models.architecture.config import ModelConfig
@@ -31,13 +31,15 @@ class StudyConfig(StudyTables):
     """A study file that was read and found valid."""
 
     @classmethod
-    def read(cls, path: Path, overrides: Overrides = ()) -> Self:
+    def read(cls, path: Path, overrides: Overrides = (), *, trains: bool = False) -> Self:
         """Read a study file.
 
         Args:
             path: The file.
             overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
                 TOML would hold it; `sweep.space` may be a `Space`.
+            trains: Import a model family of one's own that the file names, which runs its module; without it the record of
+                its members beside the file is read instead.
 
         Raises:
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
@@ -56,20 +58,35 @@ class StudyConfig(StudyTables):
             raise StudyFileError(f"{path}: is a plan's file; give the file of the study that the plan was made in")
         for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
             _override(values, key, value)
-        return cls.from_dict(values, where=str(path))
+        return cls.from_dict(values, where=str(path), directory=path.parent, trains=trains)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> Self:
+    def from_dict(
+        cls, values: Mapping[str, Any], *, where: str, directory: Path | None = None, trains: bool = False
+    ) -> Self:
         """The configuration of a table as TOML holds it.
+
+        Args:
+            values: The table.
+            where: The file, for messages.
+            directory: Of the study, for its record of members.
+            trains: As for `read`.
 
         Raises:
             StudyFileError: Naming `where`, the key, the rule and the value, for each thing that is wrong.
         """
         tables = lists_to_tuples(values)
         problems: list[str] = []
-        for key, build in (("model", ModelConfig), ("hyperparameters", Hyperparameters)):
-            if isinstance(table := tables.get(key), dict):
-                tables[key] = _build(build, table, f"{where}: {key}", problems)
+        if isinstance(table := tables.get("hyperparameters"), dict):
+            tables["hyperparameters"] = build_strictly(Hyperparameters, table, f"{where}: hyperparameters", problems)
+        own = None
+        if isinstance(table := tables.get("model"), dict):
+            if "family" in table:
+                own, tables["model"] = _own_member(
+                    table, f"{where}: model", directory or Path(), problems, trains=trains
+                )
+            else:
+                tables["model"] = build_strictly(ModelConfig, table, f"{where}: model", problems)
         if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
             try:
                 sweep["space"] = _space(values["sweep"]["space"], f"{where}: sweep.space")
@@ -80,10 +97,23 @@ class StudyConfig(StudyTables):
             config = cls(**tables)
         except pydantic.ValidationError as error:
             raise StudyFileError("\n".join([*problems, *format_errors(error, where, cls)])) from error
+        config._own_model = own if trains else None
         problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
             raise StudyFileError("\n".join(problems))
         return config
+
+
+def _own_member(
+    table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
+) -> tuple[OwnModel | None, Any]:
+    """[model] with a family, and its member: imported, or as it was recorded."""
+    try:
+        own = OwnModel(**table)
+    except pydantic.ValidationError as error:
+        problems += format_errors(error, where, OwnModel, separator=".")
+        return None, FAULTY
+    return own, own.imported(where, problems) if trains else read_record(directory, own, where, problems)
 
 
 def _space(table: Any, where: str) -> Space:
@@ -96,37 +126,6 @@ def _space(table: Any, where: str) -> Space:
         return ready_made(table)
     except SpaceError as error:
         raise SpaceError(f"{where}: {error}") from error
-
-
-def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
-    """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
-    hints = get_type_hints(build)
-    table, n_problems = dict(table), len(problems)
-    for name, hint in hints.items():
-        entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
-        if entry and isinstance(table.get(name), tuple):
-            table[name] = tuple(
-                _build(cast(type[Any], entry), value, f"{where}.{name}.{number}", problems)
-                if isinstance(value, dict)
-                else value
-                for number, value in enumerate(table[name])
-            )
-    if len(problems) > n_problems:
-        return FAULTY
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(build)
-    }
-    try:
-        valid = pydantic.create_model(build.__name__, __base__=StrictTable, **fields)(**table)
-        return build(
-            **{name: getattr(valid, name) for name in fields}
-        )  # 4 for a float is 4.0: equal settings, equal keys
-    except pydantic.ValidationError as error:
-        problems += format_errors(error, where, list(fields), separator=".")
-    except ValueError as error:
-        problems.append(f"{where}: {error}")
-    return FAULTY
 
 
 def as_set(overrides: Overrides) -> tuple[str, ...]:

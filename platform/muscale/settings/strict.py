@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_type_hints
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _LONGEST = 200  # characters of a value in a message
@@ -95,3 +97,34 @@ def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[s
     for name in names:
         if (amount := getattr(settings, name)) > 1 and amount != int(amount):
             raise ValueError(f"{table}.{name} must be a whole number or a fraction of one, got {amount}")
+
+
+def build_strictly(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
+    """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
+    hints = get_type_hints(build)
+    table, n_problems = dict(table), len(problems)
+    for name, hint in hints.items():
+        entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
+        if entry and isinstance(table.get(name), tuple):
+            table[name] = tuple(
+                build_strictly(cast(type[Any], entry), value, f"{where}.{name}.{number}", problems)
+                if isinstance(value, dict)
+                else value
+                for number, value in enumerate(table[name])
+            )
+    if len(problems) > n_problems:
+        return FAULTY
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(build)
+    }
+    try:
+        valid = pydantic.create_model(build.__name__, __base__=StrictTable, **fields)(**table)
+        return build(
+            **{name: getattr(valid, name) for name in fields}
+        )  # 4 for a float is 4.0: equal settings, equal keys
+    except pydantic.ValidationError as error:
+        problems += format_errors(error, where, list(fields), separator=".")
+    except ValueError as error:
+        problems.append(f"{where}: {error}")
+    return FAULTY

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt, PrivateAttr
 
 from muscale.errors import StageError
 from muscale.settings.ablation import AblateSettings
 from muscale.settings.corpus import CorpusSettings
+from muscale.settings.own_model import OwnModel
 from muscale.settings.plan import PlanSettings, Shape
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.transfer import TransferSettings
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
@@ -171,6 +173,7 @@ class StudyTables(StrictTable):
     numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
     tracking: TrackingSettings = TrackingSettings()
+    _own_model: OwnModel | None = PrivateAttr(default=None)  # [model] as written, where its family was imported
 
     @property
     def precision(self) -> Precision:
@@ -188,6 +191,11 @@ class StudyTables(StrictTable):
     def family(self) -> ModelFamily[Member]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
+
+    @property
+    def can_bundle(self) -> bool:
+        """Whether bundles are written of its models: of the built-in decoder, and of no other family yet."""
+        return isinstance(self.model, ModelConfig)
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import pytest
 from muscale.actors.worker import Worker
 from muscale.pages.spending import spending
 from muscale.store.lineage import Chain
-from proxy_models.architecture.families import family_of, load
+from proxy_models.architecture.families import load
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics
@@ -35,7 +35,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """The state of a process that did not import the family."""
     sys.modules.pop(MODULE, None)
-    family_of.cache_clear()
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ from muscale.layout import CORPUS
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
+from muscale.settings.own_model import announce, read_record
 from muscale.settings.strict import short_repr
+from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 
@@ -71,7 +73,7 @@ def read(path: Path) -> FullRun:
     try:
         values = _read_values(path)
         plan, numerics = Plan.from_dict(values["plan"]), Numerics.from_dict(values["numerics"])
-        config = StudyConfig.from_dict(values["config"], where=f"{path}: config")
+        config = _config(values["config"], numerics.model, path)
         found = _run_of(plan, config, numerics)
     except OSError as error:
         raise StageError(f"{path}: {format_read_error(error)}; `muscale promote --prepare` writes one") from error
@@ -90,6 +92,18 @@ def read(path: Path) -> FullRun:
         return full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
     except ValueError as error:
         raise StageError(f"{path}: config: {error}") from error
+
+
+def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
+    """The settings; a member of a family of one's own is that of the numerics, others lie in the study's record."""
+    where = f"{path}: config"
+    if isinstance(model, ModuleConfig):
+        problems: list[str] = []
+        read_record(path.resolve().parents[2], None, where, problems)
+        if problems:
+            raise ValueError(problems[0])
+        values = values | {"model": Member.from_dict(values["model"])}
+    return StudyConfig.from_dict(values, where=where)
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -119,6 +133,8 @@ def train_here(path: Path) -> dict[str, Any]:
         PreemptedError: If it was preempted; its state is saved.
     """
     run = read(path)  # before slow imports
+    if isinstance(model := run.numerics.model, ModuleConfig):
+        announce(model.family)
     from muscale.full_runs.distributed import adopt_slurm
     from muscale.full_runs.train.module import train
 

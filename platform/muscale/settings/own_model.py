@@ -1,0 +1,144 @@
+"""[model] with a family of one's own: what trains imports it, what reads finds its members in the study's record.
+
+The record is a file beside the study file with the table and every member that was counted: plain values. So opening a study, of
+whoever's, imports nothing that its file names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PositiveInt
+
+from muscale.layout import MEMBERS
+from muscale.settings.strict import FAULTY, StrictTable, build_strictly
+from proxy_models.architecture.counted import counted_at_any_context, remember
+from proxy_models.architecture.families import load
+from proxy_models.architecture.member import ModuleConfig
+from proxy_models.files import atomic_write
+
+ENTRY_POINTS = "muscale.families"
+_MOST_BYTES = 64 << 20  # of a record; a member has about 500
+_LONGEST = 300  # characters of a library's message
+
+
+class OwnModel(StrictTable):
+    """[model] with `family`."""
+
+    family: str  # "package.module:Class", or the name of an entry point of the group muscale.families
+    args: dict[str, bool | int | float | str] = Field(default_factory=dict)  # of the class, besides the two sizes
+    d_model: PositiveInt
+    n_layers: PositiveInt
+    vocab_size: PositiveInt = 256
+    context_length: PositiveInt = 128
+
+    def imported(self, where: str, problems: list[str]) -> Any:
+        """The member, by the code of the family, which is imported; on standard error stands what and from where before it is.
+
+        Args:
+            where: The file and the table, for messages.
+            problems: Errors are added to it, and the member is `FAULTY` then.
+        """
+        try:
+            name = self._qualified()
+            announce(name)
+            found = load(name)
+        except ValueError as error:
+            problems.append(f"{where}.family: {error}")
+            return FAULTY
+        sizes = {"vocab_size": self.vocab_size, "context_length": self.context_length}
+        if both := sorted(sizes.keys() & self.args.keys()):
+            problems.append(f"{where}.args.{both[0]}: is a key of [model] itself, got {self.args[both[0]]!r}")
+            return FAULTY
+        family = build_strictly(found, {**self.args, **sizes}, f"{where}.args", problems)
+        if family is FAULTY:
+            return FAULTY
+        try:
+            return family.member(self.d_model, self.n_layers)
+        except Exception as error:  # whatever the user's code raises
+            problems.append(f"{where}: {name} has no such member: {type(error).__name__}: {error}")
+            return FAULTY
+
+    def _qualified(self) -> str:
+        if ":" in self.family:
+            return self.family
+        known = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+        if self.family not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise ValueError(
+                f'must be "package.module:Class" or an entry point of the group {ENTRY_POINTS} (here: {names}), '
+                f"got {self.family!r}"
+            )
+        return known[self.family]
+
+
+def read_record(directory: Path, model: OwnModel | None, where: str, problems: list[str]) -> Any:
+    """Remember the members in a study's record; returns the one that the table describes.
+
+    Args:
+        directory: The study's.
+        model: The table; None: whatever was recorded.
+        where: The file and the table, for messages.
+        problems: Errors are added to it, and the member is `FAULTY` then.
+    """
+    path = directory / MEMBERS
+    remedy = "reading a study imports nothing that it names; `muscale check` imports the family and counts its members"
+    try:
+        table, members = _read(path)
+    except FileNotFoundError:
+        problems.append(f"{where}.family: its members were not counted yet ({path} is missing): {remedy}")
+        return FAULTY
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        problems.append(f"{path}: not a record of members: {' '.join(str(error).split())[:_LONGEST]}: {remedy}")
+        return FAULTY
+    if model is not None and table != model.model_dump():
+        problems.append(f"{where}: {path} was recorded for {table}, got {model.model_dump()}: {remedy}")
+        return FAULTY
+    remember(members)
+    return members[0]
+
+
+def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
+    """Write the members that were counted so far, those in the record before included."""
+    read_record(directory, model, "", [])
+    members = [base, *(member for member in counted_at_any_context(base) if member != base)]
+    values = {"model": model.model_dump(), "members": [member.to_dict() for member in members]}
+    with atomic_write(directory / MEMBERS) as unfinished:
+        unfinished.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def announce(name: str) -> None:
+    """Print on standard error which family is about to be imported, and so run, and from which file."""
+    sys.stderr.write(f"importing the model family {name} from {_file_of(name)}\n")
+    sys.stderr.flush()
+
+
+def _file_of(name: str) -> str:
+    """The file of a family, found without importing any package around it."""
+    first, *inner = name.partition(":")[0].split(".")
+    try:
+        spec = find_spec(first)
+        for part in inner:
+            first = f"{first}.{part}"
+            spec = PathFinder.find_spec(first, spec.submodule_search_locations) if spec else None
+    except (ImportError, ValueError):  # an empty part of a name, or a module that was put together by hand
+        spec = None
+    return (spec and spec.origin) or "an unknown file"
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[ModuleConfig]]:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
+    values = json.loads(content)
+    members = [ModuleConfig.from_dict(member) for member in values["members"]]
+    if not members:
+        raise ValueError("members: must not be empty")
+    return values["model"], members

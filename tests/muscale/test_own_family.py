@@ -1,0 +1,236 @@
+"""A study whose file names a model family: every stage trains its members, and readers import nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muscale import StageError, StudyConfig, StudyDirectoryError, StudyFileError
+from muscale.cli import entry
+from muscale.layout import MEMBERS
+from muscale.new_study import FAMILY, write_study
+from muscale.study import Study
+from proxy_models.architecture import counted
+from proxy_models.architecture.member import ModuleConfig
+
+MakeStudy = Callable[..., Path]
+ROOT = Path(__file__).parents[2]
+PATHS = (str(ROOT / "platform"), str(ROOT))
+NAME = "tests.proxy_models.families:Recurrent"
+SMALL = (
+    "sweep.trials=2",
+    "fit.n_bootstrap=100",
+    'sweep.space.learning_rate={distribution="log_uniform", low=0.03, high=0.1}',
+)
+READERS = (
+    ["report", "STUDY"],
+    ["runs", "STUDY"],
+    ["watch", "STUDY"],
+    ["calibration", "STUDY", "STUDY"],
+    ["sync", "STUDY"],
+    ["export-optuna", "STUDY", "optuna.sqlite"],
+    ["gc", "STUDY", "--dry-run"],
+)
+READ = """
+import sys
+from pathlib import Path
+from muscale.cli import entry
+from muscale.search.prior_runs import runs_of
+from muscale.study import Study
+study = Path(sys.argv[1])
+for command in {commands}:
+    code = entry.run([word.replace("STUDY", str(study)) for word in command])
+    assert code in (0, 1), (command, code)  # 1: outside the interval
+assert len(runs_of(study.parent))
+print("plan", Study.open(study, {small}, quiet=True).plan().key)
+"""
+
+
+@pytest.fixture
+def own_study(make_study: MakeStudy) -> Path:
+    """A micro-study of recurrent networks."""
+    path = make_study()
+    path.write_text(path.read_text().replace("[model]\n", f'[model]\nfamily = "{NAME}"\n'))
+    return path
+
+
+def settings(*more: str) -> list[str]:
+    return [word for setting in (*SMALL, *more) for word in ("--set", setting)]
+
+
+def run_as_reader(study: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Every command that only reads, in a process where importing the family would leave a file and fail."""
+    trap = folder / "trap" / "tests"
+    trap.mkdir(parents=True)
+    (trap / "__init__.py").write_text(f"open({str(folder / 'imported')!r}, 'w')\nraise SystemExit('imported')\n")
+    commands = [[*command, *settings()] for command in READERS]
+    return subprocess.run(
+        [sys.executable, "-c", READ.format(commands=commands, small=list(SMALL)), str(study)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(trap.parent), *PATHS))},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("ray_cluster")
+def test_every_stage_trains_the_family_and_readers_import_nothing(
+    own_study: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(own_study), "--force", *settings()]
+    assert entry.run(["run", *arguments]) in (0, 1)
+    shown = capfd.readouterr()
+    assert f"importing the model family {NAME} from" in shown.err
+    assert "measured" in shown.out
+    study = Study.open(own_study, SMALL, quiet=True)
+    runs = study.runs()
+    assert set(runs["purpose"]) == {"sweep", "transfer", "ladder", "full"}
+    before = len(runs)
+    assert entry.run(["run", *arguments]) in (0, 1)
+    assert len(Study.open(own_study, SMALL, quiet=True).runs()) == before, "trained again"
+
+    read = run_as_reader(own_study, tmp_path)
+    assert read.returncode == 0, read.stdout + read.stderr
+    assert not (tmp_path / "imported").exists()
+    (full,) = (own_study.parent / "full_runs").iterdir()
+    assert f"plan {full.name}" in read.stdout
+
+
+@pytest.fixture
+def written_study(make_study: MakeStudy, tmp_path: Path) -> Path:
+    """A micro-study of the family that `muscale init --family` writes, beside it."""
+    path = make_study()
+    write_study(tmp_path / "new", family=True)
+    shutil.copy(tmp_path / "new" / FAMILY[0], path.parent)
+    path.write_text(path.read_text().replace("[model]\n", '[model]\nfamily = "my_family:Convolutions"\n'))
+    return path
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_module_on_pythonpath_reaches_ray_s_workers(written_study: Path) -> None:
+    folder = written_study.parent
+    done = subprocess.run(
+        [*(sys.executable, "-m", "muscale", "sweep", "study.toml", "--set", "sweep.trials=1", "--json")],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), *PATHS))},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"importing the model family my_family:Convolutions from {folder / FAMILY[0]}" in done.stderr
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_that_lack_the_module_are_named_with_the_remedy(
+    written_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(written_study.parent))
+    monkeypatch.setitem(sys.modules, "my_family", None)
+    monkeypatch.delitem(sys.modules, "my_family")
+    with pytest.raises(StageError, match="my_family can't be imported .*PYTHONPATH"):
+        Study.open(written_study, quiet=True, trains=True).sweep()
+
+
+def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(tmp_path: Path) -> None:
+    written = write_study(tmp_path / "new", family=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FAMILY[1]],
+        cwd=tmp_path / "new",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path / "new"), *PATHS))},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    for _ in range(2):
+        with pytest.raises(StudyDirectoryError, match="is there already"):
+            write_study(tmp_path / "new", family=True)
+        Path(written.path).unlink(missing_ok=True)
+
+
+def test_a_study_is_not_read_before_its_members_are_counted(own_study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted, "_counted", {})
+    with pytest.raises(
+        StudyFileError, match=rf"model.family: its members were not counted yet \(.*{MEMBERS} is missing"
+    ):
+        Study.open(own_study, quiet=True)
+    first = Study.open(own_study, quiet=True, trains=True).config.model
+    assert isinstance(first, ModuleConfig)
+    monkeypatch.setattr(counted, "_counted", {})
+    again = Study.open(own_study, quiet=True)
+    assert again.config.model == first
+    with pytest.raises(StudyFileError, match="ladder.stems: width 96, depth 3 of .* was not counted yet"):
+        monkeypatch.setitem(sys.modules, NAME.partition(":")[0], None)
+        StudyConfig.read(own_study, {"ladder.stems": [{"width": 96, "depth": 3, "n_tokens": 16384}]})
+
+
+def test_another_source_wants_another_directory(own_study: Path) -> None:
+    Study.open(own_study, quiet=True, trains=True)
+    file = own_study.parent / MEMBERS
+    record = json.loads(file.read_text())
+    record["members"] = [member | {"source": "0" * 64} for member in record["members"]]
+    file.write_text(json.dumps(record))
+    with pytest.raises(StudyDirectoryError, match="model.source"):
+        Study.open(own_study, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (NAME, "nowhere.at_all:RNN", r"model.family: nowhere.at_all can't be imported .*PYTHONPATH"),
+        (NAME, "rnn", r"model.family: must be \"package.module:Class\" or an entry point .* got 'rnn'"),
+        (NAME, "json:JSONDecoder", "model.family: must be a subclass of proxy_models.Family"),
+        ("d_model = 32", "d_model = 36", "model: .* has no such member: .*multiple of 8, got 36"),
+        ("d_model = 32", "d_model = 32\nargs = { state = 1 }", "model.args.state: unknown key"),
+        (
+            "d_model = 32",
+            "d_model = 32\nargs = { vocab_size = 1 }",
+            "model.args.vocab_size: is a key of .model. itself",
+        ),
+        ("d_model = 32", "d_model = 32\nhead_dim = 16", "model.head_dim: unknown key"),
+        (
+            "[promote]",
+            "[promote]\ntensor_parallel = 2",
+            "promote.tensor_parallel must be 1 for a family without a plan",
+        ),
+    ],
+)
+def test_each_fault_is_named(own_study: Path, old: str, new: str, message: str) -> None:
+    own_study.write_text(own_study.read_text().replace(old, new))
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(own_study, trains=True)
+    assert not (own_study.parent / MEMBERS).exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"model": {}, "members": []}', '{"model": {}, "members": [{}]}', "[" * 9999]
+)
+def test_a_damaged_record_is_one_sentence(own_study: Path, text: str) -> None:
+    (own_study.parent / MEMBERS).write_text(text)
+    with pytest.raises(StudyFileError, match=rf"{MEMBERS}: not a record of members: "):
+        StudyConfig.read(own_study)
+
+
+def test_an_entry_point_is_a_name(own_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "site" / "recurrent-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: recurrent\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[muscale.families]\nrnn = {NAME}\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    by_class = StudyConfig.read(own_study, trains=True).model
+    own_study.write_text(own_study.read_text().replace(NAME, "rnn"))
+    assert StudyConfig.read(own_study, trains=True).model == by_class
