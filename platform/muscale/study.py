@@ -41,7 +41,7 @@ from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
-from muscale.settings.own_model import write_record
+from muscale.settings.own_model import require_same_family, write_record
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
@@ -465,8 +465,10 @@ class Study(Result):
         if isinstance(plan, str | Path):
             path = plan_file.path_of(self.directory, str(plan)) if str(plan).isalnum() else Path(plan)
             plan, config = plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
+            require_same_family(plan.model, config.model)
             return plan, with_layout(plan, config)
         plan = plan or self.plan()
+        require_same_family(plan.model, self.config.model)
         return self.register(plan) if register else plan, with_layout(plan, self.config)
 
     def _dry_run(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:

@@ -82,6 +82,9 @@ class ModuleConfig(Member):
     arguments: str = "{}"
     counts: Counts
 
+    def __str__(self) -> str:
+        return f"width {self.d_model}, depth {self.n_layers} of {self.family}"
+
     @property
     def n_params(self) -> int:
         """The N of the scaling law."""

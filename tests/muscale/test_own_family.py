@@ -16,8 +16,10 @@ from muscale import StageError, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.cli import entry
 from muscale.layout import MEMBERS
 from muscale.new_study import FAMILY, write_study
+from muscale.settings.own_model import require_same_family
 from muscale.study import Study
 from proxy_models.architecture import counted
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import ModuleConfig
 
 MakeStudy = Callable[..., Path]
@@ -162,6 +164,15 @@ def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(tmp_pa
         Path(written.path).unlink(missing_ok=True)
 
 
+def test_a_model_of_a_family_that_the_study_file_does_not_name_is_not_trained(own_study: Path) -> None:
+    named = Study.open(own_study, quiet=True, trains=True).config.model
+    decoder = ModelConfig(d_model=32, n_layers=1, context_length=32)
+    require_same_family(named, named)
+    for model, base in ((named, decoder), (decoder, named)):
+        with pytest.raises(StageError, match="is of another family than the study file's"):
+            require_same_family(model, base)
+
+
 def test_a_study_is_not_read_before_its_members_are_counted(own_study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counted, "_counted", {})
     with pytest.raises(
@@ -207,6 +218,7 @@ def test_another_source_wants_another_directory(own_study: Path) -> None:
             "[promote]\ntensor_parallel = 2",
             "promote.tensor_parallel must be 1 for a family without a plan",
         ),
+        ("[promote]", '[promote]\nevaluation = "async"', 'promote.evaluation: "async" is for the built-in decoder'),
     ],
 )
 def test_each_fault_is_named(own_study: Path, old: str, new: str, message: str) -> None:

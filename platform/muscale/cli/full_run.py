@@ -126,7 +126,9 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
         options,
         lambda opened: opened.continue_run(file),
         None,
-        ending=lambda _, result: Ending(next=(options.line("bundle", study, "--continuation", result.key),)),
+        ending=lambda opened, result: Ending(
+            next=(options.line("bundle", study, "--continuation", result.key),) if opened.config.can_bundle else ()
+        ),
         trains=True,
     )
 

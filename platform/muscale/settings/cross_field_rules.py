@@ -36,6 +36,8 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _elastic_errors(config.promote)
     if not isinstance(model, ModelConfig):
         problems += [f"promote.{reason}" for reason in config.promote.parallelism.layout_errors(model)]
+        if config.promote.evaluation == "async":
+            problems.append('promote.evaluation: "async" is for the built-in decoder, use "sync" for another family')
     if config.full_run_precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     problems += _check_errors(config.check)

@@ -16,11 +16,12 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
+from muscale.errors import StageError
 from muscale.layout import MEMBERS
 from muscale.settings.strict import FAULTY, StrictTable, build_strictly
 from proxy_models.architecture.counted import counted_at_any_context, remember
 from proxy_models.architecture.families import load
-from proxy_models.architecture.member import ModuleConfig
+from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.files import atomic_write
 
 ENTRY_POINTS = "muscale.families"
@@ -111,6 +112,19 @@ def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
     values = {"model": model.model_dump(), "members": [member.to_dict() for member in members]}
     with atomic_write(directory / MEMBERS) as unfinished:
         unfinished.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def require_same_family(model: Member, base: Member) -> None:
+    """Refuse to train a model of a ledger or a checkpoint whose code is not what the study file names, and was announced.
+
+    Raises:
+        StageError: If it is of another family.
+    """
+    found, named = (
+        member.family if isinstance(member, ModuleConfig) else "the built-in decoder" for member in (model, base)
+    )
+    if found != named:
+        raise StageError(f"a model of {found} is of another family than the study file's, {named}: it is not trained")
 
 
 def announce(name: str) -> None:

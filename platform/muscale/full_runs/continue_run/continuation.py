@@ -22,6 +22,7 @@ from muscale.layout import FULL_RUNS
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.settings.corpus import CorpusSettings
+from muscale.settings.own_model import require_same_family
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
@@ -206,6 +207,7 @@ def plan_continuation(
     file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
     try:
         parent = find_parent(file.parent, ledger, first, numerics)
+        require_same_family(parent.numerics.model, config.model)
         settings = _corpus_settings(file, parent, config)
         if settings is None:
             corpus = Corpus.open(ledger.directory / parent.lineage[-1].folder)
