@@ -127,7 +127,7 @@ class _Counted(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Generic[M]):
-    """A model with its width and depth left open; hyperparameters are tuned at the base and carried from it."""
+    """A model with its width and depth left open; hyperparameters are tuned at the base and transferred from it."""
 
     base: M
 

@@ -3,7 +3,7 @@
 Runs along one line of D/N show the loss over compute, hence a forecast on that line; the best D/N shows only in how the loss
 changes across it. With C fixed and rho = log D/N, the log loss has its least at rho* and there the curvature alpha·beta·R/(4·L),
 R = L − E (two terms in balance, N and D at C/6), so n runs of noise sigma whose rho scatters by s at a compute tell rho* to
-about 4·L·sigma / (√n·s·alpha·beta·R). What is computed is that deviation with the prior of the forecast's fits, carried to
+about 4·L·sigma / (√n·s·alpha·beta·R). What is computed is that deviation with the prior of the forecast's fits, taken to
 a budget: the joint form linearised at the prior's centre, its optimum amid the runs. No estimate of the fit enters but the noise,
 for where rho* is not identified the estimates are arbitrary and may agree. On planted ladders rho* erred by .7 to 2 of these
 deviations (tests/benchmarks/RESULTS.md).

@@ -26,7 +26,7 @@ Judgement = Literal["pass", "fail", "not enough evidence"]
 MAX_DRIFT = 0.5
 """Octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: muP −.38 and a
 loss of .004 nats by carrying the rate; standard parametrization −2.67 and more than .16 nats. For depth and for other
-hyperparameters the same bound is assumed; `regret_carried` is what the drift costs."""
+hyperparameters the same bound is assumed; `regret_transferred` is what the drift costs."""
 MAX_HALF_WIDTH = 1.0
 """Octaves of the 90 % interval of the drift on either side, beyond which nothing was shown."""
 MIN_SIZES = 3
@@ -48,7 +48,7 @@ class Transfer(JsonResult):
         optima: the optimum of each size, sizes ascending; their `rate` is the value of `over`.
         drift_octaves: log2 optimum at the largest size minus at the smallest.
         interval: 90 % interval of the drift, octaves.
-        regret_carried: relative loss given up at the largest size by the smallest size's optimum; NaN if the largest
+        regret_transferred: relative loss given up at the largest size by the smallest size's optimum; NaN if the largest
             size's optimum was not found.
         larger_is_better: at every value of a size's parabola, the next larger model tested there is no worse beyond the
             noise.
@@ -61,7 +61,7 @@ class Transfer(JsonResult):
     along: str
     over: str
     drift_octaves: float
-    regret_carried: OrNan
+    regret_transferred: OrNan
     larger_is_better: bool
     verdict: Judgement
     interval: tuple[OrMinusInfinite, OrInfinite]
@@ -100,7 +100,7 @@ class Transfer(JsonResult):
         return lines(
             {
                 "drift": f"{self.drift_octaves:+.2f} octaves, 90 % within {low:+.2f} to {high:+.2f}",
-                "regret": f"{self.regret_carried:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
+                "regret": f"{self.regret_transferred:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
                 larger(self.along): "is better" if self.larger_is_better else "is not better",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
@@ -178,7 +178,7 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
         optima=optima,
         drift_octaves=drift,
         interval=interval,
-        regret_carried=float(large.regret(small.rate)),
+        regret_transferred=float(large.regret(small.rate)),
         larger_is_better=worse is None,
         verdict=verdict,
         reasons=reasons,

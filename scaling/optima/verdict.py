@@ -104,10 +104,10 @@ class Verdict(JsonResult):
         return {name: reason for name, reason in self.missing.items() if name not in LAWS}
 
     def table(self) -> pd.DataFrame:
-        """One row per transfer: along, over, drift_octaves, low, high, regret_carried, larger_is_better, verdict."""
-        names = ["along", "over", "drift_octaves", "low", "high", "regret_carried", "larger_is_better", "verdict"]
+        """One row per transfer: along, over, drift_octaves, low, high, regret_transferred, larger_is_better, verdict."""
+        names = ["along", "over", "drift_octaves", "low", "high", "regret_transferred", "larger_is_better", "verdict"]
         records = [
-            [t.along, t.over, t.drift_octaves, *t.interval, t.regret_carried, t.larger_is_better, t.verdict]
+            [t.along, t.over, t.drift_octaves, *t.interval, t.regret_transferred, t.larger_is_better, t.verdict]
             for t in self.transfers
         ]
         return pd.DataFrame(records, columns=names)

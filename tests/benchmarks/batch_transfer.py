@@ -4,7 +4,7 @@
 
 The quickstart's model on the standard library's own source: a grid of rates at width 64 and 512 tokens a step, as a sweep would
 have it, and grids at width 128 and twice the tokens with 512 and with 4,096 a step, with and without a beta2 or beta1 of a shorter
-half-life in steps. The rate of the small grids is carried by each rule, and its loss read from the parabola of the large grid; the
+half-life in steps. The rate of the small grids is transferred by each rule, and its loss read from the parabola of the large grid; the
 horizon law's prior carries it to the longer run. Every finished run is kept in the folder; the same command goes on where it was.
 """
 
@@ -117,10 +117,10 @@ def main() -> None:
     reference = optima["large batch"].loss
     for name in (name for name in optima if name.startswith("large batch")):
         for rule, exponent in RULES.items():
-            carried = optima["proxy"].log2_rate - PRIOR[0] + exponent * np.log2(RATIO)
-            loss = optima[name].loss * (1 + float(optima[name].regret(2.0**carried)))
+            transferred = optima["proxy"].log2_rate - PRIOR[0] + exponent * np.log2(RATIO)
+            loss = optima[name].loss * (1 + float(optima[name].regret(2.0**transferred)))
             print(
-                f"{name:<42} {rule:<28} log2 rate {carried:+.2f}: {loss / reference - 1:+.2%} from the best of the large batch"
+                f"{name:<42} {rule:<28} log2 rate {transferred:+.2f}: {loss / reference - 1:+.2%} from the best of the large batch"
             )
 
 

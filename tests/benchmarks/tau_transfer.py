@@ -3,7 +3,7 @@
     python tests/benchmarks/tau_transfer.py [--seeds 2] [--folder runs/benchmarks/tau_transfer]
 
 A decoder of width 32 on the standard library's own source: a grid of timescales at 7.8 tokens per parameter, as a sweep would have
-it, and one at 63, the rate carried by the horizon law's prior. The proxy's best timescale is taken to the long run as it is and by
+it, and one at 63, the rate transferred by the horizon law's prior. The proxy's best timescale is taken to the long run as it is and by
 tau ∝ (tokens per parameter)^-.527 (Power Lines, arXiv 2505.13738); losses between the grid's points are interpolated. Every
 finished run is kept in the folder; the same command goes on where it was.
 """

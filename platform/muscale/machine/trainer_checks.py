@@ -98,7 +98,7 @@ class _Checks:
         found = f"{base.n_params:,} parameters, {base.flops_per_token:.3g} FLOPs per token"
         if base.tensors:
             return Finding(what="describe", status="ok", found=f"{found}, {len(base.tensors)} tensors")
-        do = "answer with `tensors` too, names and dimensions: without them no learning rate is carried by muP"
+        do = "answer with `tensors` too, names and dimensions: without them muP transfers no learning rate"
         return Finding(what="describe", status="warning", found=f"{found}, no tensors", do=do)
 
     def _same(self, what: str, jobs: list[TrainerJob], whole: TrainerEnd, do: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The batch of the full run, and what is carried to it: rate, beta2 and eps of a sweep and a ladder with the study's own batch."""
+"""The batch of the full run, and what is transferred to it: rate, beta2 and eps of a sweep and a ladder with the study's own batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scaling import BatchLaw
 from scaling.optima.batch import CURVATURE, RATE_EXPONENT, published_batch
 
 Source = Literal["the study's grids", "Step Law", "stated"]
-CARRIED = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
+BY_BATCH = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
 """What another batch may change."""
 EPS_EXPONENT = -0.5
 """Of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
@@ -87,7 +87,7 @@ class BatchChoice(Recorded):
             - _cost(self.tuned_tokens, self.best_tokens, self.curvature)
         )
 
-    def carry(self, tuned: Hyperparameters) -> Hyperparameters:
+    def transfer(self, tuned: Hyperparameters) -> Hyperparameters:
         """The hyperparameters with this batch: rate, beta2 and eps as good there as they were at the tuned one.
 
         Batches are those after their ramps, where most of a run is trained: a schedule's factor does not depend on the batch.

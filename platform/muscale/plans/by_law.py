@@ -93,7 +93,7 @@ def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
         "batch": batch.furthest if batch else 1.0,
         "tokens per parameter": tokens * config.model.n_params / plan.model.n_params,
     }
-    laws = dict.fromkeys((one.name for one in plan.carried if "explicit" in one.rules), "explicit")
+    laws = dict.fromkeys((one.name for one in plan.provenance if "explicit" in one.rules), "explicit")
     if batch and batch.best_tokens:
         laws["batch_tokens"] = "by law" if batch.source == "stated" else batch.source
     if batch and batch.furthest < 1:

@@ -112,7 +112,7 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "") -> Ga
     remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
     advice = {
         "pass": "",
-        "fail": "what was tuned small does not hold when large: mend the parametrization, or narrow what is carried",
+        "fail": "tuned values do not transfer to full size: mend the parametrization, or search less",
     }.get(verdict, f"settle it{remedy}")
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
 
@@ -129,7 +129,7 @@ def check_line(check: CoordinateCheck | None) -> GateLine:
         name=name,
         status="failed",
         compared=compared,
-        advice="`muscale check` names the modules; nothing tuned small would hold at full size",
+        advice="`muscale check` names the modules; tuned values would not transfer to full size",
     )
 
 
@@ -183,9 +183,9 @@ def data_line(
     return GateLine(name="data", status="passed", compared=f"{text}, {n_bytes / 1e9:.3g} GB hashed again")
 
 
-def hyperparameters_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
-    """Whether nothing came from a smaller model that no rule carries."""
-    name, every = "hyperparameters", list(carried)
+def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> GateLine:
+    """Whether a transfer rule covers everything that came from a smaller model."""
+    name, every = "hyperparameters", list(provenance)
     silent = [one for one in every if one.is_silent]
     if silent:
         text = [f"{one.name} = {one.value} from {one.source}" for one in silent]

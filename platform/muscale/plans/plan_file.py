@@ -81,7 +81,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
             "source": one.source,
             "rule": plan.rules.get(one.name),
         }
-        for one in plan.carried
+        for one in plan.provenance
     }
     tables = {
         "plan": plan.key,

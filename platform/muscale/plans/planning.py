@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from muscale.plans.batch import CARRIED, BatchChoice, choose_batch
-from muscale.plans.provenance import HyperparameterProvenance, carried
+from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
+from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.serialization import Recorded
@@ -46,12 +46,12 @@ class Plan(Recorded):
         precision: Of the training.
         spike_handling: Settings of [promote] about spikes that change what is computed.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
-        rules: For each tuned hyperparameter, the rule that carried it.
+        rules: For each tuned hyperparameter, the rule that transferred it.
         wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
             family that does best. Where the ladder does not tell it, N at the ladder's own D/N.
         forecast: Of the final annealed validation loss.
         decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words.
-        carried: Every hyperparameter with its rules and its source.
+        provenance: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         batch: The run's batch where it is not the proxies'.
         registered_at: When the forecast was written to the ledger; None before.
@@ -70,7 +70,7 @@ class Plan(Recorded):
     wanted_n_params: float
     forecast: Forecast
     decision: dict[str, Any]
-    carried: tuple[HyperparameterProvenance, ...]
+    provenance: tuple[HyperparameterProvenance, ...]
     data: dict[str, str]
     batch: BatchChoice | None = None
     registered_at: str | None = None
@@ -200,11 +200,11 @@ def make_plan(
         sequence_tokens=config.model.context_length,
         ranks=config.promote.workers,
     )
-    at_batch = batch.carry(best) if batch else best
-    by_batch = frozenset(name for name in CARRIED if getattr(at_batch, name) != getattr(best, name))
+    at_batch = batch.transfer(best) if batch else best
+    by_batch = frozenset(name for name in BY_BATCH if getattr(at_batch, name) != getattr(best, name))
     n_tokens = with_explicit(at_batch, explicit).whole_batches(decision.n_tokens)
     by_policy = tuned_for(best, horizon, n_tokens)
-    by_policy = batch.carry(by_policy) if batch else by_policy
+    by_policy = batch.transfer(by_policy) if batch else by_policy
     hyperparameters = with_explicit(by_policy, explicit)
     model = model_with_explicit(decision.config, explicit)
     beyond = _beyond(n_tokens, horizon, config.transfer.n_tokens)
@@ -223,7 +223,7 @@ def make_plan(
         rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
     if batch and by_batch:
         rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
-        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "carried to the batch")
+        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "transferred to the batch")
     rules |= dict.fromkeys(explicit, "explicit")
     trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
     evidence = fit.rows.to_dict("list")
@@ -260,7 +260,7 @@ def make_plan(
             batch,
         ),
         decision=_plain(decision, config),
-        carried=carried(
+        provenance=provenance_of(
             hyperparameters,
             model,
             config.model,
@@ -277,7 +277,7 @@ def make_plan(
 
 
 def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
-    """How far the horizon law is carried, and what would tell it nearer by; "" within its grids."""
+    """How far beyond its grids the horizon law is used, and the horizon that would reach further; "" within them."""
     times = n_tokens / horizon.n_tokens_range[1]
     if times <= 1:
         return ""

@@ -38,7 +38,7 @@ class HyperparameterProvenance:
     Attributes:
         name: The hyperparameter.
         value: As JSON has it.
-        rules: What carried it.
+        rules: Those that transferred it.
         source: The trial or the file that it is from.
         searched: Whether the sweep looked for it.
     """
@@ -61,7 +61,7 @@ class HyperparameterProvenance:
         return not stated and (self.transfer is None or (self.transfer is TransferClass.NEVER and self.searched))
 
 
-def carried(
+def provenance_of(
     hyperparameters: Hyperparameters,
     model: Member,
     base: Member,

@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 8
+SCHEMA = 9
 """Raise it when a table, an index or what a column holds changes. Ledgers of another schema are refused: nothing was released that
 would need to be migrated."""
 

@@ -113,7 +113,7 @@ def finish(
         forecast=forecast,
         spike_handling={"on_spike": "stop"},
         decision={},
-        carried=(),
+        provenance=(),
         data={},
         registered_at="2026-01-01T00:00:00+00:00",
     )

@@ -34,7 +34,7 @@ PLAN = Plan(
     forecast=FORECAST,
     spike_handling={"on_spike": "stop"},
     decision={},
-    carried=(),
+    provenance=(),
     data={},
     registered_at="2026-01-01T00:00:00+00:00",
 )

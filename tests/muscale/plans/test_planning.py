@@ -130,7 +130,7 @@ def test_a_plan_gives_its_reasons_and_is_read_back(planned: MakePlan) -> None:
 
 def test_what_the_space_fixes_is_from_the_study_file_and_was_not_searched(planned: MakePlan) -> None:
     fixed = 'sweep.space.beta1={distribution="fixed", value=0.8}'
-    found = {one.name: one for one in planned(fixed, "hyperparameters.beta1=0.8").carried}
+    found = {one.name: one for one in planned(fixed, "hyperparameters.beta1=0.8").provenance}
     assert (found["beta1"].source, found["beta1"].searched) == ("the study file", False)
     assert found["learning_rate"].searched
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muscale.plans.provenance import HyperparameterProvenance, carried
+from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.settings.plan import REGULARIZERS, model_with_explicit, validate_explicit, with_explicit
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -39,7 +39,7 @@ def by_name(
         "by_mup": True,
         "trial": "trial 3",
     }
-    return {one.name: one for one in carried(hyperparameters, model, BASE, **(settings | changes))}
+    return {one.name: one for one in provenance_of(hyperparameters, model, BASE, **(settings | changes))}
 
 
 def test_what_the_table_scales_came_by_mup_and_all_else_is_fixed() -> None:

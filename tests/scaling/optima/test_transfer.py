@@ -44,7 +44,7 @@ def test_stable_optima_pass() -> None:
     assert transfer.drift_octaves == pytest.approx(-0.15, abs=0.15)
     assert transfer.interval[1] - transfer.interval[0] < 0.4
     assert transfer.half_width == pytest.approx(transfer.interval[1] - transfer.drift_octaves)
-    assert transfer.regret_carried < 0.005
+    assert transfer.regret_transferred < 0.005
 
 
 def test_the_interval_of_the_drift_covers_at_its_level() -> None:
@@ -58,7 +58,7 @@ def test_planted_drift_is_recovered_and_priced() -> None:
     """The figures of standard parametrization as measured: −2.67 octaves."""
     transfer = fit_transfer(sweep([-6.10, -6.83, -7.84, -8.77], noise=0))
     assert transfer.drift_octaves == pytest.approx(-2.67, abs=1e-6)
-    assert transfer.regret_carried == pytest.approx(math.expm1(0.02 * 2.67**2), rel=1e-6)
+    assert transfer.regret_transferred == pytest.approx(math.expm1(0.02 * 2.67**2), rel=1e-6)
     assert transfer.verdict == "fail"
     assert "the interval of the drift lies outside ±0.5 octaves" in transfer.reasons
 

@@ -114,7 +114,9 @@ class Launch:
         parts = f"{self.cpus_per_worker:g} CPUs" + (
             f" and {self.gpus_per_worker:g} GPU" if self.gpus_per_worker else ""
         )
-        begins = f"goes on after {self.resumed_from:,} tokens" if self.resumed_from else "begins"
+        begins = f"resumes after {self.resumed_from:,} tokens" if self.resumed_from else "begins"
+        if self.resumed_from >= self.n_tokens:
+            begins = "trained to its end"
         return (
             f"launch: {self.workers} workers with {parts} each on {self.device}, sharding {self.sharding}, "
             f"{self.micro_batch} sequences a pass\n"
@@ -187,7 +189,7 @@ def dry_run(
             transfer_line(verdict.verdict, verdict.reasons, verdict.options),
             check_line(check),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
-            hyperparameters_line(plan.carried),
+            hyperparameters_line(plan.provenance),
             batch_line(plan.batch),
             by_law_line(departures(plan, config)),
             memory_line(
