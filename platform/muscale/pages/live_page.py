@@ -142,6 +142,7 @@ class LivePage:
         values = {
             "owners": self._at_work(),
             "asked": [_described(row) for row in asked],
+            "ended": bool(ledger.results(ResultKind.PROMOTION)),
             "actions": self.token is not None,
             "running": () if so_far is None else so_far.running,
         }
