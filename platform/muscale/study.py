@@ -36,6 +36,7 @@ from muscale.plans.planning import Plan
 from muscale.progress import Display, following
 from muscale.proxies import ablation, ladder, transfer
 from muscale.proxies.check import known_check, run_check
+from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.sweep import Sweep, run_sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
@@ -168,25 +169,35 @@ class Study(Result):
     def _known_check(self) -> CoordinateCheck | None:
         return known_check(self.config, self._numerics, self.ledger)
 
-    def sweep(self, *, narrower: bool = False, learn_from: Sequence[str | Path] = ()) -> SweepResult:
+    def sweep(
+        self,
+        *,
+        searcher: Searcher | None = None,
+        scheduler: Scheduler | None = None,
+        narrower: bool = False,
+        learn_from: Sequence[str | Path] = (),
+    ) -> SweepResult:
         """The search at the base shape.
 
         Args:
+            searcher, scheduler: In place of those that the study file names: frozen dataclasses that keep the protocols of
+                `muscale.search`. A sweep goes on where equal ones are given again; once it is finished, later stages and
+                commands stand on it without them.
             narrower: Once the study file's trials are done, search as many again around the best region.
             learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
                 results from elsewhere, asserted by their owner: a table of hyperparameters with loss, an Optuna storage.
 
         Raises:
-            StageError: If no trial has an annealed run.
+            StageError: If no trial has an annealed run, or a searcher or scheduler breaks its protocol.
         """
-        if (known := self._known.sweep) and not (narrower or learn_from):
+        if (known := self._known.sweep) and not (searcher or scheduler or narrower or learn_from):
             return known
-        result = self._run_sweep(narrower, tuple(map(str, learn_from)))
+        sweep = replace(Sweep.of(self.config, self.ledger, self.corpus), learn_from=tuple(map(str, learn_from)))
+        result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._known = Findings(sweep=result)  # the later stages stand on it
         return result
 
-    def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
-        sweep = replace(Sweep.of(self.config, self.ledger, self.corpus), learn_from=learn_from)
+    def _run_sweep(self, sweep: Sweep, narrower: bool) -> SweepResult:
         rounds = len(self.ledger.rounds(sweep.key))
         with self._display.stage("sweep") as update:
             progress = SweepProgress(sweep, update)

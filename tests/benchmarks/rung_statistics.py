@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from muscale.search.protocols import Start
 from muscale.search.record import Record, RungResult
-from muscale.search.schedulers import Asha, Start
+from muscale.search.schedulers import Asha
 from muscale.store.ledger import Ledger
 
 Array = NDArray[np.float64]

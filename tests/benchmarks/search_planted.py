@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.search.across_scales import AcrossScales
-from muscale.search.record_view import Observation
+from muscale.search.protocols import Observation
 from search_spaces import Choice, Config, Distribution, Fixed, LogUniform, Space
 
 NUMBERS = {"learning_rate": LogUniform(low=1e-3, high=1e-1), "init_scale": LogUniform(low=1 / 8, high=8)}
@@ -56,6 +56,7 @@ WORKERS = 2
 class Trials:
     """What the searcher is given of the sweep."""
 
+    space: Space
     observations: list[Observation] = field(default_factory=list)
     pending: list[Config] = field(default_factory=list)
 
@@ -86,7 +87,7 @@ def search(task: tuple[str, bool, int], n_trials: int) -> dict[str, Any]:
     searcher = AcrossScales(
         space=space, seed=seed, n_params=1000, n_tokens=8000, prior_runs=lambda: known if warm else known.iloc[:0]
     )
-    generator, trials, found = np.random.default_rng([seed, 2]), Trials(), []
+    generator, trials, found = np.random.default_rng([seed, 2]), Trials(space), []
     for number in range(n_trials):
         config = searcher.propose(number, trials)
         found.append(excess(config))

@@ -21,7 +21,7 @@ import pytest
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
-from muscale.search.methods import make_sampler, make_scheduler
+from muscale.search.methods import make_scheduler, make_searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from muscale.settings.sweep import MODELS, SweepSettings
@@ -64,9 +64,18 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
         record.begin_round(chosen.searcher, SPACE)
     nothing = pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
     part = replace(record.rounds[0], searcher=chosen.searcher)
-    sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], prior_runs=lambda: nothing)
+    searcher = make_searcher(part, chosen, n_params=10, n_tokens=RUNGS[-1], prior_runs=lambda: nothing)
     rule = make_scheduler(chosen, SPACE)
-    return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_result=lambda result: None, anneal_jobs=list)
+    return Engine(
+        record,
+        rule,
+        searcher,
+        budget,
+        top=len(RUNGS) - 1,
+        on_result=lambda result: None,
+        anneal_jobs=list,
+        copies=chosen.is_population,
+    )
 
 
 def drive(engine: Engine) -> Iterator[TrialSegment]:
@@ -173,12 +182,12 @@ def test_a_suggestion_after_five_thousand_trials_costs_at_most_twice_that_after_
     for n_trials in (500, 1000, 5000):
         for _ in drive(make_engine(ledger, n_trials, searcher="random", scheduler="asha")):
             pass
-        sampler = make_engine(ledger, n_trials, searcher=searcher, scheduler="asha")._sampler
+        asked = make_engine(ledger, n_trials, searcher=searcher, scheduler="asha")._searcher
         known = RecordView(Record(ledger, "s"), len(RUNGS) - 1)
-        sampler.propose(n_trials, known)  # pays for what is worked out once
+        asked.propose(n_trials, known)  # pays for what is worked out once
         begun = time.process_time()
         for number in range(SUGGESTIONS):
-            sampler.propose(n_trials + number, RecordView(known._record, len(RUNGS) - 1))
+            asked.propose(n_trials + number, RecordView(known._record, len(RUNGS) - 1))
         costs.append((time.process_time() - begun) / SUGGESTIONS)
     print(f"{searcher}: " + " -> ".join(f"{1e3 * cost:.1f}" for cost in costs) + " ms a suggestion")
     assert costs[2] <= MOST_TIMES * costs[1]

@@ -1,6 +1,27 @@
 """The search: what a sweep suggests, which trials go on at a rung, and what Ray Tune runs of it.
 
-A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Sampler` turns the record into the next
+A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Searcher` turns the record into the next
 configuration, a `Scheduler` into the next move, and both are functions of the record (and of prior runs), so a
 sweep that was interrupted goes on from its rows. Ray Tune runs the moves, a job at a time, on warm workers.
+
+`study.sweep(searcher=…, scheduler=…)` takes objects of a user's own that keep the two protocols.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy_models.lazy import lazily
+
+if TYPE_CHECKING:
+    from muscale.search.protocols import GoOn, Known, Observation, Scheduler, Searcher, Start
+    from muscale.search.record import Record
+    from muscale.search.searchers import OptunaSearcher
+
+__all__ = ["GoOn", "Known", "Observation", "OptunaSearcher", "Record", "Scheduler", "Searcher", "Start"]
+
+_PROTOCOLS = ("GoOn", "Known", "Observation", "Scheduler", "Searcher", "Start")
+__getattr__ = lazily(
+    "muscale.search",
+    {"OptunaSearcher": "searchers", "Record": "record", **dict.fromkeys(_PROTOCOLS, "protocols")},
+)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from muscale.search.record_view import Known
-from muscale.search.samplers import MAX_ATTEMPTS, Draws
+from muscale.search.protocols import Known
+from muscale.search.searchers import MAX_ATTEMPTS, Draws
 from scaling import ResponseSurface, SearchBox, fit_response
 from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS
 from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS

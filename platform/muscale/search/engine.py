@@ -1,17 +1,22 @@
-"""The engine of a sweep: asks scheduler and sampler for the next job, and notes what came of it. Knows no Ray."""
+"""The engine of a sweep: asks scheduler and searcher for the next job, and notes what came of it. Knows no Ray."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from muscale.actors.jobs import ATTEMPTS
+from muscale.errors import StageError
 from muscale.search.budget import Budget
 from muscale.search.jobs import AnnealJob, TrialSegment
+from muscale.search.population import may_follow
+from muscale.search.protocols import GoOn, Scheduler, Searcher, Start
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
-from muscale.search.samplers import Sampler
-from muscale.search.schedulers import GoOn, Scheduler, Start
+from search_spaces import Config, SpaceError
 
 
 class Engine:
@@ -19,11 +24,12 @@ class Engine:
 
     Args:
         record: What was suggested, measured and decided.
-        scheduler, sampler, budget: Of the search.
+        scheduler, searcher, budget: Of the search.
         top: The last rung.
         on_result: Called with each new result.
         anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
+        copies: Whether trials may go on from each other's states.
 
     Attributes:
         interrupted: Once set, nothing is begun.
@@ -35,19 +41,20 @@ class Engine:
         self,
         record: Record,
         scheduler: Scheduler,
-        sampler: Sampler,
+        searcher: Searcher,
         budget: Budget,
         *,
         top: int,
         on_result: Callable[[RungResult], None],
         anneal_jobs: Callable[[], Sequence[AnnealJob]],
+        copies: bool = False,
     ) -> None:
         self.record, self.budget = record, budget
         self.interrupted = False
         self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
-        self._scheduler, self._sampler, self._top = scheduler, sampler, top
-        self._on_result, self._anneal_jobs = on_result, anneal_jobs
+        self._scheduler, self._searcher, self._top = scheduler, searcher, top
+        self._on_result, self._anneal_jobs, self._copies = on_result, anneal_jobs, copies
         self._in_flight: set[int | AnnealJob] = set()
         self._lost_workers: Counter[int | AnnealJob] = Counter()
         self._queue: deque[AnnealJob] = deque()
@@ -116,10 +123,7 @@ class Engine:
                 return self._segment(trial)
         match self._move():
             case Start(until=until):
-                number = len(record.configs)
-                config = self._sampler.propose(number, RecordView(record, self._top))
-                record.start(config, until)
-                return self._segment(number)
+                return self._segment(record.start(self._proposed(), until))
             case GoOn() as move:
                 record.go_on(move.trial, move.until, move.path, move.donor)
                 return self._segment(move.trial)
@@ -140,11 +144,66 @@ class Engine:
 
     def _move(self) -> Start | GoOn | None:
         """The scheduler's next segment, if the budget allows it; where it allows no new trial, one of the trials that are there."""
-        may_start = self.budget.allows_trial(self.record)
-        move = self._scheduler.next(self.record, may_start=may_start)
+        move = self._next_move(may_start=self.budget.allows_trial(self.record))
         if isinstance(move, Start) and not self._allows(move):
-            move = self._scheduler.next(self.record, may_start=False)
+            move = self._next_move(may_start=False)
         return move if move and self._allows(move) else None
+
+    def _next_move(self, *, may_start: bool) -> Start | GoOn | None:
+        """The scheduler's move.
+
+        Raises:
+            StageError: If the record does not allow it, as may be with a scheduler of a user's own.
+        """
+        move = self._scheduler.next(self.record, may_start=may_start)
+        if move is not None and (fault := self._fault(move, may_start=may_start)):
+            raise StageError(f"sweep: scheduler {type(self._scheduler).__name__}: {fault}; got {move}")
+        return move
+
+    def _fault(self, move: Start | GoOn, *, may_start: bool) -> str:
+        """The rule that a move breaks, "" if none."""
+        record, top = self.record, self._top
+        if isinstance(move, Start):
+            if not may_start:
+                return "no trial may be started where may_start is false"
+            return "" if 0 <= move.until <= top else f"rungs go from 0 to {top}"
+        if not isinstance(move, GoOn):
+            return "next returns a Start, a GoOn or None"
+        if move.trial not in record.configs or move.trial in record.open or move.trial in record.cancelled:
+            return "only a trial that waits at a rung can go on"
+        rung = record.last_rung(move.trial)
+        if not rung < move.until <= top:
+            return f"the trial is at rung {rung} of {top}, and goes on to a higher one"
+        if move.path is None:
+            return "" if math.isfinite(record.loss(move.trial, rung)) else "a trial that diverged can't go on"
+        if not self._copies or move.donor is None:
+            return 'a copy names its donor, and needs sweep.scheduler = "pbt" in the study file, whose rules a population keeps'
+        *before, (first, config) = move.path
+        copied, donors = record.config_at(move.donor, rung), record.path_towards(move.donor, rung)
+        if first != rung + 1 or tuple(before) != donors or not may_follow(record.rounds[-1].space, config, copied):
+            return (
+                f"a copy's path is its donor's and ({rung + 1}, a configuration of the space that changes only what can change in "
+                "mid-run)"
+            )
+        return ""
+
+    def _proposed(self) -> Config:
+        """The searcher's configuration of the next trial.
+
+        Raises:
+            StageError: If it does not lie in the space, as may be with a searcher of a user's own.
+        """
+        number = len(self.record.configs)
+        view = RecordView(self.record, self._top)
+        proposed = self._searcher.propose(number, view)
+        config = {name: value.item() if isinstance(value, np.generic) else value for name, value in proposed.items()}
+        try:
+            view.space.validate(config)
+        except SpaceError as error:
+            raise StageError(
+                f"sweep: searcher {type(self._searcher).__name__}: trial {number} must lie in sweep.space: {error}"
+            ) from error
+        return config
 
     def _allows(self, move: Start | GoOn) -> bool:
         rung = self.record.last_rung(move.trial) if isinstance(move, GoOn) else -1

@@ -9,10 +9,11 @@ import pandas as pd
 from muscale.search.across_scales import AcrossScales
 from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
+from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Round
-from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
-from muscale.search.schedulers import Asha, Hyperband, MedianStopping, Scheduler, ToTheEnd
-from muscale.settings.sweep import Searcher, SweepSettings
+from muscale.search.schedulers import Asha, Hyperband, MedianStopping, ToTheEnd
+from muscale.search.searchers import CmaEs, Draws, Grid, QuasiRandom, gaussian_process, tpe
+from muscale.settings.sweep import SearcherName, SweepSettings
 from search_spaces import Space
 
 MIN_PRIOR_RUNS = 5
@@ -39,7 +40,7 @@ def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
             return Population(top=top, share=settings.share, explore=bandit, seed=settings.seed)
 
 
-def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> Searcher:
+def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> SearcherName:
     """The searcher that "auto" stands for: our own where enough runs at other scales are known, else TPE."""
     if settings.searcher != "auto":
         return settings.searcher
@@ -48,15 +49,15 @@ def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> Searc
     return "across_scales" if len(prior_runs) >= MIN_PRIOR_RUNS else "tpe"
 
 
-def make_sampler(
+def make_searcher(
     search_round: Round,
     settings: SweepSettings,
     *,
     n_params: int,
     n_tokens: int,
     prior_runs: Callable[[], pd.DataFrame],
-) -> Sampler:
-    """The sampler of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
+) -> Searcher:
+    """The searcher of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
 
     `prior_runs` gives the runs at other scales where they are asked for.
     """

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from muscale.search.protocols import GoOn, Start
 from muscale.search.record import Record
-from muscale.search.schedulers import GoOn, Start
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 from search_spaces.base import Scalar, Value

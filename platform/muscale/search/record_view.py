@@ -1,40 +1,18 @@
-"""View of a sweep's record for a sampler: each trial with the loss that it would have ended at."""
+"""View of a sweep's record for a searcher: each trial with the loss that it would have ended at."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from muscale.search.protocols import Observation
 from muscale.search.record import Record
-from search_spaces import Config
+from search_spaces import Config, Space
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """A configuration and the loss that it would end at, None if it diverged."""
-
-    config: Config
-    loss: float | None
-
-
-class Known(Protocol):
-    """Protocol of what a sampler reads."""
-
-    @property
-    def observations(self) -> Sequence[Observation]:
-        """Configurations whose loss is known, oldest first."""
-        ...
-
-    @property
-    def pending(self) -> Sequence[Config]:
-        """Configurations that are at work."""
-        ...
 
 
 class RecordView:
@@ -42,6 +20,11 @@ class RecordView:
 
     def __init__(self, record: Record, top: int) -> None:
         self._record, self._top = record, top
+
+    @property
+    def space(self) -> Space:
+        """The space of the present round."""
+        return self._record.rounds[-1].space
 
     @cached_property
     def pending(self) -> list[Config]:
@@ -78,7 +61,7 @@ class RecordView:
 
 
 class MemoizedByConfig(Generic[T]):
-    """A function of a configuration, worked out once for each: a sampler asks it of all trials for every suggestion."""
+    """A function of a configuration, worked out once for each: a searcher asks it of all trials for every suggestion."""
 
     def __init__(self, function: Callable[[Config], T]) -> None:
         self._function = function

@@ -10,38 +10,12 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
-from muscale.search.config_history import ConfigHistory
+from muscale.search.protocols import GoOn, Start
 from muscale.search.record import Record
 
 MIN_PEERS = 3
 """Trials that the median rule wants at a rung before it stops one there (assumed; Tune's default)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Begin a new trial and train it up to a rung."""
-
-    until: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoOn:
-    """Train a trial from where it is up to a rung, in a population on another path."""
-
-    trial: int
-    until: int
-    path: ConfigHistory | None = None
-    donor: int | None = None
-
-
-class Scheduler(Protocol):
-    """Early stopping, or a population."""
-
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
-        """The next move, or None if nothing can be done before another result arrives, or at all."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

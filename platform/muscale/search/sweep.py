@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -24,11 +24,12 @@ from muscale.search.across_scales import AcrossScales
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
-from muscale.search.methods import make_sampler, make_scheduler, resolve_searcher
+from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
+from muscale.search.own_methods import identity_of, is_noted_as_finished, note_methods, noted_methods
 from muscale.search.prior_runs import runs_of, usable_runs
+from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Record, Round, RungResult
 from muscale.search.record_view import RecordView
-from muscale.search.samplers import Sampler
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
@@ -93,28 +94,50 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """One search of a study: what is searched, how, and under which name it stands in the ledger."""
+    """One search of a study: what is searched, how, and under which name it stands in the ledger.
+
+    Attributes:
+        config, ledger, numerics: The study's.
+        learn_from: Sources of prior runs beside those of the study file.
+        searcher, scheduler: In place of those that the study file names.
+        own_methods: Identities of a searcher or scheduler of the user's own. Without the objects the sweep can be read, not searched.
+    """
 
     config: StudyConfig
     ledger: Ledger
     numerics: Numerics
     learn_from: tuple[str, ...] = ()
+    searcher: Searcher | None = None
+    scheduler: Scheduler | None = None
+    own_methods: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
-        """The sweep that a study file describes, as it stands in the ledger.
+        """The sweep that a study file describes, or the one by methods of the user's own that took its place.
 
         Raises:
             StageError: If the corpus holds out too little for the evaluations.
         """
-        return cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus))
+        sweep = cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus))
+        return replace(sweep, own_methods=noted_methods(ledger, sweep.key))
+
+    def by(self, searcher: Searcher | None, scheduler: Scheduler | None) -> Self:
+        """The same search by a searcher, a scheduler or both, in place of those that the study file names.
+
+        Raises:
+            StageError: If one of them has no identity (`muscale.search.own_methods.identity_of`).
+        """
+        given = {"searcher": searcher, "scheduler": scheduler}
+        own = {role: identity_of(role, method) for role, method in given.items() if method is not None}
+        return replace(self, searcher=searcher, scheduler=scheduler, own_methods=own)
 
     @cached_property
     def key(self) -> str:
         """Key of the search: sweeps with the same key share their record."""
         settings = self.config.to_dict()["sweep"]
         searched = {name: value for name, value in settings.items() if name not in _HOW_MUCH}
-        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched)
+        own = [dict(self.own_methods)] if self.own_methods else []
+        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched, *own)
 
     @cached_property
     def plan(self) -> TrialPlan:
@@ -129,12 +152,23 @@ class Sweep:
         """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
-            record.begin_round(resolve_searcher(settings, self.prior_runs()), settings.space)
+            own = self.own_methods.get("searcher")
+            record.begin_round(own["name"] if own else resolve_searcher(settings, self.prior_runs()), settings.space)
         search_round = search_round or record.rounds[-1]
         allowed = self._budget(record, search_round)
-        sampler, scheduler = self._sampler(search_round), make_scheduler(settings, search_round.space)
+        searcher = self.searcher or self._named_searcher(search_round)
+        scheduler = self.scheduler or make_scheduler(settings, search_round.space)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
-        return Engine(record, scheduler, sampler, allowed, top=plan.top, on_result=on_result, anneal_jobs=anneal_jobs)
+        return Engine(
+            record,
+            scheduler,
+            searcher,
+            allowed,
+            top=plan.top,
+            on_result=on_result,
+            anneal_jobs=anneal_jobs,
+            copies=settings.is_population,
+        )
 
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the finalists repeated.
@@ -190,14 +224,15 @@ class Sweep:
     def describe_disagreements(self, record: Record) -> list[str]:
         """Messages about the sources that disagree with the sweep's own runs; none where a source is gone."""
         sources = [Path(place_of(str(source))[0]) for source in self.sources()]
-        sampler = self._sampler(record.rounds[-1]) if record.rounds else None
-        if not isinstance(sampler, AcrossScales) or not sources or not all(source.exists() for source in sources):
+        ours = bool(record.rounds) and "searcher" not in self.own_methods
+        searcher = self._named_searcher(record.rounds[-1]) if ours else None
+        if not isinstance(searcher, AcrossScales) or not sources or not all(source.exists() for source in sources):
             return []
-        return sampler.describe_disagreements(RecordView(record, self.plan.top))
+        return searcher.describe_disagreements(RecordView(record, self.plan.top))
 
-    def _sampler(self, search_round: Round) -> Sampler:
+    def _named_searcher(self, search_round: Round) -> Searcher:
         n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
-        return make_sampler(
+        return make_searcher(
             search_round, self.config.sweep, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs
         )
 
@@ -263,11 +298,15 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
-            not allow a trial.
+            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep goes on by one that
+            is not given.
         LeaseLostError: If this process was away for so long that another one goes on with the sweep.
     """
     with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
         record = Record(sweep.ledger.under(name, token), sweep.key)
+        if sweep.own_methods and not (sweep.searcher or sweep.scheduler):
+            return _finished_before(sweep, record, narrower=narrower)
+        _note_methods(sweep)
         engine = sweep.engine(record, on_result, on_run)
         if narrower and engine.is_finished:
             to_come = replace(record.rounds[-1], first_trial=len(record.configs))
@@ -290,7 +329,33 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
                 f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the finalists: "
                 "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
             )
+        _note_methods(sweep, record)
         return collect(sweep, record)
+
+
+def _note_methods(sweep: Sweep, record: Record | None = None) -> None:
+    """Note the user's own methods of a sweep that begins, or with its record of one that is finished."""
+    if sweep.own_methods:
+        finished = _how_much(sweep, record) if record else None
+        of = replace(sweep, own_methods={}).key
+        note_methods(sweep.ledger, of, sweep.key, sweep.own_methods, finished)
+
+
+def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepResult:
+    """The result of a sweep by methods that are not given now."""
+    if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, _how_much(sweep, record)):
+        given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
+        raise StageError(
+            f"sweep: this study's was begun by study.sweep({given}), and goes on only where that is given again; another value of a "
+            "key of [sweep] begins another sweep"
+        )
+    return collect(sweep, record)
+
+
+def _how_much(sweep: Sweep, record: Record) -> str:
+    """Key of how much a sweep is to search."""
+    settings = sweep.config.to_dict()["sweep"]
+    return input_key({name: settings.get(name) for name in _HOW_MUCH}, len(record.rounds))
 
 
 def _prune(sweep: Sweep) -> None:
@@ -371,4 +436,7 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     )
     other_runs = sweep.ledger.runs(but_of=("sweep", "full"))
     notes = sweep.describe_disagreements(record)
+    notes += [
+        f"its {role} was {identity['name']}, given to study.sweep()" for role, identity in sweep.own_methods.items()
+    ]
     return make_result(sweep.config, sweep.plan, record, annealed, repeated, other_runs, notes)

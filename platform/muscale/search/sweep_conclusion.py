@@ -104,7 +104,7 @@ def _notes(
             f"searched under schedule {searched}, but the full run follows {wanted}: rankings under one don't carry over "
             "to the other"
         )
-    if config.sweep.searcher == "grid":
+    if record.rounds[-1].searcher == "grid":
         points = len(config.sweep.space.grid(config.sweep.grid_points))
         if points > config.sweep.trials:
             yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"

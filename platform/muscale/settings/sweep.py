@@ -15,8 +15,8 @@ from proxy_models.recipes.stages import CHANGEABLE
 from proxy_models.training.averaging import Tail
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
-Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
-Scheduler = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
+SearcherName = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
+SchedulerName = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
 RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
 
 POPULATIONS = ("pbt", "pb2")
@@ -32,8 +32,8 @@ class SweepSettings(StrictTable):
 
     trials: PositiveInt  # suggestions ever made; under pbt and pb2 the members of the population
     n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
-    searcher: Searcher = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
-    scheduler: Scheduler = "asha"
+    searcher: SearcherName = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
+    scheduler: SchedulerName = "asha"
     rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = (
         2.0  # between rungs, and of the survivors

@@ -161,6 +161,7 @@ class ResultKind(StrEnum):
     TRANSFER = "transfer"
     ABLATION = "ablation"
     OUTSIDE_RESULTS = "outside_results"  # that informed a sweep
+    OWN_METHODS = "own_methods"  # searcher and scheduler that are not the study file's
     BAND = "band"
     GATE = "gate"  # of each launch
     SMOKE_TEST = "smoke_test"

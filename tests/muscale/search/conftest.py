@@ -18,7 +18,8 @@ import pytest
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
-from muscale.search.methods import make_sampler, make_scheduler, resolve_searcher
+from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
+from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
@@ -54,6 +55,8 @@ def _engine(
     settings: SweepSettings,
     name: str = "s",
     anneal_jobs: Callable[[], Sequence[AnnealJob]] = list,
+    searcher: Searcher | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Engine:
     rungs = tuple(1000 * 2**k for k in range(settings.rungs))
     budget = Budget(
@@ -74,10 +77,15 @@ def _engine(
     record = Record(ledger, name)
     if not record.rounds:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)
-    sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, prior_runs=_nothing)
-    rule = make_scheduler(settings, settings.space)
     return Engine(
-        record, rule, sampler, budget, top=settings.rungs - 1, on_result=lambda result: None, anneal_jobs=anneal_jobs
+        record,
+        scheduler or make_scheduler(settings, settings.space),
+        searcher or make_searcher(record.rounds[-1], settings, n_params=10, n_tokens=8000, prior_runs=_nothing),
+        budget,
+        top=settings.rungs - 1,
+        on_result=lambda result: None,
+        anneal_jobs=anneal_jobs,
+        copies=settings.is_population,
     )
 
 

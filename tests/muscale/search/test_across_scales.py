@@ -9,7 +9,7 @@ from typing import cast
 import pandas as pd
 
 from muscale.search.across_scales import AcrossScales, expected_drift
-from muscale.search.record_view import Observation
+from muscale.search.protocols import Observation
 from search_spaces import Choice, Config, Fixed, LogUniform, Ordinal, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)
@@ -21,6 +21,7 @@ class Trials:
 
     observations: list[Observation]
     pending: list[Config] = field(default_factory=list)
+    space: Space = field(default_factory=lambda: Space({"learning_rate": RATE}))
 
 
 def searcher(space: Space, known: pd.DataFrame | None = None) -> AcrossScales:

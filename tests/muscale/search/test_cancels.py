@@ -14,7 +14,7 @@ from muscale import StageError
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record
-from muscale.settings.sweep import Scheduler, SweepSettings
+from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_study, cancel_trial, cancellable
 from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
@@ -30,7 +30,7 @@ def settings(**values: Any) -> SweepSettings:
 
 @pytest.mark.parametrize("scheduler", ["none", "asha", "median", "hyperband"])
 def test_nothing_more_is_trained_of_a_cancelled_trial(
-    make_engine: MakeEngine, drive: Drive, ledger: Ledger, scheduler: Scheduler
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger, scheduler: SchedulerName
 ) -> None:
     engine = make_engine(settings(scheduler=scheduler))
     worst = 0.0

@@ -14,7 +14,7 @@ from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
 from muscale.search.record import Record, RungResult
-from muscale.search.samplers import Draws
+from muscale.search.searchers import Draws
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
 from proxy_models.recipes.hyperparameters import Hyperparameters

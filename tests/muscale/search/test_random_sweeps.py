@@ -21,7 +21,7 @@ from muscale.search import bandit
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.tune_adapter import JOB, WORKER, EngineSearcher, StopAtRung
-from muscale.settings.sweep import Scheduler, SweepSettings
+from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_trial
 from proxy_models.recipes.stages import CHANGEABLE
 from search_spaces import (
@@ -41,7 +41,7 @@ from search_spaces import (
 )
 
 MakeEngine = Callable[..., Engine]
-SCHEDULERS: tuple[Scheduler, ...] = ("pbt", "pb2", "asha", "hyperband", "median")
+SCHEDULERS: tuple[SchedulerName, ...] = ("pbt", "pb2", "asha", "hyperband", "median")
 FOREVER = 2000  # jobs; a sweep here has at most 8 trials × 4 rungs, and an annealed run each
 NUMBERS = (Uniform(low=0.1, high=0.9), LogUniform(low=0.01, high=1.0))
 OTHERS = (

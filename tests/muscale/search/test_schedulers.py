@@ -13,9 +13,10 @@ import pytest
 
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
+from muscale.search.protocols import GoOn, Scheduler, Start
 from muscale.search.record import Record
 from muscale.search.record_view import RecordView
-from muscale.search.schedulers import MIN_PEERS, GoOn, Hyperband, Scheduler, Start
+from muscale.search.schedulers import MIN_PEERS, Hyperband
 from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger

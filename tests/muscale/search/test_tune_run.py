@@ -20,8 +20,8 @@ from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import LEDGER, STALLS
 from muscale.search import config_history
 from muscale.search.engine import Engine
+from muscale.search.protocols import GoOn, Start
 from muscale.search.record import Record
-from muscale.search.schedulers import GoOn, Start
 from muscale.search.trainable import SweepTrainable
 from muscale.search.tune_run import run_engine
 from muscale.settings.sweep import SweepSettings

@@ -1,6 +1,6 @@
-"""Samplers of the next configuration: grids, draws, and Optuna's, each a function of the results so far.
+"""Searchers: grids, draws, and Optuna's, each a function of the results so far.
 
-A sampler holds no state between calls: what it needs is in the observations, so an interrupted sweep asks on as if it had
+A searcher holds no state between calls: what it needs is in the observations, so an interrupted sweep asks on as if it had
 not been interrupted. `muscale.search.across_scales` has our own.
 """
 
@@ -10,16 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from muscale.search.record_view import Known, MemoizedByConfig, Observation
+from muscale.search.protocols import Known, Observation
+from muscale.search.record_view import MemoizedByConfig
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000
-"""Most trials that an Optuna sampler gets, the best and the latest half each, and CMA-ES, the latest: their cost grows with them, and
-far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
+"""Most trials that one of Optuna's samplers gets, the best and the latest half each, and CMA-ES, the latest: their cost grows with
+them, and far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
 CLIP = 1.1
 """A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
 Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
@@ -29,14 +30,6 @@ MAX_ATTEMPTS = 100
 _STRIDE = 2**16  # between the points of a sequence that are tried for one trial
 SIGMA = 0.3
 """First standard deviation of CMA-ES, of the edge of the unit cube (assumed)."""
-
-
-class Sampler(Protocol):
-    """Suggests configurations."""
-
-    def propose(self, number: int, known: Known) -> Config:
-        """The configuration of trial `number`, counted from 0 over the whole sweep."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ class QuasiRandom:
 
 @dataclass(frozen=True, kw_only=True)
 class LossClip:
-    """The finite losses that a sampler gets: a diverged trial's is a little worse than the worst, or at the clip.
+    """The finite losses that a searcher gets: a diverged trial's is a little worse than the worst, or at the clip.
 
     Attributes:
         worst: The loss that stands for a divergence.
@@ -105,12 +98,12 @@ class LossClip:
         return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
 
     def clipped(self, loss: float | None) -> float:
-        """The loss that a sampler gets; None is a divergence."""
+        """The loss that a searcher gets; None is a divergence."""
         return min(self.worst if loss is None else loss, self.highest)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptunaSampler:
+class OptunaSearcher:
     """One of Optuna's samplers over the space, asked by `suggest_*` so that it sees only the hyperparameters there are.
 
     Attributes:
@@ -153,20 +146,20 @@ class OptunaSampler:
         return Draws(space=self.space, seed=self.seed).propose(number, known)
 
 
-def tpe(space: Space, seed: int) -> OptunaSampler:
+def tpe(space: Space, seed: int) -> OptunaSearcher:
     """Tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011), as Optuna sets it up, aware of what is at work."""
     import optuna
 
-    return OptunaSampler(
+    return OptunaSearcher(
         space=space, seed=seed, make=lambda number: optuna.samplers.TPESampler(seed=number, constant_liar=True)
     )
 
 
-def gaussian_process(space: Space, seed: int) -> OptunaSampler:
+def gaussian_process(space: Space, seed: int) -> OptunaSearcher:
     """Optuna's Gaussian process with log expected improvement, losses clipped."""
     import optuna
 
-    return OptunaSampler(space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number))
+    return OptunaSearcher(space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number))
 
 
 @dataclass(frozen=True, kw_only=True)

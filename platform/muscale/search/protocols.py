@@ -1,0 +1,88 @@
+"""Protocols of a searcher and of a scheduler, and what passes between them and the engine.
+
+Both are functions of the record: they hold no state between calls, so a sweep that was interrupted goes on from its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from search_spaces import Config, Space
+
+if TYPE_CHECKING:
+    from muscale.search.config_history import ConfigHistory
+    from muscale.search.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A configuration and the loss that it would end at, in nats per token; None if it diverged."""
+
+    config: Config
+    loss: float | None
+
+
+class Known(Protocol):
+    """What a searcher reads."""
+
+    @property
+    def space(self) -> Space:
+        """The space that is searched; after a narrowing, the narrower one."""
+        ...
+
+    @property
+    def observations(self) -> Sequence[Observation]:
+        """Configurations whose loss is known, oldest first; of a trial that was stopped early the loss expected at the end."""
+        ...
+
+    @property
+    def pending(self) -> Sequence[Config]:
+        """Configurations that are at work and have no loss yet."""
+        ...
+
+
+class Searcher(Protocol):
+    """Suggests configurations."""
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The configuration of trial `number`, counted from 0 over the whole sweep; it must lie in `known.space`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Begin a new trial and train it up to a rung."""
+
+    until: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoOn:
+    """Train a trial that waits at a rung up to a higher one.
+
+    Attributes:
+        trial: Its number.
+        until: The rung where it ends.
+        path: In a population, the configurations that it goes on with: those of the donor up to this rung, and a new one.
+        donor: In a population, the trial whose state it goes on from.
+    """
+
+    trial: int
+    until: int
+    path: ConfigHistory | None = None
+    donor: int | None = None
+
+
+class Scheduler(Protocol):
+    """Early stopping, or a population: says which trial is trained next, and how far. Whatever it never continues is stopped."""
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """The next move, or None if nothing can be done before another result arrives, or at all.
+
+        Args:
+            record: Suggestions, results and decisions so far, to be read only.
+            may_start: Whether the budget allows a new trial; a `Start` is refused without.
+        """
+        ...
