@@ -477,10 +477,10 @@ class Study(Result):
             path = plan_file.path_of(self.directory, str(plan)) if str(plan).isalnum() else Path(plan)
             plan, config = plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
             require_same_family(plan.model, config.model)
-            return plan, with_layout(plan, config)
+            return plan, with_layout(plan, config, self.corpus)
         plan = plan or self.plan()
         require_same_family(plan.model, self.config.model)
-        return self.register(plan) if register else plan, with_layout(plan, self.config)
+        return self.register(plan) if register else plan, with_layout(plan, self.config, self.corpus)
 
     def _dry_run(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run

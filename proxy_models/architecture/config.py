@@ -191,8 +191,16 @@ class ModelConfig(Member):
         Attention is 12·n_layers·context_length·d_model: its two products forward and twice backward, the masked half
         included (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
         """
+        return self.train_flops_within(None)
+
+    def train_flops_within(self, attended: float | None) -> float:
+        """`train_flops_per_token` with the documents' own lengths in place of the context: 12·n_layers·attended·d_model.
+
+        The products of a document of l tokens cost l² each, so a token's share is its document's length.
+        """
         products = self.n_matrix_entries + self.vocab_size * self.d_model
-        return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
+        length = self.context_length if attended is None else attended
+        return 6.0 * products + 12.0 * self.n_layers * length * self.d_model
 
 
 # Fields that came later: at their default they are left out, so that older keys stay.

@@ -43,7 +43,15 @@ class Member(Serializable, ABC):
     @property
     @abstractmethod
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token, attention's included."""
+        """Training FLOPs per token, attention's included, which reaches over whole sequences."""
+
+    def train_flops_within(self, attended: float | None) -> float:
+        """Training FLOPs per token where attention stays within documents.
+
+        `attended` is the mean over tokens of their document's length in the sequence, as `attended_length` finds it; None: the
+        whole sequence. A family of one's own keeps no documents apart.
+        """
+        return self.train_flops_per_token
 
     @property
     def is_random(self) -> bool:

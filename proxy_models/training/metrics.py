@@ -90,7 +90,7 @@ class Curve:
 
         Args:
             bytes_per_token: Bytes of text per token, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
-            train_flops_per_token: `ModelConfig.train_flops_per_token`.
+            train_flops_per_token: `Member.train_flops_within`.
             peak_flops: FLOP/s of the device in the run's precision, such as `device.datasheet_flops`; with both, the column `mfu`
                 is the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """

@@ -19,6 +19,7 @@ from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 from proxy_models.data.corpus import Corpus
 from proxy_models.files import atomic_write
+from proxy_models.training.attended import attended_length
 from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import datasheet_flops
@@ -169,9 +170,12 @@ class Worker:
     def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
         trainer, numerics = self.trainer, chain.numerics
         peak = datasheet_flops(device_name(trainer.device), numerics.precision)
+        attended = (
+            attended_length(numerics.model, trainer.corpus, numerics.run_tokens or chain.last.end) if peak else None
+        )
         curve = result.curve.table(
             bytes_per_token=trainer.corpus.bytes_per_token,
-            train_flops_per_token=numerics.model.train_flops_per_token,
+            train_flops_per_token=numerics.model.train_flops_within(attended),
             peak_flops=peak * self.ranks if peak else None,
         )
         path = self.directory / CURVES / f"{chain.key}.parquet"

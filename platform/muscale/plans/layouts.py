@@ -23,6 +23,8 @@ from proxy_models.architecture.memory import (
     largest_micro_batch,
     training_memory,
 )
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.attended import attended_length
 from scaling import Accelerator, accelerator
 
 NO_ESTIMATE = "memory and time of a step are estimated for the built-in decoder alone"
@@ -67,6 +69,7 @@ def fitting_layouts(
     optimizer: str = "adamw",
     precision: Precision = "bf16",
     compiled: bool = True,
+    attended: float | None = None,
 ) -> list[Layout]:
     """All layouts that fit, the fastest first.
 
@@ -80,6 +83,7 @@ def fitting_layouts(
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
         shard_ranks: Of hybrid layouts; None: a node's.
         optimizer, precision, compiled: Of the run.
+        attended: As in `step_time`.
 
     Raises:
         ValueError: If nothing is known of the device's links.
@@ -114,6 +118,7 @@ def fitting_layouts(
             links=links,
             precision=precision,
             compiled=compiled,
+            attended=attended,
         )
         found.append(Layout(parallelism=parallelism, micro_batch=taken, step=step, memory=memory))
     return sorted(found, key=lambda layout: layout.step.total)
@@ -125,7 +130,7 @@ def propose_layout(layouts: list[Layout]) -> Layout | None:
     return min(near, key=lambda layout: _complexity(layout.parallelism), default=None)
 
 
-def conditions_of(plan: Plan, config: StudyConfig) -> dict[str, Any] | None:
+def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, Any] | None:
     """Arguments of `step_time` and of `fitting_layouts` for a plan; None where nothing is known of the devices' links."""
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
@@ -136,13 +141,14 @@ def conditions_of(plan: Plan, config: StudyConfig) -> dict[str, Any] | None:
         "device": device,
         "precision": plan.precision,
         "compiled": config.promote.compile is not False,
+        "attended": attended_length(plan.model, corpus, plan.n_tokens),
     }
 
 
-def layouts_of(plan: Plan, config: StudyConfig) -> list[Layout]:
+def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
     """The layouts that fit a plan on the study's devices, the fastest first; none where links or the model are not known."""
     h, settings = plan.hyperparameters, config.promote
-    conditions = conditions_of(plan, config)
+    conditions = conditions_of(plan, config, corpus)
     if conditions is None or not isinstance(plan.model, ModelConfig):
         return []
     return fitting_layouts(
@@ -155,7 +161,7 @@ def layouts_of(plan: Plan, config: StudyConfig) -> list[Layout]:
     )
 
 
-def with_layout(plan: Plan, config: StudyConfig) -> StudyConfig:
+def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
     """The study with the layout's keys of [promote] that are "auto" chosen; explicit ones stay.
 
     Raises:
@@ -167,7 +173,7 @@ def with_layout(plan: Plan, config: StudyConfig) -> StudyConfig:
     key = f"promote.{settings.open_layout[0]}"
     if not isinstance(plan.model, ModelConfig):
         raise StageError(f'{key}: "auto" needs a prediction, and {NO_ESTIMATE}; state the layout')
-    if conditions_of(plan, config) is None:
+    if conditions_of(plan, config, corpus) is None:
         raise StageError(
             f'{key}: "auto" needs resources.gpus_per_worker and plan.accelerator, one of {", ".join(LINKS)}; got '
             f"{config.resources.gpus_per_worker:g} and {config.plan.accelerator}"
@@ -176,7 +182,7 @@ def with_layout(plan: Plan, config: StudyConfig) -> StudyConfig:
     least = settings.workers_min or settings.workers
     layouts = [
         layout
-        for layout in layouts_of(plan, config)
+        for layout in layouts_of(plan, config, corpus)
         if stated.items() <= layout.keys.items()
         and not any(layout.parallelism.unfit(least))
         and (least == settings.workers or layout.parallelism.sharding != "hybrid" or settings.shard_ranks)

@@ -88,7 +88,7 @@ class StepTime:
         optimizer: The update.
         communication: All collectives of weights and gradients, hidden or not; not part of the sum.
         tokens_per_second: Of one device.
-        mfu: Share of the peak, by `train_flops_per_token`.
+        mfu: Share of the peak, by `train_flops_within`.
     """
 
     products: float
@@ -128,6 +128,7 @@ def step_time(
     precision: Precision = "bf16",
     compiled: bool = True,
     recomputed: float | None = None,
+    attended: float | None = None,
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -142,6 +143,8 @@ def step_time(
         precision: Of products and of gathered weights.
         compiled: Whether blocks are compiled.
         recomputed: Share of the products of blocks that the backward pass repeats; None: as the layout's checkpointing does.
+        attended: Mean length of a token's document where attention stays within; None: the sequence. Its kernel is taken to be as
+            fast as the one for whole sequences.
 
     Raises:
         ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
@@ -166,7 +169,7 @@ def step_time(
     entries = model.n_matrix_entries / layers
     block = (
         2 * entries * tokens,
-        2 * model.context_length * width * tokens,  # the causal half
+        2 * (model.context_length if attended is None else attended) * width * tokens,  # the causal half
         _moved(model) * n_bytes * tokens * (1 if compiled else EAGER_MOVES),
     )
     recomputes = parallelism.checkpointing != "none"
@@ -222,7 +225,7 @@ def step_time(
         optimizer=optimizer,
         communication=communication,
         tokens_per_second=per_second,
-        mfu=per_second * model.train_flops_per_token / peak,
+        mfu=per_second * model.train_flops_within(attended) / peak,
     )
 
 

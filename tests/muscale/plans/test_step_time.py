@@ -21,7 +21,14 @@ from tests.muscale.full_runs.train.test_collectives import FP32, RANKS, SEQUENCE
 H100 = LINKS["H100 SXM"]
 
 
-def step(model: Any = LLAMA_8B, workers: int = 64, micro_batch: int = 1, links: Any = None, **layout: Any) -> StepTime:
+def step(
+    model: Any = LLAMA_8B,
+    workers: int = 64,
+    micro_batch: int = 1,
+    links: Any = None,
+    attended: float | None = None,
+    **layout: Any,
+) -> StepTime:
     return step_time(
         model,
         Parallelism(**layout),
@@ -30,6 +37,7 @@ def step(model: Any = LLAMA_8B, workers: int = 64, micro_batch: int = 1, links: 
         batch_tokens=2**22,
         device="H100 SXM",
         links=links,
+        attended=attended,
     )
 
 
@@ -43,6 +51,11 @@ def test_products_take_their_flops_at_the_share_of_the_peak_that_they_reach() ->
     attention = 12 * 32 * 8192 * 4096 / 2 * 7 / 6
     assert one.total == pytest.approx(tokens * (exact + attention) / 989.5e12)
     assert (one.tensor, one.exposed, one.communication) == (0, 0, 0)
+    documents = step(workers=1, links=endless, attended=1024.0)  # an eighth of the context
+    assert documents.total == pytest.approx(tokens * (exact + attention / 8) / 989.5e12)
+    assert documents.mfu == pytest.approx(
+        LLAMA_8B.train_flops_within(1024.0) * documents.tokens_per_second / 989.5e12, rel=1e-3
+    )
 
 
 def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_fp32() -> None:

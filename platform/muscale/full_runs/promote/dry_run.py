@@ -52,6 +52,7 @@ from proxy_models.architecture.memory import (
     training_memory,
 )
 from proxy_models.data.corpus import Corpus
+from proxy_models.training.attended import attended_length
 from scaling import Verdict
 from scaling.presentation import Result
 
@@ -177,7 +178,7 @@ def dry_run(
         evaluation_tokens=config.corpus.evaluation_tokens,
     )
     device = device_of(config)
-    step, proposed = _predicted(plan, config)
+    step, proposed = _predicted(plan, config, corpus)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
     free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
@@ -215,7 +216,7 @@ def dry_run(
                 config.shared_numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
             ),
             context_line(model, config.model, too_short=_too_short(corpus, model, config)),
-            cadence_line(cadence, run_seconds=run_seconds(plan, config)),
+            cadence_line(cadence, run_seconds=run_seconds(plan, config, corpus)),
             *(_attention(model, plan, config) if config.resources.gpus_per_worker else ()),
             *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
@@ -239,11 +240,12 @@ def dry_run(
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
 
 
-def run_seconds(plan: Plan, config: StudyConfig) -> float | None:
+def run_seconds(plan: Plan, config: StudyConfig, corpus: Corpus) -> float | None:
     """Duration of the run's steps at the accelerator's share of the peak; None where no accelerator is named."""
     if (device := config.plan.device) is None or not config.resources.gpus_per_worker:
         return None
-    flops = plan.model.train_flops_per_token * plan.n_tokens
+    attended = attended_length(plan.model, corpus, plan.n_tokens)
+    flops = plan.model.train_flops_within(attended) * plan.n_tokens
     return flops / device.flops_per_second / config.promote.workers
 
 
@@ -254,11 +256,11 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate | None:
     return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
 
 
-def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout | None]:
+def _predicted(plan: Plan, config: StudyConfig, corpus: Corpus) -> tuple[StepTime | None, Layout | None]:
     """The predicted step of the run's layout, and the layout that is predicted to be the fastest."""
-    proposed = propose_layout(layouts_of(plan, config))
+    proposed = propose_layout(layouts_of(plan, config, corpus))
     layout, workers = config.promote.parallelism, config.promote.workers
-    conditions = conditions_of(plan, config)
+    conditions = conditions_of(plan, config, corpus)
     if conditions is None or not isinstance(plan.model, ModelConfig):
         return None, None
     if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(plan.model)):

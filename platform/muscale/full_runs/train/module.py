@@ -44,6 +44,7 @@ from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_set
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
+from proxy_models.training.attended import attended_length
 from proxy_models.training.device import datasheet_flops, evaluation_batch, send
 from proxy_models.training.fsdp import between_parts, rank_mean, settle
 from proxy_models.training.guard import Divergence, Verdict, judge_evaluation
@@ -187,7 +188,10 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             return None
         numerics = self.run.numerics
         peak = datasheet_flops(torch.cuda.get_device_name(self.device), numerics.precision)
-        return numerics.model.train_flops_per_token / (peak * self.trainer.world_size) if peak else None
+        if not peak:
+            return None
+        attended = attended_length(numerics.model, self._corpus, self.run.n_tokens)
+        return numerics.model.train_flops_within(attended) / (peak * int(self.trainer.world_size))
 
     def on_train_start(self) -> None:
         """Install the preemption handler in place of Lightning's, and evaluate the initial state of a continuation."""

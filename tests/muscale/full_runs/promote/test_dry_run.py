@@ -43,7 +43,9 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
         config = config.model_copy(update={"model": model or config.model})
         plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
         before = sorted(directory.rglob("*"))
-        found = dry_run(plan, with_layout(plan, config), corpus, check=None, verdict=UNSETTLED, directory=directory)
+        found = dry_run(
+            plan, with_layout(plan, config, corpus), corpus, check=None, verdict=UNSETTLED, directory=directory
+        )
         assert sorted(directory.rglob("*")) == before
         return found
 

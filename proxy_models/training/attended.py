@@ -1,0 +1,42 @@
+"""How far attention reaches in a training that keeps documents apart: what its FLOPs are counted from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.documents import number_documents
+from proxy_models.architecture.member import Member
+from proxy_models.data.batches import training_stream
+from proxy_models.data.corpus import Corpus
+
+_PLACES, _SEQUENCES = 64, 8
+"""Places in the run at which sequences are looked at, and how many at each: 512 in all, 4 million tokens at a context of 8,192."""
+
+
+def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | None:
+    """Mean over tokens of the length of the part of a document that they are in; None where attention crosses documents.
+
+    Sequences are looked at evenly over a run of `n_tokens`, so that stages of a mixture count by their length.
+
+    Raises:
+        ValueError: If a source is shorter than one sequence.
+    """
+    if not isinstance(model, ModelConfig) or model.document_separator is None:
+        return None
+    length = model.context_length
+    stream = training_stream(corpus, length, seed=0, run_tokens=n_tokens)
+    n_sequences = max(1, n_tokens // length)
+    some = min(_SEQUENCES, n_sequences)
+    places = range(0, n_sequences - some + 1, max(some, n_sequences // _PLACES))
+    found = [stream.batch(place * length, some * length)[:, :-1] for place in places]
+    return mean_length(torch.cat(found), model.document_separator)
+
+
+def mean_length(tokens: Tensor, separator: int) -> float:
+    """Sum of the squares of documents' lengths over that of their lengths, in sequences (batch, time)."""
+    numbers = number_documents(tokens, separator)
+    rows = torch.arange(len(tokens)).unsqueeze(-1) * (tokens.shape[1] + 1)
+    lengths = torch.bincount((rows + numbers).flatten()).double()
+    return float(lengths.square().sum() / lengths.sum())
