@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,9 +34,22 @@ from muscale.layout import PROFILE
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import read_incidents
 from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.step import Stepper
-from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, rows, small_corpus, small_run, start
+from tests.muscale.forked_ranks import (
+    BATCH,
+    STEPS,
+    ended,
+    losses,
+    result,
+    rows,
+    small_corpus,
+    small_run,
+    start,
+    train_on,
+)
 
 READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "new_tensor")
 BOUNDARIES = {0, 1, 6, 12, 16}  # before the first step, after it, the checkpoints, the end
@@ -154,25 +168,47 @@ def test_a_divergence_noticed_late_ends_the_run_at_its_step_before_anything_of_l
     assert json.loads(attempts[-1])["step"] == 8
 
 
-def is_lost_at_step_nine(rank: int) -> None:
-    """Rank 1 ends where its step 9 begins; no step is read between the checkpoint after six and that after twelve."""
+def is_killed(lost: int, at: int, rank: int) -> None:
+    """As a fault of a forked rank: rank `lost` is killed where its step `at` begins; steps are read as seldom as they may be."""
     rank_flags.MOST_SECONDS = float("inf")
-    if rank == 1:
+    if rank == lost:
         step = Stepper.step
 
         def faulty(self: Stepper, sequences: Tensor, *, number: int, **given: Any) -> tuple[Tensor, Tensor]:
-            if number == SPIKE:
-                os._exit(1)
+            if number == at:
+                os.kill(os.getpid(), signal.SIGKILL)
             return step(self, sequences, number=number, **given)
 
         Stepper.step = faulty  # type: ignore[method-assign]
 
 
 def test_a_rank_that_loses_its_peer_keeps_the_rows_of_the_steps_they_took(run: FullRun) -> None:
-    assert ended(start(run, 2, fault=is_lost_at_step_nine)) == [1, 1]
+    # No step is read between the checkpoint after six and that after twelve.
+    assert ended(start(run, 2, fault=partial(is_killed, 1, SPIKE))) == [1, -signal.SIGKILL]
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, SPIKE + 1))
     (stop,) = (line for line in map(json.loads, (run.directory / ATTEMPTS).read_text().splitlines()) if "error" in line)
     assert (stop["rank"], stop["step"]) == (0, SPIKE)
+
+
+@pytest.mark.parametrize(("saved", "written"), [(20, 20), (100, 17)], ids=["after a checkpoint", "without one"])
+def test_rank_0_killed_costs_the_rows_since_the_last_read_and_they_are_written_as_its_steps_are_taken_again(
+    run: FullRun, tmp_path: Path, saved: int, written: int
+) -> None:
+    steps, at = 40, 30
+    run = replace(
+        run,
+        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * steps),
+        checkpoint_every_tokens=BATCH * saved,
+    )
+    whole = replace(run, directory=tmp_path / "whole")
+    train(whole)
+    assert ended(start(run, 2, fault=partial(is_killed, 0, at))) == [-signal.SIGKILL, 1]
+    assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, written + 1))
+    assert at - written <= rank_flags.MOST_STEPS
+    train_on(run, 2)
+    assert result(run)["resumed_from"] == (BATCH * saved if saved < at else 0)
+    assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, steps + 1))
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-3)
 
 
 def test_a_gpu_that_waits_for_a_lost_rank_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
