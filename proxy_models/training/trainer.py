@@ -107,14 +107,12 @@ class Trainer:
                 make every call. The numbers are those of one process but for rounding and the draws of dropout.
 
         Raises:
-            ValueError: If `micro_batch` or `device_share` is out of its range, there is no such device, or ranks are to compile.
+            ValueError: If `micro_batch` or `device_share` is out of its range, or there is no such device.
         """
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
         if not 0 < device_share <= 1:
             raise ValueError(f"device_share must lie in (0, 1], got {device_share}")
-        if mesh and compile:
-            raise ValueError(f"compile must be false for ranks that train together, got {compile!r}")
         self.corpus = corpus
         self.device = usable(device)
         self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.family import Loss
@@ -27,7 +29,8 @@ WARM_SHARE = 0.1
 class WarmModel:
     """One model of one shape and precision on one device, kept between trainings; compiled or eager.
 
-    On a mesh of all ranks it is sharded over them, and they train and evaluate it together.
+    On a mesh of all ranks it is sharded over them, and they train and evaluate it together. Compiled is the loss as a whole, or,
+    sharded, each block, as in a full run: what gathers weights lies between the graphs.
     """
 
     def __init__(
@@ -40,15 +43,18 @@ class WarmModel:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.family, self._mesh = family_of(config), mesh
+        self._compiles_blocks = compiled and mesh is not None
         self.module = build(config)  # on the CPU, so that its constants are the same everywhere
         self.family.set_precision(self.module, DTYPES[precision])
         if mesh:
             from proxy_models.training.fsdp import shard  # slow to import
 
+            if compiled:
+                _compile(self.family.blocks_of(self.module))
             shard(self.module, self.family, mesh)
         self.module.to(device)
         loss = self.family.training_loss
-        self.loss: Loss = torch.compile(_own_code(loss), dynamic=False) if compiled else loss
+        self.loss: Loss = torch.compile(_own_code(loss), dynamic=False) if compiled and not mesh else loss
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor, batch: int) -> float:
@@ -61,10 +67,11 @@ class WarmModel:
         module.eval()
         losses = []
         try:
-            for part in torch.split(sequences, batch * ranks):
-                share = torch.tensor_split(part, ranks)[rank]
-                # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
-                losses.append(self.family.evaluation_loss(module, share if len(share) else part[:1]) * len(share))
+            with torch.compiler.set_stance("force_eager") if self._compiles_blocks else nullcontext():
+                for part in torch.split(sequences, batch * ranks):
+                    share = torch.tensor_split(part, ranks)[rank]
+                    # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
+                    losses.append(self.family.evaluation_loss(module, share if len(share) else part[:1]) * len(share))
         finally:
             module.train(was_training)
         total = torch.stack(losses).sum()
@@ -102,12 +109,29 @@ class WarmModels:
         return sum(4 * config.n_params_total for config, *_ in idle) > self._limit
 
 
-def _own_code(loss: Loss) -> Loss:
+def _compile(blocks: Iterable[nn.Module]) -> None:
+    """Compile each block; those of one class share their graphs with one another, and with no other model's."""
+    own: dict[type[nn.Module], Callable[..., Any]] = {}
+    for block in blocks:
+        kind = type(block)
+        block.forward = types.MethodType(own.setdefault(kind, _own_code(kind.forward)), block)
+        block.compile(dynamic=False)
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function over a code object of its own.
 
     Dynamo keeps graphs by code object and for ever: with a shared one, shapes would add up to the recompile limit however
     few are warm. These graphs go with the model.
     """
-    if not isinstance(loss, types.FunctionType):
-        raise TypeError(f"only a plain function can be copied, got {loss!r}")
-    return types.FunctionType(loss.__code__.replace(), loss.__globals__, loss.__name__, loss.__defaults__)
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"only a plain function can be copied, got {function!r}")
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

@@ -69,7 +69,10 @@ class Follower:
         """Train as `Trainer.train` on the corpus of this folder, for the first rank, which keeps the result."""
         if self._trainer is None or self._trainer.corpus.folder != corpus:
             self._trainer = None  # before the next one takes memory
-            self._trainer = Trainer(Corpus.open(corpus), device=self._resources.device, compile=False, mesh=self._mesh)
+            resources = self._resources
+            self._trainer = Trainer(
+                Corpus.open(corpus), device=resources.device, compile=resources.compile, mesh=self._mesh
+            )
         self._trainer.train(*args, **kwargs)
 
 

@@ -79,13 +79,11 @@ class ResourceSettings(StrictTable):
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
         require_whole_or_fraction("resources", self, ("cpus_per_worker", "gpus_per_worker"))
-        together = f"with ranks_per_trial = {self.ranks_per_trial}"
         if self.ranks_per_trial > 1 and self.gpus_per_worker not in (0, 1):
             raise ValueError(
-                f"resources.gpus_per_worker must be 0 or 1 {together}, a device for each rank, got {self.gpus_per_worker:g}"
+                f"resources.gpus_per_worker must be 0 or 1 with ranks_per_trial = {self.ranks_per_trial}, a device for each rank, "
+                f"got {self.gpus_per_worker:g}"
             )
-        if self.ranks_per_trial > 1 and self.compile:
-            raise ValueError(f"resources.compile must be false {together}, got {self.compile!r}")
         return self
 
     @property

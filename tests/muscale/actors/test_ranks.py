@@ -6,20 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, stem
-from proxy_models.training import fsdp
+from proxy_models.training import compilation, fsdp
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.state import TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
+from proxy_models.training.warm import WarmModels
 from tests.muscale.conftest import write_text
+from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Recurrent
 
@@ -63,6 +68,26 @@ def train_in_units(folder: Path, numerics: Numerics, segment: Segment) -> Segmen
         return train(folder, numerics, [(segment, None)], None)[0]
 
 
+def train_compiled(
+    folder: Path, parts: list[tuple[Numerics, Segment]], backend: str
+) -> list[tuple[SegmentResult, int, int]]:
+    """What each rank trains, a unit and a graph for each block: results, graphs and graph breaks so far."""
+    dist.init_process_group("gloo")
+    compile, found = torch.compile, []
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(recompile_limit=8):
+        patch.setattr(fsdp.shard, "__kwdefaults__", {"min_unit_params": 0})
+        patch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, **options))
+        patch.setattr(compilation, "configure", lambda: None)  # which sets the limit
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        trainer = Trainer(Corpus.open(folder), compile=True, mesh=mesh, micro_batch=2)
+        for numerics, segment in parts:
+            result = trainer.train(numerics, segment, averaged=True)
+            found.append((result, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    return found
+
+
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "guard", "tolerance"),
     [
@@ -99,6 +124,41 @@ def test_rungs_and_branches_have_the_losses_of_one_rank_from_states_of_any_numbe
     assert {name: t.shape for name, t in kept.tensors.items()} == {n: t.shape for n, t in rung.state.tensors.items()}
     resumed = alone.train(numerics, second, kept)
     assert resumed.loss == pytest.approx(expected[1].loss, rel=tolerance)
+
+
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_ranks_compile_each_block_have_the_losses_of_one_eager_rank_and_compile_a_shape_once(
+    corpus: Corpus, gloo_ranks: GlooRanks, backend: str
+) -> None:
+    numerics, (first, *_) = numerics_of(corpus), segments("adamw")
+    wide = replace(numerics, model=replace(as_decoder(numerics.model), d_model=64))
+    parts = [(numerics, first), (wide, first), (replace(numerics, seed=1), first)]
+    by_rank = gloo_ranks.call(train_compiled, corpus.folder, parts, backend, world_size=2)
+    alone = Trainer(corpus, compile=False)
+    for found in by_rank:
+        assert [(graphs, breaks) for _, graphs, breaks in found] == [(1, 0), (2, 0), (2, 0)]
+        for (numerics, segment), (result, *_) in zip(parts, found, strict=True):
+            expected = alone.train(numerics, segment, averaged=True)
+            assert result.compiled
+            assert result.train_losses == pytest.approx(expected.train_losses, rel=1e-5)
+            assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert result.averaged_loss == pytest.approx(expected.averaged_loss, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_shapes_that_are_no_longer_warm_do_not_count_towards_dynamo_s_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend="eager", **options))
+    limits = torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+    with rank_of(0, 2), limits:
+        models = WarmModels(mesh=init_device_mesh("cpu", (2,)))
+        for width in (16, 32, 48, 64):
+            warm = models.get(ModelConfig(d_model=width, n_layers=2, context_length=16), compiled=True)
+            assert torch.isfinite(warm.loss(warm.module, torch.randint(256, (2, 17))))
+        assert counters["stats"]["unique_graphs"] == 4
 
 
 def test_ranks_share_a_family_of_one_s_own_by_its_units(corpus: Corpus, gloo_ranks: GlooRanks) -> None:

@@ -117,7 +117,6 @@ resources.cpus_per_worker=1.5 => resources | cpus_per_worker | 1.5
 resources.ranks_per_trial=3 => resources.ranks_per_trial | 8 sequences | got 3
 transfer.batches=[96, 256, 512, 1024] ;; resources.ranks_per_trial=2 => resources.ranks_per_trial | 3 sequences | 96 tokens | got 2
 resources.ranks_per_trial=2 ;; resources.gpus_per_worker=0.5 => resources | gpus_per_worker | ranks_per_trial = 2 | got 0.5
-resources.ranks_per_trial=2 ;; resources.compile=true => resources | compile | ranks_per_trial = 2 | got True
 resources.ranks_per_trial=2 ;; numerics.precision=fp16 => numerics.precision | fp16 | 2
 storage.path="/x" => storage | storage.path | '/x' | "sqlite"
 storage={{ledger="actor", path="x"}} => storage | absolute | 'x'
