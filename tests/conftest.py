@@ -20,7 +20,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-from muscale.full_runs.lightning_import import mend_torchvision
+from proxy_models.importable import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
 
 settings.load_profile(

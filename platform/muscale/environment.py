@@ -14,6 +14,7 @@ import torch
 
 def environment(device: torch.device, *, world_size: int = 1, compiled: bool = False) -> dict[str, Any]:
     """Machine, device, versions, threads and world size, as plain values."""
+    transformers = {"transformers": metadata.version("transformers")} if "transformers" in sys.modules else {}
     return {
         "host": platform.node(),
         "python": sys.version.split()[0],
@@ -23,6 +24,7 @@ def environment(device: torch.device, *, world_size: int = 1, compiled: bool = F
         "threads": torch.get_num_threads(),
         "world_size": world_size,
         "compiled": compiled,
+        **transformers,
     }
 
 

@@ -18,6 +18,9 @@ from torch import nn
 from proxy_models.architecture.parametrization import MATRICES, TensorClass, TensorShape
 
 _OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
+_INPUTS_FIRST = (
+    "transformers.pytorch_utils.Conv1D",
+)  # (inputs, outputs): GPT-2's; by name, as its library is optional
 
 
 def module_shapes(
@@ -78,6 +81,11 @@ def module_shapes(
     }
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return True for a module that holds its output's size: by its class's name, as libraries have norms of their own."""
+    return type(module).__name__.endswith("Norm")
+
+
 def _shape(
     name: str,
     inf_shape: mup.infshape.InfShape,
@@ -95,7 +103,7 @@ def _shape(
     if sum(grows) > 2:
         raise ValueError(f"{described} has {sum(grows)} dimensions of width; the rules know at most 2")
     in_block = name.startswith(block_prefix)
-    of_norm = name.endswith("weight") and type(owner).__name__.endswith("Norm")
+    of_norm = name.endswith("weight") and is_norm(owner)
     fan_in = math.prod(sizes[1:])
     if is_readout:
         if grows != [False, True]:
@@ -106,7 +114,9 @@ def _shape(
             raise ValueError(
                 f"{described} is a matrix outside the blocks {block_prefix!r}, where the depth rules don't hold"
             )
-        if len(sizes) == 2 and not isinstance(owner, _OUTPUTS_FIRST):
+        if f"{type(owner).__module__}.{type(owner).__qualname__}" in _INPUTS_FIRST:
+            fan_in = sizes[0]
+        elif len(sizes) == 2 and not isinstance(owner, _OUTPUTS_FIRST):
             raise ValueError(
                 f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Linear or a "
                 "subclass, whose fan-in is known"

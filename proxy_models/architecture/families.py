@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Generic, cast
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config_family import family_from, is_config, make_family
 from proxy_models.architecture.counted import counted
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.family import Family, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.importable import mend_torchvision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,22 +32,44 @@ _NOT_IMPORTED = "the family {} is not imported here; only what trains imports it
 def load(name: str) -> type[Family]:
     """Import the family of a qualified name, "package.module:Class"; this runs its module's code.
 
+    The class is a `Family`, or a configuration class of transformers, of which one is made.
+
     Raises:
         ValueError: If there is none of this name.
     """
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ValueError(f'must be "package.module:Class", got {name!r}')
+    if module.partition(".")[0] == "transformers":
+        mend_torchvision()
     try:
         found = getattr(import_module(module), attribute, None)
     except Exception as error:  # whatever the user's module raises
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise ValueError(
+                f'transformers is not installed: pip install "muscale[huggingface]"; got {name!r}'
+            ) from error
         raise ValueError(
             f"{module} can't be imported ({type(error).__name__}: {error}): install its package or put its folder on "
             f"PYTHONPATH wherever it trains, Ray's workers included; got {name!r}"
         ) from error
+    if found is not None and is_config(found):
+        return make_family(name, found)
     if not (isinstance(found, type) and issubclass(found, Family)):
-        raise ValueError(f"must be a subclass of proxy_models.Family, got {name!r}, which is {found!r}")
+        raise ValueError(
+            f"must be a subclass of proxy_models.Family, or a configuration class of transformers; got {name!r}, which is "
+            f"{found!r}"
+        )
     return found
+
+
+def _loaded(name: str) -> type[Family] | None:
+    """The family of a qualified name if it is here already; nothing is imported."""
+    if made := family_from(name):
+        return made
+    module, _, attribute = name.partition(":")
+    found = getattr(sys.modules.get(module), attribute, None)
+    return found if isinstance(found, type) and issubclass(found, Family) else None
 
 
 def family_of(member: Member) -> Family:
@@ -58,10 +82,8 @@ def family_of(member: Member) -> Family:
         return DecoderFamily.of(member)
     if not isinstance(member, ModuleConfig):
         raise TypeError(f"no family has members of type {type(member).__name__}")
-    module, _, attribute = member.family.partition(":")
-    found = getattr(sys.modules.get(module), attribute, None)
-    is_here = isinstance(found, type) and issubclass(found, Family)
-    if is_here and (source_hash(found) == member.source or not counted(member)):
+    found = _loaded(member.family)
+    if found and (source_hash(found) == member.source or not counted(member)):
         return _imported(found, member)
     if counted(member):
         return _Counted(vocab_size=member.vocab_size, context_length=member.context_length, of=member)

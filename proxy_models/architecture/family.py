@@ -68,6 +68,24 @@ class Family(ABC):
 
     # What a family may replace
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields besides the two sizes, by name, as members keep them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SIZES}
+
+    @classmethod
+    def source(cls) -> dict[str, bytes]:
+        """The files that define the family, by name; of one in a notebook, its class.
+
+        Raises:
+            TypeError, OSError: If they can't be read.
+        """
+        try:
+            file = Path(inspect.getfile(cls))
+            return {file.name: file.read_bytes()}
+        except (TypeError, OSError):
+            return {f"{cls.__name__}.py": inspect.getsource(cls).encode()}
+
     def tensor_classes(self, width: int, depth: int) -> dict[str, TensorClass]:
         """Classes of parameters by name, where they are not those that the shapes tell."""
         return {}
@@ -181,10 +199,7 @@ class Family(ABC):
             family=qualified_name(type(self)),
             source=source_hash(type(self)),
             version=self.version,
-            arguments=json.dumps(
-                {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SIZES},
-                sort_keys=True,
-            ),
+            arguments=json.dumps(self.arguments, sort_keys=True),
             counts=count_member(self, width, depth),
         )
         remember([member])
@@ -244,21 +259,18 @@ def qualified_name(family: type[Family]) -> str:
 
 @cache
 def source_hash(family: type[Family]) -> str:
-    """Return the SHA-256 of the file that defines a family; of one in a notebook, of its class.
+    """Return the SHA-256 of the source of a family.
 
     Raises:
-        ValueError: If its source can't be read.
+        ValueError: If it can't be read.
     """
     try:
-        source = Path(inspect.getfile(family)).read_bytes()
-    except (TypeError, OSError):
-        try:
-            source = inspect.getsource(family).encode()
-        except (TypeError, OSError) as error:
-            raise ValueError(
-                f"the source of {qualified_name(family)} is part of its keys and can't be read: {error}"
-            ) from error
-    return hashlib.sha256(source).hexdigest()
+        files = family.source()
+    except (TypeError, OSError) as error:
+        raise ValueError(
+            f"the source of {qualified_name(family)} is part of its keys and can't be read: {error}"
+        ) from error
+    return hashlib.sha256(b"".join(files.values())).hexdigest()
 
 
 @cache

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
+from proxy_models.architecture.base_shapes import is_norm
 from proxy_models.architecture.cross_entropy import sequence_loss
 from proxy_models.architecture.families import M, ModelFamily, build, family_of
 from proxy_models.architecture.member import Member
@@ -125,13 +126,13 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Detached output of each module in the forward passes inside, by name.
 
     A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
-    a second time.
+    a second time, nor is one whose output no parameter enters (rotary angles).
     """
     outputs: dict[str, Tensor] = {}
     seen: list[Tensor] = []
 
     def record(name: str, output: Tensor) -> None:
-        if not any(output is other for other in seen):
+        if output.requires_grad and not any(output is other for other in seen):
             seen.append(output)
             outputs[name] = output.detach()
 
@@ -152,4 +153,4 @@ def _kind(name: str, module: nn.Module, readout: str, parametrization: Parametri
     rule = parametrization.rules.get(f"{name}.weight")
     if name == readout or (rule and rule.tensor_class is TensorClass.READOUT):
         return "readout"
-    return "norm" if isinstance(module, nn.RMSNorm | nn.LayerNorm) else "hidden"
+    return "norm" if is_norm(module) else "hidden"

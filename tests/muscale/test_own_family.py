@@ -21,6 +21,7 @@ from muscale.study import Study
 from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import ModuleConfig
+from tests.proxy_models.families import TRANSFORMERS
 
 MakeStudy = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -58,9 +59,41 @@ print("plan", Study.open(study, {small}, quiet=True).plan().key)
 @pytest.fixture
 def own_study(make_study: MakeStudy) -> Path:
     """A micro-study of recurrent networks."""
-    path = make_study()
-    path.write_text(path.read_text().replace("[model]\n", f'[model]\nfamily = "{NAME}"\n'))
+    return with_family(make_study(), NAME)
+
+
+def with_family(path: Path, name: str, **args: object) -> Path:
+    """The study, of this family."""
+    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
+    named = f'[model]\nfamily = "{name}"\n' + (f"args = {{ {table} }}\n" if args else "")
+    path.write_text(path.read_text().replace("[model]\n", named))
     return path
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("ray_cluster", "transformers")
+@pytest.mark.parametrize("name", ["Qwen3Config", "GPT2Config"])
+def test_every_stage_trains_a_config_of_transformers(make_study: MakeStudy, name: str) -> None:
+    study = with_family(make_study(), f"transformers:{name}", **TRANSFORMERS[name])
+    assert entry.run(["run", str(study), "--force", *settings()]) in (0, 1)
+    runs = Study.open(study, SMALL, quiet=True).runs()
+    assert set(runs["purpose"]) == {"sweep", "transfer", "ladder", "full"}
+
+
+@pytest.mark.usefixtures("transformers")
+def test_a_study_of_a_config_of_transformers_is_read_without_it(
+    make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = with_family(make_study(), "transformers:Qwen3Config", **TRANSFORMERS["Qwen3Config"])
+    trained = Study.open(path, quiet=True, trains=True).config.model
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert Study.open(path, quiet=True).config.model == trained
+    path.write_text(path.read_text().replace("head_dim", "head_size"))
+    with pytest.raises(StudyFileError, match=r"model.args.head_size: unknown key .* did you mean head_dim"):
+        monkeypatch.undo()
+        StudyConfig.read(path, trains=True)
 
 
 def settings(*more: str) -> list[str]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.family import Family
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "Qwen3Config": {**_HEADS, "hidden_size": 32, "intermediate_size": 96, "head_dim": 8},
+    "LlamaConfig": {**_HEADS, "hidden_size": 32, "intermediate_size": 96, "tie_word_embeddings": True},
+    "GPT2Config": {"n_embd": 32, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+"""Configuration classes of transformers, with arguments for small models without dropout."""
 
 
 class Block(nn.Module):

@@ -125,8 +125,8 @@ def test_a_family_that_was_not_imported_is_refused_and_not_imported() -> None:
     [
         ("Recurrent", 'must be "package.module:Class", got'),
         ("nowhere.at.all:Recurrent", "nowhere.at.all can't be imported .*No module named"),
-        ("tests.proxy_models.families:Block", "must be a subclass of proxy_models.Family, got .*Block"),
-        ("tests.proxy_models.families:Missing", "must be a subclass of proxy_models.Family, got .*None"),
+        ("tests.proxy_models.families:Block", "must be a subclass of proxy_models.Family, .* got .*Block"),
+        ("tests.proxy_models.families:Missing", "must be a subclass of proxy_models.Family, .* got .*None"),
     ],
 )
 def test_a_name_without_a_family_is_refused(name: str, rule: str) -> None:

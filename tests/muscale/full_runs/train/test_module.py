@@ -17,6 +17,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.families import load
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
@@ -29,7 +30,7 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from tests.muscale.gloo_ranks import GlooRanks
-from tests.proxy_models.families import Recurrent
+from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
 BATCH, STEPS = 256, 16
 
@@ -110,10 +111,13 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
     np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["Recurrent", "Qwen3Config", "GPT2Config"])
+@pytest.mark.usefixtures("transformers")
 def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and_on_two_sharded_ranks(
-    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+    name: str, run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
 ) -> None:
-    family = Recurrent(vocab_size=256, context_length=32)
+    made = load(f"transformers:{name}") if name in TRANSFORMERS else Recurrent
+    family = made(vocab_size=256, context_length=32, **TRANSFORMERS.get(name, {}))
     model, base = family.member(32, 2), family.member(16, 2)
     run = replace(run, numerics=replace(run.numerics, model=model, base=base), min_unit_params=0)
     curve, loss = lean(run, corpus)

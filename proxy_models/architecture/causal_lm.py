@@ -1,0 +1,81 @@
+"""A causal language model of transformers with muP's forward multipliers, as any other module of a family.
+
+Nothing of its code is changed. A block of transformers adds to the stream inside; the branch multiplier takes what it added:
+x + multiplier · (block(x) - x), one branch a block in CompleteP's sense (arXiv 2505.01618) whatever stands in it. At the base's depth
+the multiplier is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+class CausalLM(nn.Module):
+    """Token ids (batch, time) to logits (batch, time, vocab_size), by a model that `AutoModelForCausalLM` builds.
+
+    Attributes:
+        network: The model of transformers, as it is.
+        autocast_dtype: What products compute in; parameters stay in fp32, so that a sharded model rounds where a whole one does.
+    """
+
+    embedding_multiplier: Tensor
+    branch_multiplier: Tensor
+    readout_multiplier: Tensor
+
+    def __init__(self, network: nn.Module) -> None:
+        """Wrap a model and register the multipliers where they apply.
+
+        Raises:
+            ValueError: If it has no embedding, no readout, or not one list with its blocks.
+        """
+        super().__init__()
+        self.network = network
+        self.autocast_dtype = torch.float32
+        for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
+            self.register_buffer(name, torch.ones(()), persistent=False)
+        readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
+        embedding.register_forward_hook(lambda _module, _inputs, output: output * self.embedding_multiplier)
+        readout.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * self.readout_multiplier,))
+        for block in self.get_submodule(blocks_name(self)).children():
+            block.register_forward_hook(self._scale_branch, with_kwargs=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits; without a cache of keys and values."""
+        if self.autocast_dtype == torch.float32:
+            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
+        with torch.autocast(tokens.device.type, self.autocast_dtype):
+            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
+
+    def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        before = inputs[0] if inputs else named["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        scaled = before + self.branch_multiplier * (after - before)
+        return (scaled, *output[1:]) if isinstance(output, tuple) else scaled
+
+
+def embedding_name(model: CausalLM) -> str:
+    """Name of the module that looks tokens up."""
+    return _name(model, cast(Any, model.network).get_input_embeddings(), "an input embedding")
+
+
+def readout_name(model: CausalLM) -> str:
+    """Name of the module that maps the width to logits."""
+    return _name(model, cast(Any, model.network).get_output_embeddings(), "an output embedding")
+
+
+def blocks_name(model: CausalLM) -> str:
+    """Name of the outermost list with as many modules as the config has layers."""
+    depth = cast(Any, model.network).config.num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    return _name(model, lists[0] if lists else None, f"a list of {depth} blocks")
+
+
+def _name(model: nn.Module, wanted: nn.Module | None, described: str) -> str:
+    names: Sequence[str] = [name for name, module in model.named_modules() if module is wanted]
+    if not names:
+        raise ValueError(f"{type(cast(Any, model).network).__name__} must have {described}, and has none")
+    return names[0]

@@ -1,0 +1,217 @@
+"""A family from a configuration class of transformers, without code: `[model] family = "transformers:Qwen3Config"`.
+
+The class with its arguments is the pattern. At width w, every size that is in proportion to its hidden size is multiplied by
+w / hidden_size, and the heads keep their size, so the attention's 1/sqrt(head_dim) is muP's 1/d at every width (Yang et al., arXiv
+2203.03466, definition 4.1). Depth is the number of layers. Models are built from the config alone; nothing is downloaded.
+
+transformers is imported by `families.load`, and so by what trains; nothing here imports it otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import typing
+from dataclasses import dataclass, field, fields, make_dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from proxy_models.architecture.family import Family
+from proxy_models.architecture.memory import Checkpointing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from proxy_models.architecture.causal_lm import CausalLM
+
+_IN_PROPORTION = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner", "ffn_dim")
+"""Sizes of a config that grow with its hidden size, where it has them."""
+_OURS = (
+    "vocab_size",
+    "num_hidden_layers",
+    "initializer_range",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+"""Fields that follow from [model] and from the parametrization, and are no arguments."""
+_made: dict[str, type[Family]] = {}
+
+
+def family_from(name: str) -> type[Family] | None:
+    """The family that was made of this qualified name, if it was."""
+    return _made.get(name)
+
+
+def is_config(found: Any) -> bool:
+    """Return True for a configuration class of transformers, or one derived from it."""
+    transformers = sys.modules.get("transformers")
+    return isinstance(found, type) and transformers is not None and issubclass(found, transformers.PreTrainedConfig)
+
+
+def make_family(name: str, config_class: type[Any]) -> type[Family]:
+    """Make the family of a configuration class, whose arguments are the class's fields that are single values.
+
+    Raises:
+        ValueError: If it is not the configuration of a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if name in _made:
+        return _made[name]
+    if config_class not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"must be the configuration of a causal language model, got {name!r}")
+    mapped = {config_class.attribute_map.get(ours, ours) for ours in _OURS}
+    base = {inherited.name for inherited in fields(config_class.__mro__[1])}
+    own = {each.name: each.type for each in fields(config_class) if each.name not in mapped | base}
+    offered = [(each, hint, field(default=None)) for each, kind in own.items() if (hint := _scalars(kind))]
+    if "rope_parameters" in own:
+        offered.append(("rope_theta", float | None, field(default=None)))
+    module, _, attribute = name.partition(":")
+    made = make_dataclass(
+        attribute,
+        offered,
+        bases=(ConfigFamily,),
+        namespace={"config_class": config_class, "__module__": module},
+        frozen=True,
+        kw_only=True,
+    )
+    _made[name] = cast(type[Family], made)
+    return _made[name]
+
+
+def _scalars(hint: Any) -> Any:
+    """The union of None and the single values that a field takes, or None if there are none."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind in (bool, int, float, str)]
+    return typing.Optional[typing.Union[tuple(kinds)]] if kinds else None  # noqa: UP007, UP045
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFamily(Family):
+    """Causal language models of one configuration class; `make_family` adds a field for each of its single values.
+
+    Attributes:
+        config_class: The class.
+    """
+
+    config_class: ClassVar[type[Any]]
+
+    def __post_init__(self) -> None:
+        self.config(self.width_step, 1)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {name: value for name, value in super().arguments.items() if value is not None}
+
+    @classmethod
+    def source(cls) -> dict[str, bytes]:
+        """The files of the model and of its config in transformers, which has the defaults."""
+        from transformers import AutoModelForCausalLM
+
+        files = [
+            Path(inspect.getfile(found))
+            for found in (cls.config_class, AutoModelForCausalLM._model_mapping[cls.config_class])
+        ]
+        return {file.name: file.read_bytes() for file in files}
+
+    @cached_property
+    def _pattern(self) -> Any:
+        return self.config_class(**self.arguments)
+
+    def _own(self, name: str) -> str:
+        """The config's own name of one of transformers' common fields."""
+        return cast(str, self.config_class.attribute_map.get(name, name))
+
+    @cached_property
+    def _proportions(self) -> dict[str, Fraction]:
+        """Sizes that grow with the width, over it, by their own names."""
+        names = {self._own(name) for name in _IN_PROPORTION} & {own.name for own in fields(self.config_class)}
+        sizes = {name: getattr(self._pattern, name) for name in sorted(names)}
+        return {name: Fraction(size, self._pattern.hidden_size) for name, size in sizes.items() if size is not None}
+
+    @cached_property
+    def width_step(self) -> int:  # type: ignore[override]
+        """The least width at which every size in proportion is whole."""
+        return math.lcm(*(share.denominator for share in self._proportions.values()))
+
+    def config(self, width: int, depth: int) -> Any:
+        """Return the config of a member."""
+        sizes: dict[str, Any] = {name: int(share * width) for name, share in self._proportions.items()}
+        if "head_dim" in {own.name for own in fields(self.config_class)}:
+            sizes["head_dim"] = self._pattern.head_dim
+        sizes |= {self._own("hidden_size"): width, self._own("num_hidden_layers"): depth, "vocab_size": self.vocab_size}
+        longest = {self._own("max_position_embeddings"): self.context_length}
+        no_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        return self.config_class(**{**no_tokens, **longest, **self.arguments, **sizes})
+
+    def build(self, width: int, depth: int) -> CausalLM:
+        """Build a model of transformers on torch's default device, with its multipliers; its own initial values are overwritten."""
+        from transformers import AutoModelForCausalLM
+
+        from proxy_models.architecture.causal_lm import CausalLM
+
+        return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth)))
+
+    @cached_property
+    def readout(self) -> str:  # type: ignore[override]
+        """Name of the module that maps the width to logits."""
+        from proxy_models.architecture.causal_lm import readout_name
+
+        return readout_name(self._smallest)
+
+    @cached_property
+    def blocks(self) -> str:  # type: ignore[override]
+        """Name of the list of blocks."""
+        from proxy_models.architecture.causal_lm import blocks_name
+
+        return blocks_name(self._smallest)
+
+    @cached_property
+    def _smallest(self) -> CausalLM:
+        import torch
+
+        with torch.device("meta"):
+            return self.build(self.width_step, 1)
+
+    def attention_flops_per_token(self, width: int, depth: int) -> float:
+        """Training FLOPs of attention's two products, masked half and all (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        config = self.config(width, depth)
+        heads = getattr(config, "num_attention_heads", 0)
+        head_dim = getattr(config, "head_dim", None) or (width / heads if heads else 0)
+        return 12.0 * depth * self.context_length * heads * head_dim
+
+    def set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Compute products in this dtype, by torch's autocast."""
+        cast("CausalLM", model).autocast_dtype = dtype
+
+    def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
+        """Let transformers recompute whole blocks.
+
+        Raises:
+            ValueError: If a part of each is to be recomputed, or the model can't.
+        """
+        from torch.utils.checkpoint import checkpoint
+
+        for block in self.blocks_of(model):
+            is_able = hasattr(block, "gradient_checkpointing")  # of transformers' GradientCheckpointingLayer
+            if checkpointing != "none" and not (is_able and checkpointing == "full"):
+                raise ValueError(f'checkpointing must be "none" or, where the model can, "full", got "{checkpointing}"')
+            if is_able:
+                layer = cast(Any, block)
+                layer.gradient_checkpointing = checkpointing == "full"
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
+        """Write the buffers, which depend on the heads' size and not on the width, from a model of the least width."""
+        import torch
+
+        with torch.device("cpu"):
+            constants = dict(self.build(self.width_step, depth).named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.copy_(constants[name])
