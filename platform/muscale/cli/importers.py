@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@command(SEARCH, name="import-space", example="muscale import-space sweep.yaml --rename lr=learning_rate")
+@command(SEARCH, name="import-space", example="muscale import-space train.py --rename lr=learning_rate")
 def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> int:
     """Convert another tool's search space to tables of a study file.
 
     Args:
-        source: A W&B sweep (YAML), or an Optuna study in SQLite storage, with "#name" if it holds several.
+        source: A W&B sweep (YAML), a Python file with Ray Tune's param_space, which is read and not run, or an Optuna study in SQLite
+            storage; "#name" behind it names a variable or a study.
         rename: Rename a hyperparameter, theirs=ours; may be repeated.
         json: Print the result as JSON, and nothing else on standard output.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ import tomlkit
 from muscale.errors import StageError
 from muscale.settings.toml_file import inline
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import Choice, Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
+from search_spaces import Choice, Distribution, Fixed, LogUniform, Ordinal, Prior, Space, SpaceError, Uniform
 
 MOST_STEPS = 64  # of a quantised range that is listed value by value
+TAILS = 4.0
+"""Standard deviations at which a normal is cut off, since a space has bounds (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,18 @@ def discrete(values: Sequence[Any]) -> Distribution:
     if numbers and list(values) == sorted(set(values)):
         return Ordinal(values=tuple(values))
     return Choice(values=tuple(values))
+
+
+def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, str]:
+    """A normal distribution, or a lognormal by its mean and standard deviation of the logarithm, as a prior; and a note about it."""
+    if sd <= 0:
+        raise SpaceError(f"a normal's standard deviation must be above 0, got {sd}")
+    low, high = mean - TAILS * sd, mean + TAILS * sd
+    note = f"a prior, cut off {TAILS:g} standard deviations from its middle"
+    if log:
+        prior = Prior(centre=math.exp(mean), spread=sd / math.log(2))
+        return LogUniform(low=math.exp(low), high=math.exp(high), prior=prior), note
+    return Uniform(low=low, high=high, prior=Prior(centre=mean, spread=sd)), note
 
 
 def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tuple[Distribution, str]:

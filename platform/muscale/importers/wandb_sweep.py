@@ -9,12 +9,10 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
-from muscale.importers.imported_space import ImportedSpace, discrete, space_from, stepped
+from muscale.importers.imported_space import ImportedSpace, discrete, normal, space_from, stepped
 from muscale.settings.strict import short_repr
-from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Prior, SpaceError, Uniform
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, SpaceError, Uniform
 
-TAILS = 4.0
-"""Standard deviations at which a normal is cut off, since a space has bounds (assumed)."""
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
@@ -170,17 +168,8 @@ def _q_log(table: dict[str, Any], low: float, high: float) -> tuple[Distribution
 
 
 def _normal(table: dict[str, Any], log: bool) -> tuple[Distribution, str]:
-    mu, sigma = float(table.get("mu", 0)), float(table.get("sigma", 1))
-    if sigma <= 0:
-        raise ValueError("sigma must be above 0")
-    low, high = mu - TAILS * sigma, mu + TAILS * sigma
-    note = f"a prior, cut off {TAILS:g} standard deviations from its middle"
-    if "q" in table:
-        note += f"; its steps of {table['q']} are left out"
-    if log:
-        prior = Prior(centre=math.exp(mu), spread=sigma / math.log(2))
-        return LogUniform(low=math.exp(low), high=math.exp(high), prior=prior), note
-    return Uniform(low=low, high=high, prior=Prior(centre=mu, spread=sigma)), note
+    found, note = normal(float(table.get("mu", 0)), float(table.get("sigma", 1)), log=log)
+    return found, note + (f"; its steps of {table['q']} are left out" if "q" in table else "")
 
 
 def _beta(table: dict[str, Any]) -> tuple[Distribution, str]:

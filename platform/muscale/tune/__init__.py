@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
+from muscale.importers.tune_space import space_of
 from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
 from muscale.search.sweep import Sweep
@@ -26,7 +27,7 @@ from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordi
 if TYPE_CHECKING:
     from muscale.study import Study
 
-__all__ = ["param_space", "trainable"]
+__all__ = ["param_space", "space_of", "trainable"]
 
 
 def trainable(study: Study) -> Any:
