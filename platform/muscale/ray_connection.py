@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from muscale.errors import StageError, first_line
 from muscale.interrupts import defer_sigint
-from muscale.settings.tables import ResourceSettings
+
+if TYPE_CHECKING:
+    from muscale.settings.tables import ResourceSettings
 
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone

@@ -17,8 +17,9 @@ from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
 from muscale.store.cancels import cancellable
-from muscale.store.ledger import Ledger, Outcome
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, stems
+from muscale.store.outcome import Outcome
 from muscale.store.tables import runs
 from proxy_models.recipes.hyperparameters import Hyperparameters
 

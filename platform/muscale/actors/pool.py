@@ -17,13 +17,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from muscale.errors import StageError, WorkerLostError, last_line
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.ray_connection import note_taken
-from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger, Outcome
-from muscale.store.lineage import Chain
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # processes of Tune's trials import this module, and need no settings and no database
     from muscale.actors.ranks import Followers
     from muscale.actors.worker import Worker
+    from muscale.settings.tables import ResourceSettings
+    from muscale.store.ledger import Ledger
+    from muscale.store.lineage import Chain
+    from muscale.store.outcome import Outcome
 
 IDLE_SECONDS = 20.0
 """Time that an idle worker stays warm while others work; somebody else may want its device."""

@@ -15,8 +15,9 @@ from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.store.lease import lease, record_segment
-from muscale.store.ledger import Ledger, Outcome
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
+from muscale.store.outcome import Outcome
 from proxy_models.data.corpus import Corpus
 from proxy_models.files import atomic_write
 from proxy_models.training.attended import attended_length

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from search_spaces import Config
+if TYPE_CHECKING:
+    from search_spaces import Config
 
-ConfigHistory = tuple[tuple[int, Config], ...]
+ConfigHistory: TypeAlias = "tuple[tuple[int, Config], ...]"
 """(first rung, configuration) pairs: from the state at the rung before, training goes on with that configuration."""
 
 

@@ -12,22 +12,23 @@ from muscale.actors.pool import result_of
 from muscale.errors import MuscaleError, WorkerLostError, of_storage
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
-from muscale.search.tune_adapter import JOB, METRIC, WORKER
 
 if TYPE_CHECKING:
     from muscale.search.config_history import ConfigHistory
     from muscale.settings.sweep import RankBy
-    from muscale.store.ledger import Outcome
     from muscale.store.lineage import Chain
+    from muscale.store.outcome import Outcome
 
+METRIC, MODE = "loss", "min"
+JOB, WORKER = "job", "worker"  # what a Tune trial trains and the name of who does, in the config that Tune carries
 WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 
 
 class SweepTrainable(tune.Trainable):
     """A job of the sweep: each step has the leased worker train to the next rung, or the whole of an annealed run.
 
-    It imports no torch and holds no state, so that a process of it costs little. What a training raises is reported and not
-    raised, as Tune would hand it to nobody but its own folder.
+    It imports no torch, settings or database and holds no state, so that a process of it costs little. What a training raises is
+    reported and not raised, as Tune would hand it to nobody but its own folder.
     """
 
     def setup(self, config: dict[str, Any], *, plan: TrialPlan, rank_by: RankBy) -> None:  # type: ignore[override]

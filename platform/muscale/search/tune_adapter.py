@@ -5,7 +5,8 @@ Nothing depends on Tune's own state files. A diverged trial has no loss in the r
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,15 @@ from ray.tune.search import Searcher
 from muscale.errors import StageError
 from muscale.search.jobs import AnnealJob, TrialSegment, job_to_json
 from muscale.search.record import RungResult
+from muscale.search.trainable import JOB, METRIC, MODE, WORKER
 from muscale.search.tune_internals import keep_idle
 
 if TYPE_CHECKING:
     from muscale.actors.pool import PooledWorker, WorkerPool
     from muscale.search.engine import Engine
 
-METRIC, MODE = "loss", "min"
-JOB, WORKER = "job", "worker"  # what a Tune trial trains and the name of who does, in the config that Tune carries
+PLACE = "place"  # in the config that Tune carries: which of the places a trial's process takes
+_PLACES = 8  # that differ; trials of more workers share them, and their processes
 _LOOK_SECONDS = 1.0  # between two looks for an interruption while no worker has started
 
 
@@ -31,6 +33,8 @@ class EngineSearcher(Searcher):
     """Gives Tune the engine's jobs as suggestions, each with a worker of the pool, and the engine what came of them.
 
     Attributes:
+        n_places: How many processes of its trials Tune can tell apart, by what they ask for. Otherwise it gives a trial whose
+            process is starting the one that a short trial leaves, and ends its own: again and again, 1.5 s of a processor each.
         broke: What first kept the driver from asking or telling the engine, as a ledger without room does; Tune wraps it into
             an error of its own, or trips over it.
     """
@@ -41,7 +45,8 @@ class EngineSearcher(Searcher):
         super().__init__(metric=METRIC, mode=MODE)
         self._engine, self._pool = engine, pool
         self._waiting: deque[TrialSegment | AnnealJob] = deque()  # for a worker
-        self._in_flight: dict[str, tuple[TrialSegment | AnnealJob, PooledWorker]] = {}
+        self._in_flight: dict[str, tuple[TrialSegment | AnnealJob, PooledWorker, int]] = {}  # and its place
+        self.n_places = min(pool.resources.workers, _PLACES)
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles its own state, which nobody reads."""
@@ -53,8 +58,10 @@ class EngineSearcher(Searcher):
             found = self._next()
         if found is None:
             return str(Searcher.FINISHED) if self._engine.is_idle else None
-        job, worker = self._in_flight[trial_id] = found
-        return {**job.path[-1][1], JOB: job_to_json(job), WORKER: worker.name}
+        taken = Counter(place for *_, place in self._in_flight.values())
+        place = min(range(self.n_places), key=taken.__getitem__)
+        job, worker, _ = self._in_flight[trial_id] = (*found, place)
+        return {**job.path[-1][1], JOB: job_to_json(job), WORKER: worker.name, PLACE: place}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""
@@ -64,7 +71,7 @@ class EngineSearcher(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Note the last result and the end, or what came instead of it."""
-        job, worker = self._in_flight.pop(trial_id)
+        job, worker, _ = self._in_flight.pop(trial_id)
         if error:  # its process died, and the worker may be at work still
             self._engine.lost(job, "the process of its Tune trial died")
             self._pool.discard(worker)
@@ -130,14 +137,14 @@ class StopAtRung(FIFOScheduler):
 
     def __init__(self, jobs: EngineSearcher, workers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._jobs, self._keep = jobs, workers
+        self._jobs, self._kept = jobs, set[Any]()
+        self._share = math.ceil(workers / jobs.n_places)
 
-    def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """The trial that waits longest; before the first, a process for each worker is kept, however long it is idle."""
-        if self._keep and (trials := tune_controller.get_trials()):
-            keep_idle(tune_controller, trials[0], self._keep)
-            self._keep = 0
-        return super().choose_trial_to_run(tune_controller)
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Keep a process for each worker, however long it is idle."""
+        if trial.placement_group_factory not in self._kept:
+            self._kept.add(trial.placement_group_factory)
+            keep_idle(tune_controller, trial, self._share)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the job continues."""

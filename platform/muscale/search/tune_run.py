@@ -55,12 +55,14 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
     with defer_sigint():
         from ray import tune
 
-        from muscale.search.tune_adapter import METRIC, MODE, EngineSearcher, StopAtRung
+        from muscale.search.trainable import METRIC, MODE
+        from muscale.search.tune_adapter import PLACE, EngineSearcher, StopAtRung
 
     jobs, begun = EngineSearcher(engine, pool), time.time()
+    places = places_on_driver_node(jobs.n_places)
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(trainable, **parameters), on_driver_node()),
+            tune.with_resources(tune.with_parameters(trainable, **parameters), lambda config: places[config[PLACE]]),
             tune_config=tune.TuneConfig(
                 metric=METRIC,
                 mode=MODE,
@@ -95,14 +97,17 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
         raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}{stalled}")
 
 
-def on_driver_node() -> tune.PlacementGroupFactory:
-    """Resources of a Tune trial: a place on the driver's node, and none of the CPUs and devices, which its worker holds."""
+def places_on_driver_node(count: int) -> list[tune.PlacementGroupFactory]:
+    """Resources of Tune trials: places on the driver's node, and none of the CPUs and devices, which their workers hold.
+
+    Each is larger than the one before, as Tune takes a process that asks for the same for the same process.
+    """
     import ray
     from ray import tune
 
     here = ray.get_runtime_context().get_node_id()
     (address,) = {node["NodeManagerAddress"] for node in alive_nodes() if node["NodeID"] == here}
-    return tune.PlacementGroupFactory([{f"node:{address}": _OF_THE_NODE}])
+    return [tune.PlacementGroupFactory([{f"node:{address}": round(_OF_THE_NODE * n, 4)}]) for n in range(1, count + 1)]
 
 
 def _stop(engine: Engine) -> None:

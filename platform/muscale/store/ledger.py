@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from muscale.errors import LeaseLostError, StudyDirectoryError
 from muscale.store.lineage import Chain
+from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
 from muscale.store.tables import (
     ResultKind,
@@ -60,23 +61,6 @@ KEYS_AT_ONCE = 500  # in one statement
 def now() -> str:
     """The time as it stands in the ledger: UTC, ISO 8601, microseconds."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The recorded end of a chain: losses in nats per token, or the reason why there are none."""
-
-    key: str
-    tokens: int
-    loss: float | None
-    averaged_loss: float | None
-    diverged_because: str | None
-    seconds: float
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the training ended without a loss."""
-        return self.diverged_because is not None
 
 
 class Ledger:

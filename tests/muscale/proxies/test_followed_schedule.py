@@ -22,8 +22,9 @@ from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.trial import TrialPlan
-from muscale.store.ledger import Ledger, Outcome
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, stems
+from muscale.store.outcome import Outcome
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.recipes.stages import HyperparameterStage

@@ -20,7 +20,8 @@ from ray.tune.search import Searcher
 from muscale.search import bandit
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
-from muscale.search.tune_adapter import JOB, WORKER, EngineSearcher, StopAtRung
+from muscale.search.trainable import JOB, WORKER
+from muscale.search.tune_adapter import PLACE, EngineSearcher, StopAtRung
 from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_trial
 from proxy_models.recipes.stages import CHANGEABLE
@@ -123,6 +124,7 @@ class Sweep:
         self.searcher = EngineSearcher(self.engine, cast(Any, Pool(workers, self.random)))
         self.scheduler = StopAtRung(self.searcher, workers)
         self.running: dict[str, tuple[TrialSegment | AnnealJob, int]] = {}
+        self.places: dict[str, int] = {}
 
     def anneal_jobs(self) -> list[AnnealJob]:
         record, top = self.engine.record, self.settings.rungs - 1
@@ -142,6 +144,8 @@ class Sweep:
                 job = job_from_json(suggestion[JOB])
                 assert job.trial not in self.asked, "it trains after a cancel"
                 assert suggestion[WORKER] == "w"
+                assert suggestion[PLACE] not in self.places.values(), "another trial would be given its process"
+                self.places[trial_id] = suggestion[PLACE]
                 self.running[trial_id] = job, job.first if isinstance(job, TrialSegment) else job.rung
             elif self.running:
                 self.step(self.random.choice(list(self.running)))
@@ -168,6 +172,7 @@ class Sweep:
                 self.running[trial_id] = job, rung + 1
                 return
         self.running.pop(trial_id)
+        self.places.pop(trial_id)
         self.searcher.on_trial_complete(trial_id, result)
 
     def loss(self, config: Config, rung: int) -> float | None:

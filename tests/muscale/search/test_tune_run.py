@@ -23,10 +23,11 @@ from muscale.search.engine import Engine
 from muscale.search.protocols import GoOn, Start
 from muscale.search.record import Record
 from muscale.search.trainable import SweepTrainable
-from muscale.search.tune_run import run_engine
+from muscale.search.tune_run import places_on_driver_node, run_engine
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger, Outcome
+from muscale.store.ledger import Ledger
+from muscale.store.outcome import Outcome
 from search_spaces import Ordinal, Space
 
 MakeEngine = Callable[..., Engine]
@@ -172,6 +173,13 @@ def test_a_worker_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: P
     assert (tmp_path / "happened").exists()
     assert set(engine.record.results) == ALL_RESULTS
     assert len(list(tmp_path.glob("*.pid"))) == 2
+
+
+def test_tune_tells_the_places_of_its_trials_apart(ray_cluster: Cluster) -> None:
+    """It takes a process that asks for the same for the same process."""
+    places = places_on_driver_node(8)
+    assert len(set(places)) == 8
+    assert places_on_driver_node(8) == places
 
 
 @pytest.mark.soak
