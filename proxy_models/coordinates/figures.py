@@ -18,20 +18,29 @@ def coordinates_data(measurements: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
-    """Figure of `coordinates_data`: rms against width and, below, depth, all logarithmic; size left and change right."""
+    """Figure of `coordinates_data`: rms against width and, below, depth and matrices' norms against width, all logarithmic.
+
+    Sizes and initial norms are left, changes and updates right.
+    """
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
     from plotly.subplots import make_subplots
 
-    titles = {"size": "size of the output", "change": "change since step 0"}
     labels = {"width": "width (d_model)", "depth": "depth (n_layers)"}
-    axes, steps = list(lines["axis"].unique()), sorted(lines["step"].unique())
-    figure = make_subplots(rows=len(axes), cols=len(titles), column_titles=list(titles.values()))
+    column = {"size": 1, "norm": 1, "change": 2, "update": 2}
+    lines = lines.assign(
+        is_readout=lines["kind"].str.startswith("readout"),
+        row=lines["axis"].where(~lines["kind"].str.endswith("matrix"), "matrices"),
+    )
+    rows, steps = list(lines["row"].unique()), sorted(lines["step"].unique())
+    rows.sort(key=["width", "depth", "matrices"].index)
+    titles = {"matrices": ["norm of a matrix, over √(fan_out / fan_in)", "the same of its first change"]}
+    shown = [titles.get(row, ["size of the output", "change since step 0"]) for row in rows]
+    figure = make_subplots(rows=len(rows), cols=2, subplot_titles=[title for pair in shown for title in pair])
     colors = dict(zip(steps, sample_colorscale("Viridis", np.linspace(0, 1, len(steps)).tolist()), strict=True))
-    drawn = lines.assign(is_readout=lines["kind"] == "readout")
     named: set[int] = set()
-    for (axis, quantity, step, is_readout), part in drawn.groupby(
-        ["axis", "quantity", "step", "is_readout"], sort=False
+    for (row, axis, quantity, step, is_readout), part in lines.groupby(
+        ["row", "axis", "quantity", "step", "is_readout"], sort=False
     ):
         # One trace for many modules, a gap after each: figures of a trace for each line are slow to make and to show.
         gapped = pd.concat([line.reindex([*line.index, -1]) for _, line in part.groupby("module", sort=False)])
@@ -39,7 +48,7 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
             go.Scatter(
                 x=gapped[axis],
                 y=gapped["rms"],
-                text=gapped["module"],
+                text=gapped["module"] + (f", {quantity}" if row == "matrices" else ""),
                 mode="lines+markers",
                 line={"color": colors[step], "dash": "dash" if is_readout else "solid"},
                 name=f"step {step}",
@@ -48,12 +57,13 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
                 showlegend=step not in named,
                 hovertemplate=f"%{{text}}, step {step}<br>{axis} %{{x}}: %{{y:.3g}}<extra></extra>",
             ),
-            row=axes.index(axis) + 1,
-            col=list(titles).index(quantity) + 1,
+            row=rows.index(row) + 1,
+            col=column[str(quantity).partition(" ")[0]],
         )
         named.add(step)
-    for row, axis in enumerate(axes, start=1):
-        sizes = sorted(lines.loc[lines["axis"] == axis, axis].unique())
-        figure.update_xaxes(type="log", title=labels[axis], tickvals=sizes, row=row)
-    figure.update_yaxes(type="log", title="root mean square over batch and coordinates")
+    for number, row in enumerate(rows, start=1):
+        axis = "depth" if row == "depth" else "width"
+        sizes = sorted(lines.loc[lines["row"] == row, axis].unique())
+        figure.update_xaxes(type="log", title=labels[axis], tickvals=sizes, row=number)
+    figure.update_yaxes(type="log", title="root mean square, or norm")
     return figure

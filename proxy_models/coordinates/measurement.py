@@ -18,6 +18,7 @@ from proxy_models.architecture.families import M, ModelFamily, build, family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass
 from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds, require_sizes
+from proxy_models.coordinates.tensors import Norms, acting_multipliers
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -41,7 +42,7 @@ def coordinate_check(
     scheme: Scheme = "mup",
     parametrization: Callable[[M, M], Parametrization] | None = None,
 ) -> CoordinateCheck:
-    """Train on one fixed batch at every width for a few steps, fit activations against width; and the same for depth.
+    """Train on one fixed batch at every width for a few steps, fit activations and matrices' norms against width; and for depth.
 
     The rate is the peak rate from the first step on, without warmup and without weight decay; it should not lie above
     the tuned optimum.
@@ -82,7 +83,10 @@ def coordinate_check(
         for size in sorted(set(values)):
             config = family.at(**{axis: size})
             made = table(config, family.base)
-            runs = [measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps) for seed in seeds]
+            runs = [
+                measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps, matrices=axis == "width")
+                for seed in seeds
+            ]
             if axis == "depth":
                 last = f"{family_of(family.base).blocks}.{size - 1}"
                 runs = [_comparable_in_depth(run, last) for run in runs]
@@ -90,15 +94,33 @@ def coordinate_check(
                 place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
                 mean = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
                 rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": mean})
-    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds))
+    narrowest = family.at(width=min(widths))
+    model = build(narrowest).eval()
+    initialize(model, table(narrowest, family.base), replace(recipe, zero_readout=False), seed=seeds[0])
+    return CoordinateCheck(
+        measurements=pd.DataFrame(rows),
+        seeds=tuple(seeds),
+        multipliers=acting_multipliers(model, sequences[:, :-1]),
+    )
 
 
 def measure(
-    config: Member, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
+    config: Member,
+    parametrization: Parametrization,
+    recipe: Recipe,
+    sequences: Tensor,
+    *,
+    seed: int,
+    n_steps: int,
+    matrices: bool = False,
 ) -> dict[Key, float]:
-    """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
+    """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps.
+
+    With `matrices` also the norm of each at first, and of its change at the first step that has one, as `Norms` has them.
+    """
     model = build(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
+    norms = Norms(model, parametrization, config.d_model) if matrices else None
     optimizer = make_optimizer(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
     readout = family_of(config).readout
@@ -118,7 +140,10 @@ def measure(
             clip(model.parameters(), recipe.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return measured
+            if norms:
+                updates = norms.updates(last=step == n_steps - 1)
+                measured |= {(*key, step + 1): norm for key, norm in updates.items()}
+    return measured | ({(*key, 0): norm for key, norm in norms.initial().items()} if norms else {})
 
 
 @contextmanager

@@ -203,6 +203,39 @@ def test_a_wrong_rate_of_the_recurrent_matrices_is_found(corpus: Corpus) -> None
     assert "layers.0.layer" in {finding.module for finding in check.findings}, "whose outputs are (values, state)"
 
 
+@pytest.mark.parametrize(("power", "slope"), [(0.5, 0.45), (-1.0, -1.05)])
+def test_a_wrong_rate_that_no_activation_shows_is_found_by_the_norm_of_the_update(
+    corpus: Corpus, power: float, slope: float
+) -> None:
+    def planted(member: Any, base: Any) -> Any:
+        table = FAMILY.parametrization(member, base)
+        wrong = {name: rule for name, rule in table.rules.items() if "weight_hh" in name}
+        changed = {
+            name: replace(rule, lr_factor=rule.lr_factor * rule.width_mult**power) for name, rule in wrong.items()
+        }
+        return replace(table, rules={**table.rules, **changed})
+
+    check = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, n_steps=2, parametrization=planted)
+    found = [(finding.fault, finding.module, finding.quantity) for finding in check.findings]
+    place = "learning-rate scaling", "update of weight_hh_l0"
+    assert sorted(found) == [(place[0], f"layers.{layer}.layer", place[1]) for layer in (0, 1)]
+    assert [finding.slope for finding in check.findings] == pytest.approx([slope, slope], abs=0.1)
+    activations = check.measurements[~check.measurements["kind"].str.endswith("matrix")]
+    assert replace(check, measurements=activations).passed
+
+
+def test_a_multiplier_that_is_not_applied_fails_the_check_by_its_name(corpus: Corpus) -> None:
+    family = Forgetful(vocab_size=256, context_length=32)
+    applied = coordinate_check(SCALED, VALUES, corpus, widths=WIDTHS, n_steps=1)
+    assert applied.multipliers == {"branch": True, "readout": True}
+    forgotten = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
+    assert forgotten.unapplied == ("readout",)
+    slopes_only = replace(forgotten, measurements=applied.measurements)
+    assert not slopes_only.findings
+    assert not slopes_only.passed
+    assert type(applied).from_dict(forgotten.to_dict()).unapplied == ("readout",)
+
+
 def test_units_are_tables_blocks_and_readout_each_once() -> None:
     model = FAMILY.build(32, 2)
     assert set(FAMILY.units(model)) == {model.symbols, *model.layers, model.head}

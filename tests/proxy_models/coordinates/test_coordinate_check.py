@@ -207,6 +207,8 @@ def test_it_looks_at_every_module_of_the_model(check: Callable[..., CoordinateCh
         "(b) first change": len(hidden) + len(norms),
         "(c) trained size": 5 * len(hidden),
         "(d) readout size": 6,
+        "(h) initial norm": 2 * len(projections),
+        "(i) first update": 2 * len(projections) + 2,
     }
     assert set(slopes[slopes["criterion"] == "(b) first change"]["step"]) == {1}
 
@@ -295,6 +297,9 @@ def synthetic(kind: str, sizes: dict[tuple[str, int], float | None], axis: Axis 
         ("width", "hidden", "change", 1, -0.20, 0.20, "learning-rate scaling"),
         ("width", "norm", "change", 1, -0.20, 0.20, "learning-rate scaling"),
         ("width", "hidden", "size", 3, -0.25, 0.25, "learning-rate scaling"),
+        ("width", "hidden matrix", "norm of weight", 0, -0.15, 0.15, "init"),
+        ("width", "hidden matrix", "update of weight", 2, -0.40, 0.30, "learning-rate scaling"),
+        ("width", "readout matrix", "update of weight", 1, -0.40, 0.30, "learning-rate scaling"),
         ("width", "readout", "size", 0, -0.60, 0.15, "readout multiplier"),
         ("width", "readout", "size", 5, -0.60, 0.15, "readout multiplier"),
         ("depth", "stream", "size", 0, -0.60, 0.15, "residual scaling"),
@@ -320,6 +325,8 @@ def test_bounds_are_those_of_the_criterion(
         ("width", "norm", "size", 0),
         ("width", "norm", "size", 4),
         ("width", "readout", "change", 1),
+        ("width", "embedding matrix", "norm of weight", 0),
+        ("width", "readout matrix", "norm of weight", 0),
         ("depth", "readout", "change", 1),
         ("depth", "stream", "size", 1),
     ],
@@ -395,6 +402,15 @@ def test_the_figure_shows_every_line_on_logarithmic_axes(check: Callable[..., Co
     assert all(axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes()))
     in_legend = [trace.name for trace in figure.data if trace.showlegend]
     assert sorted(in_legend) == [f"step {step}" for step in range(6)]
+
+
+def test_matrices_have_a_row_of_their_own_in_the_figure(check: Callable[..., CoordinateCheck]) -> None:
+    figure = check().plot()
+    left, right = (
+        {trace.text[0].partition(", ")[2].partition(" of ")[0] for trace in figure.data if trace.xaxis == axis}
+        for axis in ("x3", "x4")
+    )
+    assert (left, right) == ({"norm"}, {"update"})
 
 
 def test_depth_has_a_row_of_its_own_in_the_figure(corpus: Corpus) -> None:

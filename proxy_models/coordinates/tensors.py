@@ -1,0 +1,71 @@
+"""What the check asks of tensors instead of activations: norms by the largest singular value, and multipliers that act.
+
+A module's output hides a tensor whose part in it is small, and a tensor that is used by a function has no output of its own.
+Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)
+(Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Between widths that ratio is constant for a hidden matrix, grows as the
+width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from proxy_models.architecture.parametrization import MATRICES, Parametrization, TensorClass
+from proxy_models.training.optimizer import MULTIPLIERS
+
+_KINDS = {TensorClass.HIDDEN: "hidden matrix", TensorClass.EMBEDDING: "embedding matrix"}
+
+
+class Norms:
+    """Largest singular values of a model's matrices over what they should grow with, at first and of their first change."""
+
+    def __init__(self, model: nn.Module, table: Parametrization, width: int) -> None:
+        """Take the values as they are for those before the first step."""
+        self._classes = {name: rule.tensor_class for name, rule in table.rules.items() if rule.tensor_class in MATRICES}
+        self._model, self._width, self._readout = model, width, table.multipliers.readout
+        self._first = {name: model.get_parameter(name).detach().clone() for name in self._classes}
+        self._moved: set[str] = set()
+
+    def initial(self) -> dict[tuple[str, str, str], float]:
+        """Norm of each matrix by (module, kind, quantity)."""
+        return {self._key(name, "norm"): self._norm(name, values) for name, values in self._first.items()}
+
+    @torch.no_grad()
+    def updates(self, *, last: bool) -> dict[tuple[str, str, str], float]:
+        """Norm of the change of each matrix that moved for the first time; at the last step, 0 for those that never did."""
+        found = {}
+        for name in self._classes.keys() - self._moved:
+            change = self._model.get_parameter(name) - self._first[name]
+            if last or bool(change.any()):
+                self._moved.add(name)
+                found[self._key(name, "update")] = self._norm(name, change)
+        return dict(sorted(found.items()))
+
+    def _key(self, name: str, quantity: str) -> tuple[str, str, str]:
+        module, _, tensor = name.rpartition(".")
+        return module, _KINDS.get(self._classes[name], "readout matrix"), f"{quantity} of {tensor}"
+
+    def _norm(self, name: str, values: Tensor) -> float:
+        largest = float(torch.linalg.matrix_norm(values.flatten(1), ord=2))
+        match self._classes[name]:
+            case TensorClass.HIDDEN:
+                return largest
+            case TensorClass.EMBEDDING:
+                return largest / math.sqrt(self._width)
+        return largest * self._readout * math.sqrt(self._width)
+
+
+@torch.no_grad()
+def acting_multipliers(model: nn.Module, tokens: Tensor) -> dict[str, bool]:
+    """Whether each multiplier for which the model has a buffer moves its logits when it is doubled, by `ForwardMultipliers`' names."""
+    buffers, once = dict(model.named_buffers()), model(tokens)
+    acting = {}
+    for name, buffer in MULTIPLIERS.items():
+        if buffer in buffers:
+            buffers[buffer].mul_(2)
+            acting[name] = not torch.equal(model(tokens), once)
+            buffers[buffer].div_(2)
+    return acting

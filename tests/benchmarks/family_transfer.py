@@ -1,0 +1,83 @@
+"""Does the best learning rate of a family from transformers' configs stay put over 8× in width?
+
+    python tests/benchmarks/family_transfer.py [--seeds 2] [--configs Qwen3Config GPT2Config] [--folder runs/benchmarks/families]
+
+Two layers, heads of 8 coordinates (Qwen3's in pairs that share keys), bytes, context 64; 200 steps of 8 sequences on the
+standard library's own source at a grid of rates. Base width 32. The optimum of each width is the minimum of a parabola in
+log2(rate). Every finished run is kept in the folder; the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from proxy_models.architecture.families import load
+from proxy_models.architecture.member import Member
+from proxy_models.data.corpus import EMBEDDED, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
+from tests.benchmarks.transfer import report
+from tests.proxy_models.families import TRANSFORMERS
+
+CONTEXT, BATCH_TOKENS = 64, 8 * 64
+N_TOKENS = 200 * BATCH_TOKENS
+BASE, WIDTHS = 32, (16, 32, 64, 128)
+RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One run."""
+
+    experiment: str  # name of the configuration class
+    size: int  # width
+    log2_rate: float
+    seed: int
+
+    def member(self, width: int) -> Member:
+        """The family's member of two layers."""
+        family = load(f"transformers:{self.experiment}")
+        return family(vocab_size=256, context_length=CONTEXT, **TRANSFORMERS[self.experiment]).member(width, 2)
+
+
+def train(corpus: Path, task: Task) -> dict[str, Any]:
+    """The loss of one run."""
+    trainer = trainer_of(corpus)
+    model, base = task.member(task.size), task.member(BASE)
+    numerics = Numerics(model=model, base=base, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=32_768)
+    values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
+    return {"loss": final_loss(trainer, numerics, values, N_TOKENS)}
+
+
+def main() -> None:
+    """Train and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--configs", nargs="+", default=["Qwen3Config", "GPT2Config"])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/families"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
+    wanted = [
+        Task(experiment=config, size=width, log2_rate=rate, seed=seed)
+        for seed in range(options.seeds)
+        for config in options.configs
+        for width in WIDTHS
+        for rate in RATES
+    ]
+    kept = options.folder / "runs.jsonl"
+    rows = pd.DataFrame(do_missing(wanted, partial(train, corpus.folder), kept, workers=options.workers))
+    for config in options.configs:
+        report(rows, config)
+
+
+if __name__ == "__main__":
+    main()
