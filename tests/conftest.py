@@ -1,5 +1,6 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -75,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    gc.collect()  # of what the test before left
+    gc.freeze()  # every training collects first, and this process has a million objects
     gpu = item.get_closest_marker("gpu")
     if gpu and not torch.cuda.is_available():
         pytest.skip("trains on an NVIDIA GPU, and torch sees none here")

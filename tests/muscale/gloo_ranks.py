@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 processes = multiprocessing.get_context("forkserver")
 """Forked from one process, so that torch, Lightning and the package are imported once and not by each of them."""
 processes.set_forkserver_preload(
-    ["muscale.full_runs.train.module", "torch.distributed.checkpoint", "muscale.store.open_ledger", "psycopg"]
+    [
+        "muscale.full_runs.train.module",
+        "torch.distributed.checkpoint",
+        "muscale.store.open_ledger",
+        "psycopg",
+        "tests.muscale.frozen",
+    ]
 )
 
 

@@ -26,15 +26,16 @@ class Garbage:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Freeze what exists, and collect nothing in the block but by `after`."""
-        enabled = gc.isenabled()
+        """Freeze what exists, and collect nothing in the block but by `after`; what the caller has frozen stays so."""
+        enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             yield
         finally:
-            gc.unfreeze()
+            if not is_frozen:
+                gc.unfreeze()
             if enabled:
                 gc.enable()
 

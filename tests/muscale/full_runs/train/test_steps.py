@@ -263,7 +263,10 @@ class Cycle:
     itself: Cycle
 
 
-def test_garbage_is_collected_at_agreed_steps_and_as_before_afterwards() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_garbage_is_collected_at_agreed_steps_and_as_before_afterwards(is_frozen: bool) -> None:
+    """Also by a caller that has frozen what there is."""
+    (gc.freeze if is_frozen else gc.unfreeze)()
     garbage, frozen = Garbage(), gc.get_freeze_count()
     with garbage.controlled():
         assert not gc.isenabled()
@@ -276,7 +279,7 @@ def test_garbage_is_collected_at_agreed_steps_and_as_before_afterwards() -> None
         garbage.after(1)
         assert alive() is None
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_freeze_count() > 0) is is_frozen
 
 
 def test_a_trace_is_written_of_the_steps_asked_for_and_of_no_others(run: FullRun) -> None:
