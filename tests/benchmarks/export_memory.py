@@ -26,7 +26,7 @@ from muscale.bundles.bundle import FORECAST, Bundle
 from muscale.bundles.bundle_writing import write_bundle
 from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus

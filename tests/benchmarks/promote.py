@@ -140,7 +140,7 @@ def train(task: Task) -> dict[str, Any]:
     """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
     promoted, began = _promoted[task.case], perf_counter()
     if task.kind == "full run":
-        from muscale.full_runs.train.module import train as train_full
+        from muscale.full_runs.train.attempt import train as train_full
 
         return {"loss": train_full(promoted.full_run)["loss"], "seconds": perf_counter() - began}
     numerics = replace(promoted.numerics, seed=task.seed)

@@ -16,7 +16,7 @@ import numpy as np
 
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus

@@ -20,7 +20,7 @@ processes = multiprocessing.get_context("forkserver")
 """Forked from one process, so that torch, Lightning and the package are imported once and not by each of them."""
 processes.set_forkserver_preload(
     [
-        "muscale.full_runs.train.module",
+        "muscale.full_runs.train.attempt",
         "torch.distributed.checkpoint",
         "muscale.store.open_ledger",
         "psycopg",
@@ -62,7 +62,7 @@ class GlooRanks:
 
     def train(self, run: FullRun, world_size: int, *, chunk_entries: int = CHUNK_ENTRIES) -> None:
         """Train on the first `world_size` of them; an error of any is this one's."""
-        from muscale.full_runs.train.module import train
+        from muscale.full_runs.train.attempt import train
 
         self.call(train, run, world_size=world_size, chunk_entries=chunk_entries)
 

@@ -29,7 +29,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import alone
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain

@@ -156,7 +156,7 @@ def train_worker(config: dict[str, Any]) -> None:
     import torch
     from ray.train.torch import get_device
 
-    from muscale.full_runs.train.module import train
+    from muscale.full_runs.train.attempt import train
 
     torch.set_num_threads(config["threads"])
     run: FullRun = config["run"]

@@ -126,7 +126,7 @@ def train_here(path: Path) -> dict[str, Any]:
     """Train a prepared run in this process, as one of torchrun's or srun's ranks if there are several.
 
     Returns:
-        As `muscale.full_runs.train.module.train`.
+        As `muscale.full_runs.train.attempt.train`.
 
     Raises:
         StageError: If the file can't be read, or the run diverges.
@@ -136,7 +136,7 @@ def train_here(path: Path) -> dict[str, Any]:
     if isinstance(model := run.numerics.model, ModuleConfig):
         announce(model.family)
     from muscale.full_runs.distributed import adopt_slurm
-    from muscale.full_runs.train.module import train
+    from muscale.full_runs.train.attempt import train
 
     adopt_slurm()
     return train(run)

@@ -1,1 +1,1 @@
-"""One rank of a full run: the Lightning module, sharding, spike interventions."""
+"""One rank of a full run: its attempt, the Lightning module, sharding, evaluation, records of steps, spike interventions."""

@@ -1,7 +1,6 @@
-"""The full-size run: plain Lightning with FSDP2, with the loss, step and schedule of the proxies.
+"""The full-size run under plain Lightning, with the loss, step and schedule of the proxies.
 
-It is independent of Ray: the same function runs in a Ray Train worker, under torchrun or srun, or in one process. Batches are
-addressed by position, so a run resumed at another world size sees the same tokens.
+Batches are addressed by position, so a run resumed at another world size sees the same tokens.
 """
 
 from __future__ import annotations
@@ -9,69 +8,46 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import json_lines
-from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS
-from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
-from muscale.full_runs.checkpoints.run_description import RunDescription
-from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
-from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.distributed import broadcast_from_rank0
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
 from muscale.full_runs.records.preemption import PreemptionNotice
+from muscale.full_runs.train.evaluation import Evaluation
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
-from muscale.full_runs.train.sharding import ShardedStrategy, build_model, fitting_micro_batch
-from muscale.layout import COLLECTIVES, METRICS, PROFILE
+from muscale.full_runs.train.sharding import build_model, fitting_micro_batch
+from muscale.full_runs.train.step_log import StepLog, StepTaken
+from muscale.layout import METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
-from proxy_models.architecture.families import family_of, import_family
-from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
+from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
-from proxy_models.training.attended import attended_length
-from proxy_models.training.device import datasheet_flops, evaluation_batch, send
-from proxy_models.training.fsdp import between_parts, rank_mean, settle
-from proxy_models.training.guard import Divergence, Verdict, judge_evaluation
+from proxy_models.training.device import send
+from proxy_models.training.fsdp import between_parts, rank_mean
+from proxy_models.training.guard import Divergence, judge_evaluation
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
 from proxy_models.training.step import Stepper
 
 L = import_lightning()
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # noqa: E402
-
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """A step whose figures are still on the device."""
-
-    before: int  # tokens, as `after`
-    after: int
-    number: int
-    rate_factor: float
-    loss: Tensor
-    norm: Tensor
-    step_seconds: float
-    seconds: float  # since the run's start, at the step's end
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
@@ -92,12 +68,10 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.run, self.start, self.resume = run, start, resume
         self.tokens = self._recorded = start
         self.checkpoints, self.interventions = checkpoints, interventions
-        self.blocked = 0.0  # seconds, by checkpoints since the last row
         self.model: nn.Module | None = None
         self.compiled = False
+        self.step_log = StepLog(run.directory / METRICS)
         self._spent = spent  # seconds, by earlier attempts up to the start
-        self._taken: list[_Taken] = []
-        self._rows: list[dict[str, Any]] = []
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
         self.garbage = Garbage()
@@ -167,41 +141,34 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
         if precision == "fp16" and self.trainer.world_size > 1:
             raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
-        self._corpus = Corpus.open(run.corpus)
-        numerics, length = run.numerics, run.numerics.model.context_length
-        self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
-        self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
-        before = run.initial_state.earlier if run.initial_state else {}
-        self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in before.items()}
+        corpus, numerics = Corpus.open(run.corpus), run.numerics
+        self._stream = training_stream(
+            corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens
+        )
+        self._evaluation = Evaluation(
+            run,
+            corpus,
+            device=self.device,
+            data_rank=self.data_rank,
+            data_ranks=self.data_ranks,
+            compiled=self.compiled,
+        )
         self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
         self._profile = StepProfile(run.profile, run.directory / PROFILE, self.device)
-        self._flops_share = self._flops_per_token_of_peak()
-        self._started = time.perf_counter() - self._spent
+        self.step_log.count_flops(run, corpus, self.device, self.trainer.world_size)
+        self.step_log.start_clock(self._spent)
 
     def on_train_end(self) -> None:
         """Write the trace of a run that ended in its steps."""
         self._profile.stop()
-
-    def _flops_per_token_of_peak(self) -> float | None:
-        """FLOPs per token over the peak FLOP/s of all ranks' devices; None where the peak is not known."""
-        if self.device.type != "cuda":
-            return None
-        numerics = self.run.numerics
-        peak = datasheet_flops(torch.cuda.get_device_name(self.device), numerics.precision)
-        if not peak:
-            return None
-        attended = attended_length(numerics.model, self._corpus, self.run.n_tokens)
-        return numerics.model.train_flops_within(attended) / (peak * int(self.trainer.world_size))
 
     def on_train_start(self) -> None:
         """Install the preemption handler in place of Lightning's, and evaluate the initial state of a continuation."""
         self._notice.listen()
         metrics = self.run.directory / METRICS
         if self.run.initial_state and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
-            began = time.perf_counter()
-            row = {"tokens": 0, **self.evaluate(), "evaluation_seconds": time.perf_counter() - began}
-            self._rows.append({**row, "seconds": time.perf_counter() - self._started})
-            self._flush()
+            self.step_log.rows.append({"tokens": 0, **self._evaluate()})
+            self.step_log.flush()
 
     def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
         """Set the state after `tokens` tokens: the checkpoint's, or initial weights if there is none."""
@@ -247,16 +214,16 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             with suppress(Exception):  # as the device may be what failed
                 self._read_at_failure()
             raise
-        n_taken = len(self._taken)
+        n_taken = self.step_log.n_unread
         if not self._read():
             return
         if self._skips_to_end:
             self.tokens = run.n_tokens
-            self._rows.append({"tokens": self.tokens, "seconds": time.perf_counter() - self._started})
+            self.step_log.rows.append({"tokens": self.tokens, "seconds": self.step_log.seconds})
         self._recorded = self.tokens
         self._flags.agree(n_taken)
-        if self._flags.straggler and self._rows:
-            self._rows[-1] |= asdict(self._flags.straggler)
+        if self._flags.straggler and self.step_log.rows:
+            self.step_log.rows[-1] |= asdict(self._flags.straggler)
         self.garbage.after(n_taken)
         self._act(before)
 
@@ -288,19 +255,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._profile.before(number)
         loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
         self._profile.after(number)
-        self.tokens, ended = before + batch, time.perf_counter()
-        self._taken.append(
-            _Taken(
-                before=before,
-                after=self.tokens,
-                number=number,
-                rate_factor=rate_factor,
-                loss=loss,
-                norm=norm,
-                step_seconds=ended - began,
-                seconds=ended - self._started,
-            )
-        )
+        self.tokens = before + batch
+        self.step_log.add(before, self.tokens, number, began=began, rate_factor=rate_factor, loss=loss, norm=norm)
 
     def _read(self) -> bool:
         """Read the figures of the steps taken, and record those that count; False if the last one does not.
@@ -308,8 +264,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         Raises:
             StageError: If the run diverged.
         """
-        last = self._taken[-1].after if self._taken else None
-        for one, row, verdict in self._figures():
+        last = self.tokens
+        for one, row, verdict in self.step_log.read(self._stepper):
             if verdict and self.run.on_spike:
                 self.tokens = one.before
                 reason = verdict.reason if isinstance(verdict, Divergence) else str(verdict)
@@ -320,48 +276,19 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
                 raise StageError(f"promote: the run diverged: {verdict.reason}")
             else:
                 self._record(one, row)
-        return last in (None, self.tokens)
+        return last == self.tokens
 
     def _read_at_failure(self) -> None:
         """Record the steps taken, up to the first that is in question, unless the device waits for a rank that is lost."""
         if finishes(self.device, within=2 * MOST_SECONDS):
-            for one, row, verdict in self._figures():
+            for one, row, verdict in self.step_log.read(self._stepper):
                 if isinstance(verdict, Divergence) or (verdict and self.run.on_spike):
                     return
                 self._record(one, row)
 
-    def _figures(self) -> Iterator[tuple[_Taken, dict[str, Any], Verdict | None]]:
-        """Each step taken, its row and what is wrong with it; waits for the device."""
-        taken, self._taken = self._taken, []
-        began = time.perf_counter()
-        figures = (
-            torch.stack([figure.float() for one in taken for figure in (one.loss, one.norm)]).tolist() if taken else []
-        )
-        self._stepper.settle()
-        waited = (time.perf_counter() - began) / max(len(taken), 1)
-        for count, (one, loss, norm) in enumerate(zip(taken, figures[::2], figures[1::2], strict=True), start=1):
-            verdict, seconds = self._stepper.verdicts.get(one.number), one.step_seconds + waited
-            if not isinstance(verdict, Divergence) and not math.isfinite(loss):
-                reason = f"the training loss is {loss} at step {one.number}"
-                verdict = Divergence(step=one.number, reason=reason)
-            rate = (one.after - one.before) / seconds
-            row = {
-                "tokens": one.after,
-                "train_loss": loss,
-                "grad_norm": norm,
-                "rate_factor": one.rate_factor,
-                "left_out": verdict is not None,
-                "step_seconds": seconds,
-                "tokens_per_second": rate,
-                **({"mfu": rate * self._flops_share} if self._flops_share else {}),
-                "seconds": one.seconds + count * waited,
-            }
-            yield one, row, verdict
-
-    def _record(self, step: _Taken, row: dict[str, Any]) -> None:
-        self._rows.append(row | {"blocked_seconds": self.blocked})
+    def _record(self, step: StepTaken, row: dict[str, Any]) -> None:
+        self.step_log.record(row)
         self.tokens = self._recorded = step.after
-        self.blocked = 0.0
 
     def _intervene(self, tokens: int, number: int, reason: str) -> bool:
         """Skip the step after `tokens` tokens, or roll back to skip it on the way; True if rolled back.
@@ -398,9 +325,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return True
 
     def _roll_back(self, start: int, checkpoint: Path | None) -> None:
-        self._flush()
-        seconds = broadcast_from_rank0(lambda: attempts.go_back(self.run.directory, start))
-        self._started = time.perf_counter() - seconds
+        self.step_log.flush()
+        self.step_log.start_clock(broadcast_from_rank0(lambda: attempts.go_back(self.run.directory, start)))
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
             parametrization = self.run.numerics.parametrization(recipe.optimizer)
@@ -425,21 +351,20 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         run, tokens, flags = self.run, self.tokens, self._flags
         at_end = tokens == run.n_tokens
         if at_end or self._passes_evaluation(before):
-            began, losses = time.perf_counter(), self.evaluate()
+            losses = self._evaluate()
             divergence = judge_evaluation(
                 losses["val_loss"],
-                self._rows[-1].get("grad_norm", math.inf),
+                self.step_log.rows[-1].get("grad_norm", math.inf),
                 vocab_size=run.numerics.model.vocab_size,
                 step=run.n_steps(tokens),
                 is_warm=tokens > run.recipe_before(tokens).warmup_tokens,
             )
             if divergence:
                 raise StageError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
-            ended = time.perf_counter()
-            self._rows[-1] |= {**losses, "evaluation_seconds": ended - began, "seconds": ended - self._started}
-        self._flush()  # before the save: a checkpoint implies that the rows before it are written
+            self.step_log.rows[-1] |= losses
+        self.step_log.flush()  # before the save: a checkpoint implies that the rows before it are written
         if at_end or flags.saves or flags.ends or self._passes_checkpoint(before):
-            with self._blocking():
+            with self.step_log.blocking():
                 self.checkpoints.save(self._stepper, tokens)
                 flags.saved()
                 if at_end or flags.ends:
@@ -448,142 +373,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice was followed
             raise PreemptedError(f"promote: preempted, saved at {tokens:,} tokens")
 
-    @contextmanager
-    def _blocking(self) -> Iterator[None]:
-        """Count the time in the block as blocked by a checkpoint."""
+    def _evaluate(self) -> dict[str, Any]:
+        """The losses of `Evaluation.measure`, how long they took, and the seconds since the run's start."""
         began = time.perf_counter()
-        yield
-        self.blocked += time.perf_counter() - began
-
-    def evaluate(self) -> dict[str, Any]:
-        """Mean loss over the held-out sequences.
-
-        Returns:
-            `val_loss`, and of a mixture `source_losses` by name; of a continuation on another corpus
-            `earlier_losses` by name; nats per token.
-        """
-        losses = evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
-        earlier = {name: corpus_loss(sets, self._losses(sets)) for name, sets in self._earlier.items()}
-        return losses | ({"earlier_losses": earlier} if earlier else {})
-
-    def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
-        """Mean loss of each set, independent of the number of ranks; in the run's precision, eager, without dropout."""
-        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            losses = source_losses(
-                self.configured,
-                family_of(self.run.numerics.model).evaluation_loss,
-                sets,
-                device=self.device,
-                batch=evaluation_batch(self.device, self._stepper.micro_batch),
-                rank=self.data_rank,
-                ranks=self.data_ranks,
-            )
-        settle(self.configured)
-        if self.trainer.world_size > 1:
-            dist.all_reduce(losses)
-            losses /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
-        return dict(zip(sets, losses.tolist(), strict=True))
-
-    @contextmanager
-    def flushing(self) -> Iterator[None]:
-        """Write the metrics of recorded steps, however the block ends: their time counts, even if they are trained again."""
-        try:
-            yield
-        finally:
-            self._flush()
-
-    def _flush(self) -> None:
-        if rank() == 0 and self._rows:
-            json_lines.append(self.run.directory / METRICS, *self._rows)
-        self._rows.clear()
-
-
-def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]:
-    """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
-
-    Args:
-        run: What to train.
-        device: Of this rank, by its launcher; None: `rank_device`.
-
-    Returns:
-        `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
-        `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
-
-    Raises:
-        StageError: If the run diverges, or its ranks can't be laid over the devices.
-        ValueError: If the model's family can't be imported here, or has another source.
-        PreemptedError: If it was preempted; its state is saved.
-    """
-    import_family(run.numerics.model)
-    device = device or rank_device()
-    start_timeout, step_timeout = (timedelta(minutes=m) for m in (run.start_timeout_minutes, run.step_timeout_minutes))
-    with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
-        if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
-            return finished
-        run.directory.mkdir(parents=True, exist_ok=True)
-        broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
-        checkpoints = Checkpoints(
-            run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
-        )
-        start, resume = checkpoints.latest() or _origin(run)
-        spent, incidents = broadcast_from_rank0(
-            lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start))
-        )
-        module = FullRunModule(
-            run,
-            start,
-            resume,
-            spent=spent,
-            checkpoints=checkpoints,
-            interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
-        )
-        trainer = L.Trainer(
-            strategy=ShardedStrategy(
-                run.parallelism, device, step_timeout=step_timeout, step=lambda: run.n_steps(module.tokens)
-            )
-            if dist.is_initialized()
-            else "auto",
-            plugins=[TorchElasticEnvironment() if dist.is_initialized() else LightningEnvironment()],
-            accelerator="cpu" if device.type == "cpu" else "gpu",
-            devices=1 if device.type == "cpu" else [device.index],
-            max_epochs=1,
-            use_distributed_sampler=False,  # every rank counts every step
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=run.directory,
-        )
-        if start < run.n_tokens:
-            with (
-                attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)),
-                module.flushing(),
-                module.garbage.controlled(),
-            ):
-                trainer.fit(module)
-        facts = {
-            "tokens": run.n_tokens,
-            "resumed_from": start,
-            "environment": {
-                **environment(trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled),
-                "parallelism": asdict(run.parallelism),
-            },
-        }
-        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.blocked, **facts))
-
-
-def _origin(run: FullRun) -> tuple[int, Path | None]:
-    """Tokens and checkpoint at the run's start, after a check of the checkpoint.
-
-    Raises:
-        StageError: On every rank, if the checkpoint has changed.
-    """
-    state = run.initial_state
-    if state and manifest_hash_by_ranks(state.checkpoint) != state.manifest_hash:
-        raise StageError(
-            f"{state.checkpoint}: must be the checkpoint from which the run was started; it is gone, damaged or changed"
-        )
-    return run.origin
+        losses = self._evaluation.measure(self.configured, self._stepper.micro_batch)
+        return {**losses, "evaluation_seconds": time.perf_counter() - began, "seconds": self.step_log.seconds}
 
 
 class _Calls(IterableDataset[int]):

@@ -247,7 +247,7 @@ def _trained(case: Case, run: FullRun, rank: int, directory: Path) -> dict[str, 
     import torch.distributed as dist
 
     from muscale.full_runs.distributed import rank_device
-    from muscale.full_runs.train.module import train
+    from muscale.full_runs.train.attempt import train
 
     on_gpu = case.device == "cuda"
     device = rank_device() if on_gpu else torch.device("cpu")

@@ -17,7 +17,7 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, write_ma
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records.run_records import RunRecords
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import EVALUATIONS, METRICS, RUN
 from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus, write_mixture

@@ -21,7 +21,8 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import attempts
-from muscale.full_runs.train.module import FullRunModule, train
+from muscale.full_runs.train.attempt import train
+from muscale.full_runs.train.module import FullRunModule
 from muscale.layout import RESULT
 from proxy_models.data.corpus import Corpus
 from proxy_models.hashing import file_sha256

@@ -19,7 +19,7 @@ from muscale.full_runs.continue_run.continuation import plan_continuation
 from muscale.full_runs.continue_run.train import Continued, train_continuation
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.continuation_file import ContinuationFile

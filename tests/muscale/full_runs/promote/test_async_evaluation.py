@@ -19,7 +19,7 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import _Evaluator, _Reservation, async_evaluation_of
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import EVALUATIONS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings

@@ -22,7 +22,7 @@ from muscale.full_runs.promote.smoke_test import (
     smoke_test,
     smoke_test_on_cluster,
 )
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, SMOKE_TEST
 from muscale.plans.device_lines import disk_line
 from muscale.plans.gate import Gate, transfer_line

@@ -23,7 +23,8 @@ from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.full_runs.train import module
-from muscale.full_runs.train.module import FullRunModule, train
+from muscale.full_runs.train.attempt import train
+from muscale.full_runs.train.module import FullRunModule
 from muscale.layout import EVALUATIONS, RESULT
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.settings.tables import ResourceSettings

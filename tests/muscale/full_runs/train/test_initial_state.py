@@ -13,7 +13,7 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, manifest_hash
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig, as_decoder

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.families import load

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.train.module import train
+from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.sharding import build_model, mesh_of
 from muscale.layout import METRICS, RESULT
 from muscale.settings.parallelism import Parallelism

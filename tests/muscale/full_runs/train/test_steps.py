@@ -27,9 +27,11 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.train import rank_flags
-from muscale.full_runs.train.module import FullRunModule, train
+from muscale.full_runs.train.attempt import train
+from muscale.full_runs.train.module import FullRunModule
 from muscale.full_runs.train.operations import Garbage, finishes
 from muscale.full_runs.train.rank_flags import RankFlags
+from muscale.full_runs.train.step_log import StepLog
 from muscale.layout import PROFILE
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import read_incidents
@@ -295,7 +297,7 @@ def test_a_trace_is_written_of_the_steps_asked_for_and_of_no_others(run: FullRun
 def test_rows_have_the_rate_of_each_step_and_on_a_known_device_its_share_of_the_peak(
     run: FullRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FullRunModule, "_flops_per_token_of_peak", lambda _: 1e-6)
+    monkeypatch.setattr(StepLog, "count_flops", lambda log, *_: setattr(log, "flops_share", 1e-6))
     train(run)
     for row in rows(run):
         assert row["tokens_per_second"] == pytest.approx(BATCH / row["step_seconds"])

@@ -1,0 +1,124 @@
+"""One rank's attempt at a full run: joins the other ranks, and trains from the last intact checkpoint to the end.
+
+It is independent of Ray: the same function runs in a Ray Train worker, under torchrun or srun, or in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muscale.environment import environment
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.run_description import RunDescription
+from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
+from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank_device
+from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.lightning_import import import_lightning
+from muscale.full_runs.records import attempts
+from muscale.full_runs.train.interventions import Interventions
+from muscale.full_runs.train.module import FullRunModule
+from muscale.full_runs.train.sharding import ShardedStrategy
+from muscale.layout import COLLECTIVES
+from proxy_models.architecture.families import import_family
+
+L = import_lightning()
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # noqa: E402
+
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]:
+    """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
+
+    Args:
+        run: What to train.
+        device: Of this rank, by its launcher; None: `rank_device`.
+
+    Returns:
+        `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
+        `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
+
+    Raises:
+        StageError: If the run diverges, or its ranks can't be laid over the devices.
+        ValueError: If the model's family can't be imported here, or has another source.
+        PreemptedError: If it was preempted; its state is saved.
+    """
+    import_family(run.numerics.model)
+    device = device or rank_device()
+    start_timeout, step_timeout = (timedelta(minutes=m) for m in (run.start_timeout_minutes, run.step_timeout_minutes))
+    with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
+        if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
+            return finished
+        run.directory.mkdir(parents=True, exist_ok=True)
+        broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
+        checkpoints = Checkpoints(
+            run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
+        )
+        start, resume = checkpoints.latest() or _origin(run)
+        spent, incidents = broadcast_from_rank0(
+            lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start))
+        )
+        module = FullRunModule(
+            run,
+            start,
+            resume,
+            spent=spent,
+            checkpoints=checkpoints,
+            interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
+        )
+        trainer = L.Trainer(
+            strategy=ShardedStrategy(
+                run.parallelism, device, step_timeout=step_timeout, step=lambda: run.n_steps(module.tokens)
+            )
+            if dist.is_initialized()
+            else "auto",
+            plugins=[TorchElasticEnvironment() if dist.is_initialized() else LightningEnvironment()],
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            devices=1 if device.type == "cpu" else [device.index],
+            max_epochs=1,
+            use_distributed_sampler=False,  # every rank counts every step
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=run.directory,
+        )
+        if start < run.n_tokens:
+            with (
+                attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)),
+                module.step_log.flushing(),
+                module.garbage.controlled(),
+            ):
+                trainer.fit(module)
+        facts = {
+            "tokens": run.n_tokens,
+            "resumed_from": start,
+            "environment": {
+                **environment(trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled),
+                "parallelism": asdict(run.parallelism),
+            },
+        }
+        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.step_log.blocked, **facts))
+
+
+def _origin(run: FullRun) -> tuple[int, Path | None]:
+    """Tokens and checkpoint at the run's start, after a check of the checkpoint.
+
+    Raises:
+        StageError: On every rank, if the checkpoint has changed.
+    """
+    state = run.initial_state
+    if state and manifest_hash_by_ranks(state.checkpoint) != state.manifest_hash:
+        raise StageError(
+            f"{state.checkpoint}: must be the checkpoint from which the run was started; it is gone, damaged or changed"
+        )
+    return run.origin

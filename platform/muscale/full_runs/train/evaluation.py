@@ -1,0 +1,67 @@
+"""The held-out losses of a run that its ranks measure together, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
+from muscale.full_runs.full_run import FullRun
+from proxy_models.architecture.families import family_of
+from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.device import evaluation_batch
+from proxy_models.training.fsdp import settle
+
+
+class Evaluation:
+    """The held-out sequences of a run's corpus, and of the earlier ones of a continuation."""
+
+    def __init__(
+        self, run: FullRun, corpus: Corpus, *, device: torch.device, data_rank: int, data_ranks: int, compiled: bool
+    ) -> None:
+        """Open the sequences.
+
+        Args:
+            run: The run.
+            corpus: Its corpus.
+            device: Of this rank.
+            data_rank, data_ranks: Index and number of the shares of a batch.
+            compiled: Whether the model's blocks are compiled.
+        """
+        numerics, length = run.numerics, run.numerics.model.context_length
+        earlier = run.initial_state.earlier if run.initial_state else {}
+        self._corpus, self._device, self._compiled = corpus, device, compiled
+        self._rank, self._ranks, self._same_share = data_rank, data_ranks, run.parallelism.tensor_parallel
+        self._loss = family_of(numerics.model).evaluation_loss
+        self._sets = evaluation_sets(corpus, length, numerics.evaluation_tokens)
+        self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in earlier.items()}
+
+    def measure(self, model: nn.Module, micro_batch: int | None) -> dict[str, Any]:
+        """Mean loss over the held-out sequences; all ranks call it.
+
+        Returns:
+            `val_loss`, and of a mixture `source_losses` by name; of a continuation on another corpus
+            `earlier_losses` by name; nats per token.
+        """
+        batch = evaluation_batch(self._device, micro_batch)
+        losses = evaluation_of(self._corpus, self._sets, self._losses(model, self._sets, batch))
+        earlier = {name: corpus_loss(sets, self._losses(model, sets, batch)) for name, sets in self._earlier.items()}
+        return losses | ({"earlier_losses": earlier} if earlier else {})
+
+    def _losses(self, model: nn.Module, sets: Mapping[str, EvaluationSet], batch: int) -> dict[str, float]:
+        """Mean loss of each set, independent of the number of ranks; in the run's precision, eager, without dropout."""
+        with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
+            losses = source_losses(
+                model, self._loss, sets, device=self._device, batch=batch, rank=self._rank, ranks=self._ranks
+            )
+        settle(model)
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+            losses /= self._same_share  # each share counts once for every rank of its products
+        return dict(zip(sets, losses.tolist(), strict=True))

@@ -1,0 +1,151 @@
+"""Figures of a run's steps: on the device until several are read together, then rows of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muscale import json_lines
+from muscale.full_runs.distributed import rank
+from muscale.full_runs.full_run import FullRun
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.attended import attended_length
+from proxy_models.training.device import datasheet_flops
+from proxy_models.training.guard import Divergence, Verdict
+from proxy_models.training.step import Stepper
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTaken:
+    """A step whose figures are still on the device."""
+
+    before: int  # tokens, as `after`
+    after: int
+    number: int
+    rate_factor: float
+    loss: Tensor
+    norm: Tensor
+    step_seconds: float
+    seconds: float  # since the run's start, at the step's end
+
+
+class StepLog:
+    """Steps that are not read yet, and rows that are not written yet.
+
+    Attributes:
+        rows: Of the file, in order.
+        blocked: Seconds, by checkpoints since the last row.
+        flops_share: FLOPs per token over the peak FLOP/s of all ranks' devices; None where the peak is not known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Prepare for rows to append to this file."""
+        self.rows: list[dict[str, Any]] = []
+        self.blocked = 0.0
+        self._path = path
+        self._taken: list[StepTaken] = []
+        self.flops_share: float | None = None
+        self._started = 0.0
+
+    def start_clock(self, spent: float) -> None:
+        """Count seconds from now, after those that earlier attempts spent."""
+        self._started = time.perf_counter() - spent
+
+    def count_flops(self, run: FullRun, corpus: Corpus, device: torch.device, ranks: int) -> None:
+        """Set `flops_share`, from which rows have their MFU."""
+        if device.type != "cuda":
+            return
+        model = run.numerics.model
+        if peak := datasheet_flops(torch.cuda.get_device_name(device), run.numerics.precision):
+            per_token = model.train_flops_within(attended_length(model, corpus, run.n_tokens))
+            self.flops_share = per_token / (peak * ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Since the run's start, of all attempts."""
+        return time.perf_counter() - self._started
+
+    @property
+    def n_unread(self) -> int:
+        """Steps whose figures are on the device."""
+        return len(self._taken)
+
+    def add(
+        self, before: int, after: int, number: int, *, began: float, rate_factor: float, loss: Tensor, norm: Tensor
+    ) -> None:
+        """Keep the figures of a step that began at this time of `time.perf_counter`."""
+        ended = time.perf_counter()
+        self._taken.append(
+            StepTaken(
+                before=before,
+                after=after,
+                number=number,
+                rate_factor=rate_factor,
+                loss=loss,
+                norm=norm,
+                step_seconds=ended - began,
+                seconds=ended - self._started,
+            )
+        )
+
+    def read(self, stepper: Stepper) -> Iterator[tuple[StepTaken, dict[str, Any], Verdict | None]]:
+        """Each step taken, its row and what is wrong with it; waits for the device."""
+        taken, self._taken = self._taken, []
+        began = time.perf_counter()
+        figures = (
+            torch.stack([figure.float() for one in taken for figure in (one.loss, one.norm)]).tolist() if taken else []
+        )
+        stepper.settle()
+        waited = (time.perf_counter() - began) / max(len(taken), 1)
+        for count, (one, loss, norm) in enumerate(zip(taken, figures[::2], figures[1::2], strict=True), start=1):
+            verdict, seconds = stepper.verdicts.get(one.number), one.step_seconds + waited
+            if not isinstance(verdict, Divergence) and not math.isfinite(loss):
+                reason = f"the training loss is {loss} at step {one.number}"
+                verdict = Divergence(step=one.number, reason=reason)
+            rate = (one.after - one.before) / seconds
+            row = {
+                "tokens": one.after,
+                "train_loss": loss,
+                "grad_norm": norm,
+                "rate_factor": one.rate_factor,
+                "left_out": verdict is not None,
+                "step_seconds": seconds,
+                "tokens_per_second": rate,
+                **({"mfu": rate * self.flops_share} if self.flops_share else {}),
+                "seconds": one.seconds + count * waited,
+            }
+            yield one, row, verdict
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Add the row of a step that counts."""
+        self.rows.append(row | {"blocked_seconds": self.blocked})
+        self.blocked = 0.0
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Count the time in the block as blocked by a checkpoint."""
+        began = time.perf_counter()
+        yield
+        self.blocked += time.perf_counter() - began
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """Write the rows, however the block ends: the time of their steps counts, even if they are trained again."""
+        try:
+            yield
+        finally:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows, on rank 0."""
+        if rank() == 0 and self.rows:
+            json_lines.append(self._path, *self.rows)
+        self.rows.clear()
