@@ -24,7 +24,7 @@ check: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
-# The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs; minutes, and no GPU.
+# The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs, waits of the host, graphs; minutes, and no GPU.
 fake-gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu_free
 

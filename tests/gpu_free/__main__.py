@@ -1,8 +1,9 @@
-"""The estimate beside the traced peak, for sizes, layouts, checkpointing and numbers of ranks, as a table.
+"""The estimate beside the traced peak, for sizes, layouts, checkpointing and numbers of ranks; then waits and graphs of steps.
 
     python -m tests.gpu_free [--layers 3] [--shapes 1.3B 8B 70B] [--ranks 64 1024]
 
-A few blocks are traced, and the whole model where the estimate for those is off by more than 5 %. Exits with 1 if that is, too.
+A few blocks are traced, and the whole model where the estimate for those is off by more than 5 %. Exits with 1 if that is, too, if
+a step after the first would make the host wait for the device, or if compiled blocks have more than one graph or a break.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import get_args
 
 from proxy_models.architecture.memory import Checkpointing
 from tests.gpu_free.cases import LAYOUTS, SEQUENCES, SHAPES, Case, traced
+from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
 
@@ -33,6 +35,15 @@ def main() -> int:
         case = Case(shape=shape, layout=layout, checkpointing=checkpointing, ranks=ranks, layers=chosen.layers or None)
         if abs(row(case)) > TOLERANCE and abs(row(replace(case, layers=None))) > TOLERANCE:
             missed = True
+    print("\n| layout, optimizer | steps | waits in steps | at their reads | graphs | breaks |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for steps in CASES:
+        found = taken(steps)
+        print(
+            f"| {steps} | {STEPS} | {sum(found.in_steps.values())} | {found.at_reads} | {found.graphs} | {found.breaks} |",
+            flush=True,
+        )
+        missed |= bool(found.in_steps) or found.graphs != steps.compiled or found.breaks > 0
     return int(missed)
 
 
