@@ -26,11 +26,11 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.head = nn.Linear(width, VOCAB, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next byte at every position."""
+    def forward(self, tokens: torch.Tensor, branch: float) -> torch.Tensor:
+        """Logits of the next byte at every position, before their multiplier; `branch` multiplies each block's output."""
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = x + gelu(layer(x))
+            x = x + branch * gelu(layer(x))
         return self.head(x)
 
 
@@ -58,13 +58,23 @@ model = Network(**job["shape"])
 shapes = {name: list(tensor.shape) for name, tensor in model.named_parameters()}
 if arguments.describe:
     n_params = sum(map(math.prod, shapes.values()))
-    flops = 6 * (n_params - model.embedding.weight.numel())
-    print(json.dumps({"n_params": n_params, "flops_per_token": flops, "tensors": shapes}))
+    active = n_params - model.embedding.weight.numel()
+    classes = {"head.weight": "readout"}
+    described = {"n_params": n_params, "n_active_params": active, "flops_per_token": 6 * active}
+    print(json.dumps({**described, "tensors": shapes, "classes": classes}))
     sys.exit()
 given, saved, tokens = job["hyperparameters"], arguments.state / "saved.pt", job["tokens"]["from"]
-rates = [(given | job["tensors"].get(name, {}))["learning_rate"] for name in shapes]
-groups = [{"params": [p], "lr": rate} for p, rate in zip(model.parameters(), rates, strict=True)]
-optimizer = torch.optim.AdamW(groups, weight_decay=given["weight_decay"])
+values = [given | job["tensors"].get(name, {}) for name in shapes]
+rates = [value["learning_rate"] for value in values]
+groups = [
+    {"params": [p], "lr": value["learning_rate"], "weight_decay": value["weight_decay"], "eps": value.get("eps", 1e-8)}
+    for p, value in zip(model.parameters(), values, strict=True)
+]
+for p, value in zip(model.parameters(), values, strict=True):
+    if "init_std" in value:
+        nn.init.normal_(p, value["init_mean"], value["init_std"])
+readout, branch = values[-1].get("multiplier", 1.0), given.get("branch_multiplier", 1.0)
+optimizer = torch.optim.AdamW(groups, betas=(given.get("beta1", 0.9), given.get("beta2", 0.95)))
 if saved.exists() or tokens:
     state = torch.load(saved, weights_only=True)
     model.load_state_dict(state["model"])
@@ -73,7 +83,7 @@ if saved.exists() or tokens:
 with (arguments.state / "rows.jsonl").open("a", buffering=1) as rows:
     while tokens < job["tokens"]["to"]:
         text = batch(job["seed"], tokens, given["batch_tokens"])
-        loss = cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        loss = cross_entropy(readout * model(text[:, :-1], branch).flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

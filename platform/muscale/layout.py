@@ -10,6 +10,7 @@ CORPUS = "corpus"  # token files and manifest
 CORPORA = "corpora"  # a folder for each corpus of a continuation
 STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment
+PROGRAM_RUNS = "program_runs"  # a folder for each segment that a [trainer] program has at work: job, state, output
 STALLS = "stalls"  # what trainings were doing that were ended as they took no step
 PLANS = "plans"  # a file for each plan
 FULL_RUNS = "full_runs"  # a folder for each plan and each continuation: checkpoints and metrics

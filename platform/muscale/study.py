@@ -95,8 +95,8 @@ class Study(Result):
             path: The study file.
             overrides: Settings that replace the file's: each `table.key=value`, or a mapping of `table.key` to a value.
             quiet: Show no progress.
-            trains: Import the model family that the file names, if any, which runs its module; needed once, before anything is
-                trained. Without it the study's record of its members is read instead.
+            trains: Import the model family that the file names, if any, which runs its module, or run its [trainer] program;
+                needed once, before anything is trained. Without it the study's record of its members is read instead.
 
         Raises:
             StudyFileError: If the file can't be used; nothing is written then.
@@ -106,13 +106,14 @@ class Study(Result):
         where, path = Path(path), Path(path).resolve()
         config = StudyConfig.read(where, overrides, trains=trains)
         try:
-            data.check(config.corpus, path.parent, config.model.vocab_size)
+            if config.trainer is None:
+                data.check(config.corpus, path.parent, config.model.vocab_size)
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
         values = config.to_dict()
         identity = {
-            **config.corpus.identity(),
+            **config.data_identity,
             **{f"model.{name}": value for name, value in values["model"].items()},
             **{name: values[name] for name in ("parametrization", "depth_exponent", "decay_scaling")},
         }
@@ -140,6 +141,8 @@ class Study(Result):
                 def on_progress(done: int, total: int) -> None:
                     update(done, total, "bytes read")
 
+                if self.config.trainer:
+                    return self.config.trainer.write_corpus(self.directory / CORPUS)
                 corpus = data.write(settings, self.directory, self.directory / CORPUS, vocab_size, on_progress)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
@@ -160,11 +163,27 @@ class Study(Result):
         return self.config.shared_numerics(self.corpus)
 
     def check(self) -> CoordinateCheck:
-        """The coordinate check of the family."""
+        """The coordinate check of the family.
+
+        Raises:
+            StageError: If a program trains: its modules are not seen here.
+        """
+        self._require_no_trainer(
+            "check", "muscale has none of its modules to look at; `muscale transfer` measures the drift"
+        )
         if known := self._known_check():
             return known
         with self._display.stage("check"):
             return run_check(self.config, self._numerics, self.ledger, self.corpus)
+
+    def _require_no_trainer(self, stage: str, instead: str) -> None:
+        """Refuse what a study with [trainer] can't have.
+
+        Raises:
+            StageError: If the study has one.
+        """
+        if self.config.trainer:
+            raise StageError(f"{stage}: the study's models are built by its [trainer] program; {instead}")
 
     def _known_check(self) -> CoordinateCheck | None:
         return known_check(self.config, self._numerics, self.ledger)
@@ -399,6 +418,7 @@ class Study(Result):
         from muscale.full_runs.continue_run.continuation import plan_continuation
         from muscale.full_runs.continue_run.train import train_continuation
 
+        self._require_no_trainer("continue", "continue the run with that program")
         with self._display.stage("corpus") as update:
 
             def on_progress(done: int, total: int) -> None:
@@ -473,6 +493,11 @@ class Study(Result):
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
         """The plan that is meant, and the settings that it is promoted with, the layout chosen where it is "auto"."""
+        self._require_no_trainer(
+            "promote",
+            "`muscale plan --export FOLDER` writes the full run's job for that program, and `muscale watch --losses FILE` records its "
+            "losses",
+        )
         if isinstance(plan, str | Path):
             path = plan_file.path_of(self.directory, str(plan)) if str(plan).isalnum() else Path(plan)
             plan, config = plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
@@ -487,8 +512,10 @@ class Study(Result):
 
         return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 
-    def run(self, *, force: bool = False) -> Promotion:
+    def run(self, *, force: bool = False) -> Promotion | Plan:
         """Run every stage in turn; finished work is reused.
+
+        With [trainer] there is no coordinate check, and it ends with the registered plan, whose run is trained elsewhere.
 
         Raises:
             StageError: If a stage has no result, or the coordinate check or the gate fails and `force` is not set.
@@ -498,10 +525,12 @@ class Study(Result):
 
             missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
         with staying_cluster(), cancellable(self.ledger):
-            self._display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
+            if not self.config.trainer:
+                self._display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self._display.line(str(self.corpus))
-            self._display.line(str(self.check()))
-            require_check(self.check(), force=force)  # before anything is trained in vain
+            if not self.config.trainer:
+                self._display.line(str(self.check()))
+                require_check(self.check(), force=force)  # before anything is trained in vain
             self._display.line(str(self.sweep()))
             self._display.line(str(self.transfer()))
             self.ladder()
@@ -510,7 +539,7 @@ class Study(Result):
             self._display.line(str(plan))
             for warning in self.corpus.warnings(plan.n_tokens):
                 self._display.line(f"warning: {warning}")
-            result = self.promote(plan, force=force)
+            result = self.register(plan) if self.config.trainer else self.promote(plan, force=force)
         self.report()
         self._tracking.sync()
         return result

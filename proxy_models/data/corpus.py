@@ -3,6 +3,7 @@
     folder/manifest.json, train.bin, validation.bin        one source
     folder/manifest.json, sources/<name>/…                 a mixture
     folder/tokenizer.json, tokenizer.manifest.json         where the tokenizer is not bytes
+    folder/manifest.json                                   without token files: data that a training program reads itself
 
 A finished corpus is not written again but compared with the request, so that a folder never stands for another source.
 """
@@ -52,10 +53,12 @@ __all__ = [
     "CorpusError",
     "write_corpus",
     "write_mixture",
+    "write_own_data",
 ]
 
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"
+OWN_DATA = "own_data"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NAMED = "a source's name must be of letters, digits, - and _"  # as it names its folder
 
@@ -67,7 +70,7 @@ class Corpus:
     Attributes:
         folder: Its folder.
         manifest: The content of its manifest.json.
-        sources: The token files of each source, by name; one source is named "corpus".
+        sources: The token files of each source, by name; one source is named "corpus". None: a program reads its own data.
         mixture: The proportions of the sources, or None with one source.
     """
 
@@ -84,6 +87,10 @@ class Corpus:
             CorpusError: If a manifest is missing or broken, or the size of a token file differs from it.
         """
         manifest = read_manifest(folder)
+        if OWN_DATA in manifest:
+            if not (isinstance(manifest[OWN_DATA], str) and isinstance(manifest.get("key"), str)):
+                raise CorpusError(f"{folder / MANIFEST}: {OWN_DATA} and key must be text, got {manifest}")
+            return cls(folder=folder, manifest=manifest, sources={})
         if "mixture" not in manifest:
             files = TokenFiles.open(folder)
             return cls(folder=folder, manifest=files.manifest, sources={ONE_SOURCE: files})
@@ -108,8 +115,13 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
-        return next(iter(self.sources.values())).vocab_size
+        """Token ids lie below it; 0 without token files."""
+        return max((files.vocab_size for files in self.sources.values()), default=0)
+
+    @property
+    def is_own_data(self) -> bool:
+        """True if a training program reads data of its own, of which only a name is known."""
+        return OWN_DATA in self.manifest
 
     @property
     def n_tokens(self) -> int:
@@ -215,6 +227,8 @@ class Corpus:
         return pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
 
     def __str__(self) -> str:
+        if self.is_own_data:
+            return f"the trainer reads its own data, {self.manifest[OWN_DATA] or 'without a name'}"
         shown = self.table().to_string(
             index=False,
             na_rep="–",
@@ -294,6 +308,24 @@ def write_mixture(
         tokenizer=tokenizer,
         validation_fraction=validation_fraction,
     ).fulfil(folder, on_progress)
+
+
+def write_own_data(folder: Path, name: str) -> Corpus:
+    """Write or open the corpus of a training program that reads its own data; the name is all that identifies them.
+
+    Raises:
+        CorpusError: If the folder holds another corpus.
+    """
+    if (folder / MANIFEST).exists():
+        corpus = Corpus.open(folder)
+        if corpus.manifest.get(OWN_DATA) != name:
+            raise CorpusError(
+                f"{folder}: holds another corpus than the trainer's own data {name!r}; choose another folder"
+            )
+        return corpus
+    folder.mkdir(parents=True, exist_ok=True)
+    write_manifest(folder, {"format": FORMAT, "key": content_key({OWN_DATA: name}), OWN_DATA: name})
+    return Corpus.open(folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
+from proxy_models.architecture.parametrization import (
+    ForwardMultipliers,
+    OptimizerName,
+    Parametrization,
+    TensorClass,
+    TensorRule,
+)
 from proxy_models.architecture.sharded import is_sharded, own, whole, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
@@ -56,12 +62,12 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
         raise ValueError("zero_readout: must be false for a readout that is tied to the embedding, got true")
     for name, parameter in parameters.items():
         rule = parametrization.rules[name]
-        if rule.init_std == 0 or (recipe.zero_readout and rule.tensor_class is TensorClass.READOUT):
+        if not (std := initial_std(rule, recipe)):
             parameter.fill_(rule.init_mean)
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(parameter.shape, generator=generator) * (recipe.init_scale * rule.init_std)
+        values = torch.randn(parameter.shape, generator=generator) * std
         write(parameter, values)
     set_multipliers(model, multipliers_of(parametrization, recipe))
 
@@ -93,6 +99,26 @@ def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardM
     )
 
 
+def rate_decay_eps(rule: TensorRule, recipe: Recipe, optimizer: OptimizerName) -> tuple[float, float, float]:
+    """Return a tensor's absolute rate at schedule factor 1, its weight decay and Adam's eps, under the table's optimizer."""
+    rates = {
+        TensorClass.EMBEDDING: recipe.embedding_rate,
+        TensorClass.READOUT: recipe.output_rate,
+        TensorClass.TIED: recipe.output_rate,
+    }
+    return (
+        recipe.learning_rate * rule.lr_factor * rates.get(rule.tensor_class, 1.0),
+        0.0 if optimizer == "adam" else recipe.weight_decay * rule.weight_decay_factor,
+        recipe.eps * rule.eps_factor,
+    )
+
+
+def initial_std(rule: TensorRule, recipe: Recipe) -> float:
+    """Return the standard deviation of a tensor's initial values; 0: all are `rule.init_mean`."""
+    zero = recipe.zero_readout and rule.tensor_class is TensorClass.READOUT
+    return 0.0 if zero else recipe.init_scale * rule.init_std
+
+
 def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
     """Make the optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
 
@@ -101,19 +127,9 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
     """
     groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer
-    rates = {
-        TensorClass.EMBEDDING: recipe.embedding_rate,
-        TensorClass.READOUT: recipe.output_rate,
-        TensorClass.TIED: recipe.output_rate,
-    }
     for name, parameter in model.named_parameters():
         rule = parametrization.rules[name]
-        key = (
-            recipe.learning_rate * rule.lr_factor * rates.get(rule.tensor_class, 1.0),
-            0.0 if name_of == "adam" else recipe.weight_decay * rule.weight_decay_factor,
-            recipe.eps * rule.eps_factor,
-            rule.tensor_class is TensorClass.HIDDEN and name_of == "muon",
-        )
+        key = (*rate_decay_eps(rule, recipe, name_of), rule.tensor_class is TensorClass.HIDDEN and name_of == "muon")
         groups.setdefault(key, []).append((name, parameter))
     settings: list[dict[str, Any]] = []
     for (lr, decay, eps, orthogonal), parameters in groups.items():

@@ -103,6 +103,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     request.getfixturevalue("ray_cluster")
     resumed = Study.open(killed, ["tracking.tensorboard=true"], quiet=True)
     promotion = resumed.run(force=True)
+    assert isinstance(promotion, Promotion)
     assert kept.items() <= segments(ledger).items()
     check_promotion(resumed, promotion)
     assert check_that_a_promoted_study_speaks_json(capfd, killed, tmp_path) == PROMOTED

@@ -24,7 +24,9 @@ if "--describe" in sys.argv:
     n_params = width * depth + (fault == "miscounts")
     if fault == "chatter":
         sys.exit("no describe here")
-    sys.stdout.write(json.dumps({"n_params": n_params, "flops_per_token": 6 * n_params, "tensors": shapes}))
+    described = {"n_params": n_params, "flops_per_token": 6 * n_params, "tensors": shapes}
+    classes = {} if fault == "names no readout" else {"layer.0": "readout"}
+    sys.stdout.write(json.dumps({**described, "classes": classes}))
     sys.exit()
 
 

@@ -14,6 +14,7 @@ import torch
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
+from muscale.programs.trainer import ProgramTrainer
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
@@ -57,6 +58,10 @@ class Worker:
         corpus = Corpus.open(self.directory / CORPUS)
         mesh = followers.mesh if followers else None
         self.ranks = mesh.size() if mesh else 1
+        self.trainer: Trainer | ProgramTrainer
+        if corpus.is_own_data:
+            self.trainer = ProgramTrainer(corpus, self.directory)
+            return
         self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share, mesh=mesh)
         if device_share < 1 and self.trainer.device.type == "cuda":  # what a neighbour allocates must not fail for us
             torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)

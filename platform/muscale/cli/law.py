@@ -124,7 +124,8 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
 
     Args:
         study: The study file.
-        export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule.
+        export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule; for a
+            study with [trainer] the full run's job.
     """
     if export and export.exists() and not export.is_dir():
         raise StudyFileError(f"plan: --export {export}: is a file; give a folder")
@@ -133,15 +134,23 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
     def planned(opened: Study) -> Any:
         from muscale.monitoring.band import registered_band
         from muscale.plans.plan_export import export as write_export
+        from muscale.plans.plan_export import export_job
         from muscale.plans.plan_file import path_of
 
         plan = opened.register(opened.plan())
         wrote["plan"] = path_of(opened.directory, plan.key)
         if export:
-            wrote["for other frameworks"] = write_export(plan, opened.config.shared_numerics(opened.corpus), export)
+            write, name = (
+                (export_job, "for the trainer") if opened.config.trainer else (write_export, "for other frameworks")
+            )
+            wrote[name] = write(plan, opened.config.shared_numerics(opened.corpus), export)
         return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
 
-    def ending(_opened: Study, _result: Any) -> Ending:
+    def ending(opened: Study, _result: Any) -> Ending:
+        if opened.config.trainer:
+            rows = (export or Path("full-run")) / "state" / "rows.jsonl"
+            export_it = () if export else (options.line("plan", study, "--export", "full-run"),)
+            return Ending(wrote=wrote, next=(*export_it, options.line("watch", study, "--losses", str(rows))))
         return Ending(wrote=wrote, next=(options.line("promote", study, "--dry-run"), options.line("promote", study)))
 
     return run_stage(study, options, planned, "plan", ending=ending, trains=True)

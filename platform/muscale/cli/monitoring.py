@@ -35,9 +35,9 @@ def watch(
 
     Args:
         study: The study file.
-        losses: Losses of a run trained elsewhere: a CSV file with a column tokens or step, and loss or val_loss (held-out),
-            train_loss or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as asserted by
-            the run's owner.
+        losses: Losses of a run trained elsewhere: a CSV or .jsonl file with a column tokens or step, and loss or val_loss
+            (held-out), train_loss or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as
+            asserted by the run's owner.
         follow: With --losses, keep reading until the run has ended.
         until: Stop after one look ("now"), at the first alarm or the end ("alarm"), or when the run has ended ("end"); by
             default "end", or with --losses "now".

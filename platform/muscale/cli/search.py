@@ -26,6 +26,10 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
     """
 
     def ending(opened: Study, promoted: Any) -> Ending:
+        if opened.config.trainer:
+            return Ending(
+                wrote={"report": opened.directory / REPORT}, next=(options.line("plan", study, "--export", "full-run"),)
+            )
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"report": opened.directory / REPORT}
         if not bundle.exists():
@@ -37,7 +41,7 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
         options,
         lambda opened: opened.run(force=force),
         "run",
-        failed=lambda result: not result.inside,
+        failed=lambda result: not getattr(result, "inside", True),  # a plan is what a study with [trainer] ends with
         ending=ending,
         trains=True,
     )

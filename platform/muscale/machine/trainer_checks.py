@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muscale.machine.findings import Diagnosis, Finding, Status
+from muscale.programs.family import table_of
 from muscale.programs.process import TrainerEnd, TrainerStatus, describe, train
 from muscale.programs.protocol import Description, TrainerError, TrainerJob
 
@@ -20,6 +21,7 @@ SMALL = TrainerJob(
 """The job tried where the author names none."""
 STALL_SECONDS = 300.0  # assumed: some times what a compilation takes
 _TOLERANCE = 1e-3  # of a loss: parallel sums in another order move it by less (assumed)
+_AXES = ("width", "depth")
 _FAR = 1e6  # a learning rate so many times as large diverges
 
 
@@ -89,15 +91,20 @@ class _Checks:
 
     def _describes(self, base: Description) -> Finding:
         """The description, and whether it grows with the shape."""
-        for axis in ("width", "depth"):
+        grown = {axis: describe(self.command, self.job.but(**{axis: 2 * getattr(self.job, axis)})) for axis in _AXES}
+        for axis, larger in grown.items():
             size = getattr(self.job, axis)
-            larger = describe(self.command, self.job.but(**{axis: 2 * size}))
             if larger.n_params <= base.n_params or larger.flops_per_token <= base.flops_per_token:
                 found = f"{axis} {2 * size} has no more parameters and FLOPs per token than {size}"
                 return Finding(what="describe", status="fail", found=found, do=f"build the model from shape.{axis}")
         found = f"{base.n_params:,} parameters, {base.flops_per_token:.3g} FLOPs per token"
         if base.tensors:
-            return Finding(what="describe", status="ok", found=f"{found}, {len(base.tensors)} tensors")
+            found = f"{found}, {len(base.tensors)} tensors"
+            try:
+                table_of(base, base, grown["width"])
+            except TrainerError as error:
+                return Finding(what="describe", status="fail", found=f"{found}: {error}", do="add to `classes`")
+            return Finding(what="describe", status="ok", found=found)
         do = "answer with `tensors` too, names and dimensions: without them muP transfers no learning rate"
         return Finding(what="describe", status="warning", found=f"{found}, no tensors", do=do)
 

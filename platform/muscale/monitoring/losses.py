@@ -1,8 +1,9 @@
-"""Sources of the losses of a run trained elsewhere: a CSV file, a run of Weights & Biases, a DataFrame."""
+"""Sources of the losses of a run trained elsewhere: a CSV or JSON Lines file, a run of Weights & Biases, a DataFrame."""
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -40,7 +41,7 @@ class LossSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossFile:
-    """A CSV file with a header line.
+    """A CSV file with a header line, or a .jsonl file of objects, such as a trainer's rows.
 
     Attributes:
         path: Of the file; it has a column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both.
@@ -66,6 +67,8 @@ class LossFile:
             raise StageError(f"watch: {self.name}: {format_read_error(error)}") from error
         if self.growing:
             text = text[: text.rfind("\n") + 1]
+        if self.path.suffix == ".jsonl":
+            return self._read_json_lines(text)
         lines = csv.DictReader(text.splitlines())
         try:
             columns = list(lines.fieldnames or [])
@@ -73,6 +76,22 @@ class LossFile:
             return _rows(numbered, columns, self.name, self.tokens_column, self.loss_column)
         except csv.Error as error:
             raise StageError(f"watch: {self.name}, line {lines.line_num}: not valid CSV: {error}") from error
+
+    def _read_json_lines(self, text: str) -> list[Row]:
+        """Rows of objects, a line each; a loss of null is a divergence, as in a trainer's rows."""
+        records: list[tuple[str, dict[str, Any]]] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise StageError(f"watch: {self.name}, line {number}: must be a JSON object, got {line[:80]!r}")
+            records.append(
+                (f"line {number}", {name: math.nan if value is None else value for name, value in found.items()})
+            )
+        columns = list(dict.fromkeys(name for _, record in records for name in record))
+        return _rows(records, columns, self.name, self.tokens_column, self.loss_column)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,13 +164,15 @@ def _plan(contents: ReportContents) -> list[Section]:
 
 
 def _corpus_warnings(contents: ReportContents) -> list[str]:
+    if contents.corpus is not None and contents.corpus.is_own_data:
+        return [str(contents.corpus)]
     if contents.corpus is None or contents.plan is None:
         return []
     return [f"warning: {warning}" for warning in contents.corpus.warnings(contents.plan["n_tokens"])]
 
 
 def _sources(contents: ReportContents) -> pd.DataFrame | None:
-    if contents.corpus is None:
+    if contents.corpus is None or contents.corpus.is_own_data:
         return None
     table = contents.corpus.table()
     if contents.plan is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muscale.pages.sections import count
+from proxy_models.data.corpus import Corpus
 
 if TYPE_CHECKING:
     from muscale.pages.report_contents import ReportContents
@@ -126,6 +127,10 @@ def _of_gate(contents: ReportContents) -> list[Tile]:
     return [Tile(label="gate", value=state, note=note, state="good" if gate["passed"] else "bad")]
 
 
+def _tokens(corpus: Corpus) -> str:
+    return "the trainer's own" if corpus.is_own_data else f"{count(corpus.n_tokens)} tokens"
+
+
 def lineage(contents: ReportContents) -> list[Step]:
     """Steps from the corpus to the bundle."""
     corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
@@ -134,7 +139,7 @@ def lineage(contents: ReportContents) -> list[Step]:
         _step(
             "Corpus",
             "the-corpus",
-            *((f"{count(corpus.n_tokens)} tokens", f"key {corpus.key[:8]}") if corpus else _OPEN),
+            *((_tokens(corpus), f"key {corpus.key[:8]}") if corpus else _OPEN),
         ),
         _searched(contents),
         _step(

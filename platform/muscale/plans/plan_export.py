@@ -11,13 +11,15 @@ from typing import Any
 import pandas as pd
 import torch
 
+from muscale.errors import StageError
 from muscale.plans.planning import Plan
+from muscale.programs.job import job_of
 from proxy_models.architecture.families import build
-from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import make_optimizer, multipliers_of
+from proxy_models.training.optimizer import initial_std, make_optimizer, multipliers_of
 
 _MOST_ROWS = 10_000  # of the schedule's table
 _BRANCH_ENDS = ("attention.output", "mlp.down")
@@ -113,6 +115,28 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
     return folder
 
 
+def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
+    """Write the full run's job for a study's [trainer] program, and return its file.
+
+    Args:
+        plan: Registered.
+        numerics: The study's.
+        folder: Created if it is not there, with the empty folder `state` for the program.
+
+    Raises:
+        StageError: If the plan changes its recipe on the way.
+    """
+    chain, path = plan.chain(numerics), folder / "job.json"
+    try:
+        job = job_of(chain.numerics, chain.segments)
+    except ValueError as error:
+        raise StageError(f"plan: --export: {error}") from error
+    (folder / "state").mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(json.dumps(job.to_dict(), indent=1) + "\n")
+    return path
+
+
 def tensor_table(plan: Plan, numerics: Numerics) -> pd.DataFrame:
     """A row for each tensor, and again from where the recipe changes on: the columns that the README lists."""
     rows, before = [], None
@@ -133,13 +157,12 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     multipliers = multipliers_of(parametrization, recipe)
     for name, tensor in model.named_parameters():
         rule, group = parametrization.rules[name], groups[id(tensor)]
-        zero = recipe.zero_readout and rule.tensor_class is TensorClass.READOUT
         yield {
             "name": name,
             "shape": "x".join(map(str, tensor.shape)),
             "tensor_class": rule.tensor_class.value,
             "init_mean": rule.init_mean,
-            "init_std": 0.0 if zero else recipe.init_scale * rule.init_std,
+            "init_std": initial_std(rule, recipe),
             "learning_rate": group["peak_lr"],
             "multiplier": _multiplier(name, multipliers),
             "weight_decay": group["weight_decay"],

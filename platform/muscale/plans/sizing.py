@@ -43,7 +43,7 @@ def size_for(
     Where the ladder does not tell the best D/N, the size is the one nearest to the ladder's own, with a warning.
 
     Where that would see the corpus more than once, it is decided again with the published worth of repeats. Without a
-    corpus no epochs are counted. `proxies` and `precision` are those of the fitted runs and of the full run.
+    corpus of token files no epochs are counted. `proxies` and `precision` are those of the fitted runs and of the full run.
 
     Raises:
         StageError: If serving alone costs the budget.
@@ -65,7 +65,7 @@ def size_for(
     try:
         sizes = given or family.between(wanted / REACH, wanted * REACH)
         chosen = decide(fit, budget, sizes=sizes, **conditions)
-        if corpus is not None:
+        if corpus is not None and corpus.sources:
             seen = epochs(corpus, chosen.n_tokens)
             unique = chosen.n_tokens / seen
             if seen <= 1:
@@ -150,7 +150,9 @@ def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:
 
 
 def epochs(corpus: Corpus, n_tokens: float) -> float:
-    """How often a run of `n_tokens` sees its source, of a mixture the mean over the run's tokens."""
+    """How often a run of `n_tokens` sees its source, of a mixture the mean over the run's tokens; 0 where nothing is known."""
+    if not corpus.sources:
+        return 0.0
     seen = corpus.epochs(max(1, round(n_tokens)))
     shares = {name: times * corpus.sources[name].n_tokens for name, times in seen.items()}
     return sum(shares[name] * times for name, times in seen.items()) / sum(shares.values())

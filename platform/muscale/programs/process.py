@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,14 @@ from proxy_models.files import atomic_write
 DESCRIBE = "--describe"
 _LOOK_SECONDS = 0.02  # between looks at the rows; a look that finds a file of unchanged size reads nothing
 GRACE_SECONDS = 10.0  # assumed: to save after SIGTERM
+_PROCESS = "process.json"  # id of the program's process and when it was created
+_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):  # else it was killed before
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""PR_SET_PDEATHSIG of prctl(2), SIGTERM. Not by `preexec_fn`, whose fork is not safe beside the threads of a worker of Ray's."""
 
 
 class TrainerStatus(StrEnum):
@@ -54,20 +64,23 @@ class TrainerEnd:
         return self.rows[max(self.rows)] if self.status is TrainerStatus.FINISHED else None
 
 
-def describe(command: tuple[str, ...], job: TrainerJob, seconds: float = 300.0) -> Description:
+def describe(
+    command: tuple[str, ...], job: TrainerJob, seconds: float = 300.0, *, cwd: Path | None = None
+) -> Description:
     """Ask a program for the description of a job's shape.
 
     Args:
         command: The trainer's, with {config} and {state}.
         job: Its shape is asked for.
         seconds: Allowed; some times what importing torch takes on a busy machine (assumed).
+        cwd: The program's working directory; None: this process's.
 
     Raises:
         TrainerError: If it fails, takes longer, or answers with something else.
     """
     with tempfile.TemporaryDirectory(prefix="muscale-describe-") as folder:
         config, log = _write(job, Path(folder)), Path(folder) / "output"
-        with _started([*fill(command, config, Path(folder) / "state"), DESCRIBE], log) as process:
+        with _started([*fill(command, config, Path(folder) / "state"), DESCRIBE], log, cwd=cwd) as process:
             deadline = time.monotonic() + seconds
             while not _ended(process) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
@@ -86,8 +99,11 @@ def train(
     stall_seconds: float = math.inf,
     grace_seconds: float = GRACE_SECONDS,
     on_row: Callable[[int, float], None] = lambda _tokens, _loss: None,
+    cwd: Path | None = None,
 ) -> TrainerEnd:
     """Train a job to its end; the same call again, after whatever ended it, goes on from the program's state.
+
+    A program of the call before that still runs, as its caller was killed, is ended first.
 
     Args:
         command: The trainer's, with {config} and {state}.
@@ -96,17 +112,22 @@ def train(
         stall_seconds: Allowed between two rows, and from the start to the first; then the program is killed.
         grace_seconds: For saving, between SIGTERM and SIGKILL of a program that is ended.
         on_row: Is given tokens and loss of each row of this segment; the program and all that it started are ended if it raises.
+        cwd: The program's working directory; None: this process's.
 
     Raises:
         TrainerError: If the command can't be started, or the rows break the protocol.
     """
     state, log = folder / "state", folder / "output.log"
     state.mkdir(parents=True, exist_ok=True)
+    _end_leftover(folder / _PROCESS)
     words = fill(command, _write(job, folder), state)
     known = (state / ROWS).read_bytes().count(b"\n") if (state / ROWS).exists() else 0
     rows, size, moved = rows_of(state / ROWS, job, known), _size(state / ROWS), time.monotonic()
     seen = max(rows, default=job.start)
-    with _started(words, log, grace_seconds) as process:
+    with _started(words, log, grace_seconds, cwd=cwd) as process:
+        with suppress(psutil.NoSuchProcess):  # it ended already
+            started = [process.pid, psutil.Process(process.pid).create_time()]
+            (folder / _PROCESS).write_text(json.dumps(started))
         while True:
             ended = _ended(process)  # asked before the rows are read, so that none is missed
             if (now := _size(state / ROWS)) != size:
@@ -142,15 +163,27 @@ def _write(job: TrainerJob, folder: Path) -> Path:
 
 
 @contextmanager
-def _started(words: list[str], log: Path, grace_seconds: float = GRACE_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    words: list[str], log: Path, grace_seconds: float = GRACE_SECONDS, *, cwd: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """The process while it runs; on leaving, it, its group and what it had started elsewhere are ended.
 
-    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them.
+    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them. On Linux the program gets
+    SIGTERM when this process is killed.
     """
+    if not (shutil.which(words[0]) or os.access((cwd or Path()) / words[0], os.X_OK)):
+        raise TrainerError(f"{words[0]}: can't be started: no such program")
+    linux = sys.platform == "linux"
+    with_parent = [sys.executable, "-S", "-E", "-c", _WITH_PARENT, str(os.getpid())] if linux else []
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                [*with_parent, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=cwd,
             )
     except OSError as error:
         raise TrainerError(f"{words[0]}: can't be started: {error.strerror or error}") from error
@@ -175,6 +208,20 @@ def _started(words: list[str], log: Path, grace_seconds: float = GRACE_SECONDS) 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether it ended; it is not reaped, so that its group's id stays its own until the group is ended."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end_leftover(record: Path) -> None:
+    """End the program that a call which was killed had started, if it is still this machine's process of that id and time."""
+    if not record.exists():
+        return
+    with suppress(ValueError, psutil.NoSuchProcess):  # torn, or ended
+        pid, created = json.loads(record.read_text())
+        process = psutil.Process(pid)
+        if process.create_time() == created:
+            for one in (*process.children(recursive=True), process):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait(GRACE_SECONDS)
 
 
 def _size(path: Path) -> int:

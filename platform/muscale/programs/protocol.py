@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale.errors import MuscaleError
+from proxy_models.architecture.parametrization import TensorClass
 
 CONFIG, STATE = "{config}", "{state}"
 """What a command writes for the path of the job's JSON, and for the folder of its state and rows."""
@@ -97,15 +98,18 @@ class Description:
     """A program's account of one shape.
 
     Attributes:
-        n_params, n_active_params: Parameters, and those that one token uses.
+        n_params: All parameters.
+        n_active_params: Those that one token uses, embedding tables left out: the N of the scaling law.
         flops_per_token: Of training: forward and backward pass.
         tensors: Name and dimensions of each tensor; empty where the program takes no values by tensor.
+        classes: Of tensors whose dimensions don't tell it, the readout's above all.
     """
 
     n_params: int
     n_active_params: int
     flops_per_token: float
     tensors: Mapping[str, tuple[int, ...]]
+    classes: Mapping[str, TensorClass] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, output: str) -> Self:
@@ -120,6 +124,7 @@ class Description:
             n_params, flops = found["n_params"], found["flops_per_token"]
             active = found.get("n_active_params", n_params)
             tensors = {str(name): tuple(map(int, dims)) for name, dims in found.get("tensors", {}).items()}
+            named = dict(found.get("classes", {}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"no key {error}" if isinstance(error, KeyError) else f"got {last[:80]!r}"
             rule = "the last line of --describe must be JSON with n_params and flops_per_token"
@@ -133,7 +138,14 @@ class Description:
         counted = sum(map(math.prod, tensors.values()))
         if tensors and counted != n_params:
             raise TrainerError(f"the tensors must add up to n_params; they have {counted:,}, n_params is {n_params:,}")
-        return cls(n_params=n_params, n_active_params=active, flops_per_token=float(flops), tensors=tensors)
+        for name, value in named.items():
+            if name not in tensors or value not in (*TensorClass,):
+                rule = f"classes must give tensors one of {', '.join(TensorClass)}"
+                raise TrainerError(f"{rule}, got {value!r} for {name!r}")
+        classes = {name: TensorClass(value) for name, value in named.items()}
+        return cls(
+            n_params=n_params, n_active_params=active, flops_per_token=float(flops), tensors=tensors, classes=classes
+        )
 
 
 def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pydantic
 
 from muscale.errors import StudyFileError
 from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
+from muscale.programs.family import Program
+from muscale.programs.protocol import TrainerError
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.own_model import OwnModel, read_record
 from muscale.settings.strict import FAULTY, build_strictly, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
 from muscale.settings.toml_file import inline, parse_toml, read_toml
+from muscale.settings.trainer import TrainerSettings, program_model
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Space, SpaceError, ready_made
@@ -38,8 +41,8 @@ class StudyConfig(StudyTables):
             path: The file.
             overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
                 TOML would hold it; `sweep.space` may be a `Space`.
-            trains: Import a model family of one's own that the file names, which runs its module; without it the record of
-                its members beside the file is read instead.
+            trains: Import a model family of one's own that the file names, which runs its module, or run its [trainer];
+                without it the record of the members beside the file is read instead.
 
         Raises:
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
@@ -81,7 +84,11 @@ class StudyConfig(StudyTables):
             tables["hyperparameters"] = build_strictly(Hyperparameters, table, f"{where}: hyperparameters", problems)
         own = None
         if isinstance(table := tables.get("model"), dict):
-            if "family" in table:
+            if "trainer" in tables:
+                own, tables["model"] = _program_member(
+                    tables["trainer"], table, where, directory or Path(), problems, trains=trains
+                )
+            elif "family" in table:
                 own, tables["model"] = _own_member(
                     table, f"{where}: model", directory or Path(), problems, trains=trains
                 )
@@ -114,6 +121,31 @@ def _own_member(
         problems += format_errors(error, where, OwnModel, separator=".")
         return None, FAULTY
     return own, own.imported(where, problems) if trains else read_record(directory, own, where, problems)
+
+
+def _program_member(
+    trainer: Any, table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
+) -> tuple[OwnModel | None, Any]:
+    """[model] with [trainer], and its member: described by the program, or as it was recorded."""
+    try:
+        own = program_model(TrainerSettings.model_validate(trainer), table, directory)
+    except pydantic.ValidationError as error:
+        if error.title != TrainerSettings.__name__:  # those of [trainer] are found with the other tables
+            problems += format_errors(error, f"{where}: model", ("d_model", "n_layers"), separator=".")
+        return None, FAULTY
+    except OSError as error:
+        problems.append(f"{where}: trainer.command: {error.filename}: {format_read_error(error)}")
+        return None, FAULTY
+    if not trains:
+        return own, read_record(directory, own, f"{where}: model", problems)
+    read_record(directory, own, "", [])  # what was described is not asked again
+    program = Program(**cast(dict[str, Any], own.args))
+    try:
+        program.allow(directory.resolve())
+        return own, program.member(own.d_model, own.n_layers)
+    except (ValueError, TrainerError) as error:
+        problems.append(f"{where}: trainer.command: {error}")
+        return None, FAULTY
 
 
 def _space(table: Any, where: str) -> Space:

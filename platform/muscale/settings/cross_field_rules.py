@@ -28,7 +28,8 @@ _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several le
 def cross_field_errors(config: StudyTables) -> list[str]:
     """The broken rules, a line each: `table.key: rule, got value`."""
     h, model = config.hyperparameters, config.model
-    problems = config.corpus.cross_field_errors(model.vocab_size)
+    trainer = config.trainer
+    problems = [*_trainer_errors(config)] if trainer else config.corpus.cross_field_errors(model.vocab_size)
     if invalid := list(_invalid_batches(config)):
         return problems + invalid  # everything else is counted in batches
     problems += _batch_errors(config)
@@ -52,7 +53,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += config.transfer.cross_field_errors(h, model.context_length)
     if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
         problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
-    shapes = [("check.widths", Shape(width=width)) for width in config.check.widths]
+    shapes = [("check.widths", Shape(width=width)) for width in config.check.widths if not trainer]
     shapes += [("transfer.widths", Shape(width=width)) for width in config.transfer.widths]
     shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
     shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
@@ -114,6 +115,16 @@ def cross_field_errors(config: StudyTables) -> list[str]:
             f"plan.{key}: must exceed the largest ladder run's {largest:.3g} FLOPs, got {budget.compute_flops:.3g}{equal}"
         )
     return problems
+
+
+def _trainer_errors(config: StudyTables) -> Iterator[str]:
+    """Settings that a study whose [trainer] is a program can't have."""
+    if "corpus" in config.model_fields_set:
+        yield "corpus: the [trainer] program reads its own data; leave out [corpus], trainer.data names them"
+    if (ranks := config.resources.ranks_per_trial) > 1:
+        yield f"resources.ranks_per_trial: must be 1 with [trainer], whose program starts its own ranks, got {ranks}"
+    if doublings := config.hyperparameters.batch_doublings:
+        yield f"hyperparameters.batch_doublings: must be 0 with [trainer], whose jobs have one batch, got {doublings}"
 
 
 def _invalid_batches(config: StudyTables) -> Iterator[str]:

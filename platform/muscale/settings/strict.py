@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import pydantic
@@ -68,6 +69,8 @@ def _keys_at(model: Any, tables: Sequence[str | int]) -> list[str]:
             model = get_args(model)[0 if isinstance(table, int) else 1]
         else:
             model = model.model_fields[table].annotation
+        if get_origin(model) is UnionType:  # a table that may be left out
+            model = next(kind for kind in get_args(model) if kind is not NoneType)
     return list(model.model_fields)
 
 

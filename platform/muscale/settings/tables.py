@@ -17,6 +17,7 @@ from muscale.settings.plan import PlanSettings, Shape
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
+from muscale.settings.trainer import TrainerSettings
 from muscale.settings.transfer import TransferSettings
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
@@ -167,6 +168,7 @@ class StudyTables(StrictTable):
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
     ablate: AblateSettings = AblateSettings()
+    trainer: TrainerSettings | None = None
     resources: ResourceSettings = ResourceSettings()
     numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
@@ -189,6 +191,11 @@ class StudyTables(StrictTable):
     def family(self) -> ModelFamily[Member]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
+
+    @property
+    def data_identity(self) -> dict[str, Any]:
+        """What identifies the data: the settings of the corpus, or the name of what a trainer reads itself."""
+        return {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
 
     @property
     def can_bundle(self) -> bool:
@@ -228,6 +235,8 @@ class StudyTables(StrictTable):
         """Every setting as plain JSON values, defaults filled in."""
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         plain["sweep"]["space"] = self.sweep.space.to_dict()
+        if self.trainer is None:
+            del plain["trainer"]  # as studies without one were recorded
         return plain
 
     def shared_numerics(self, corpus: Corpus) -> Numerics:

@@ -16,6 +16,7 @@ JOB = SMALL.but(width=4)
 FAULTS = {
     "chatter": ("protocol", "no describe here"),
     "miscounts": ("protocol", "add up to n_params"),
+    "names no readout": ("describe", "no readout"),
     "one depth": ("describe", "depth 4 has no more parameters"),
     "prose": ("protocol", "each line of rows.jsonl"),
     "silent": ("training", "without a row at tokens.to"),

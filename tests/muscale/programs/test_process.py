@@ -1,6 +1,7 @@
 """A training program's process: its rows as they come, its end judged, nothing of it left behind."""
 
 import json
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -57,6 +58,29 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
             psutil.Process(child).wait(timeout=5)
 
 
+def test_a_program_ends_with_whoever_runs_it_and_one_that_does_not_is_ended_before_the_next(tmp_path: Path) -> None:
+    """A killed caller leaves no program behind."""
+    script = "import sys; from pathlib import Path; from tests.muscale.programs.test_process import *; "
+    script += "train(command('hangs'), JOB, Path(sys.argv[1]))"
+    caller = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    record = tmp_path / "process.json"
+    while not record.exists() or not record.read_text():
+        time.sleep(0.01)
+    pid, created = json.loads(record.read_text())
+    program = psutil.Process(pid)
+    assert program.create_time() == created
+    caller.kill()
+    caller.wait()
+    if sys.platform == "linux":
+        with suppress(psutil.NoSuchProcess):
+            program.wait(timeout=10)
+
+    left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    record.write_text(json.dumps([left.pid, psutil.Process(left.pid).create_time()]))
+    train(command("none"), JOB, tmp_path)
+    assert left.poll() is not None
+
+
 def test_a_loss_that_is_not_finite_is_a_result_and_an_exit_code_a_failure(tmp_path: Path) -> None:
     far = JOB.but(hyperparameters={**JOB.hyperparameters, "learning_rate": 1e9})
     assert train(command("none"), far, tmp_path / "far").status is TrainerStatus.DIVERGED
@@ -79,7 +103,7 @@ def test_rows_written_again_count_once_and_a_torn_one_not_yet(tmp_path: Path) ->
     ("words", "message"),
     [
         (("python", "{config}"), "must have an argument with {state}"),
-        (("no-such-program", "{config}", "{state}"), "can't be started: No such file"),
+        (("no-such-program", "{config}", "{state}"), "can't be started: no such program"),
     ],
 )
 def test_a_command_that_cannot_be_used_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""The trainer of a study whose [trainer] is a program, in the lean loop's place: one segment from a state to a state."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from muscale.errors import WorkerLostError
+from muscale.layout import PROGRAM_RUNS
+from muscale.programs.family import Program
+from muscale.programs.job import job_of
+from muscale.programs.process import TrainerStatus, train
+from muscale.programs.protocol import ROWS
+from proxy_models.architecture.families import import_family
+from proxy_models.data.corpus import Corpus
+from proxy_models.files import atomic_directory
+from proxy_models.hashing import content_key
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.device import CPU
+from proxy_models.training.guard import Divergence
+from proxy_models.training.metrics import Curve
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
+from proxy_models.training.trainer import SegmentResult
+
+
+class ProgramTrainer:
+    """Trains segments by the program that their models name; its devices are the process's own.
+
+    Args:
+        corpus: Names the program's data.
+        directory: The study's, in which the program is run and has its unfinished states.
+    """
+
+    device = CPU  # of this process; the program's are its own
+
+    def __init__(self, corpus: Corpus, directory: Path) -> None:
+        self.corpus, self._directory = corpus, directory
+
+    def train(
+        self,
+        numerics: Numerics,
+        segment: Segment,
+        state: TrainState | None = None,
+        *,
+        averaged: bool = False,
+        on_step: Callable[[int, float], None] | None = None,
+        moves: Callable[[], None] | None = None,
+    ) -> SegmentResult:
+        """Train one segment from `state`; the arguments are those of `Trainer.train`, and no average is evaluated.
+
+        A training that was interrupted on this host goes on from the program's own state.
+
+        Raises:
+            TrainerError: If the program breaks the protocol.
+            ValueError: If the model is not a program's, or its files are not those that the study names.
+            WorkerLostError: If the program failed; it may be tried again, and goes on from its state.
+        """
+        program = import_family(numerics.model)
+        if not isinstance(program, Program):
+            raise ValueError(f"a study with [trainer] trains models of its program, got {numerics.model}")
+        program.allow(self._directory)
+        job = job_of(numerics, [segment])
+        folder = self._folder(numerics, segment, state)
+        if not folder.exists():
+            folder.parent.mkdir(exist_ok=True)
+            with atomic_directory(folder) as unfinished:
+                write_files(state, unfinished / "state")
+        begun = time.monotonic()
+        seen: dict[int, float] = {}
+
+        def on_row(tokens: int, loss: float) -> None:
+            seen[tokens] = time.monotonic() - begun
+            if moves:
+                moves()
+            if on_step:
+                on_step(tokens, loss)
+
+        end = train(program.words, job, folder, on_row=on_row, cwd=program.directory)
+        if end.status is TrainerStatus.FAILED:
+            raise WorkerLostError(f"the trainer failed: {end.reason}; {folder / 'output.log'} has its output")
+        rows = {tokens: loss for tokens, loss in sorted(end.rows.items()) if tokens > segment.start}
+        diverged = end.status is TrainerStatus.DIVERGED
+        step = max(rows, default=segment.start) // segment.recipe.batch_tokens
+        result = SegmentResult(
+            state=None if diverged else self._state(folder / "state", numerics, segment),
+            loss=end.loss,
+            averaged_loss=None,
+            curve=_curve(segment, rows, seen),
+            divergence=Divergence(step=step, reason=end.reason) if diverged else None,
+            seconds=time.monotonic() - begun,
+        )
+        shutil.rmtree(folder)
+        return result
+
+    def _folder(self, numerics: Numerics, segment: Segment, state: TrainState | None) -> Path:
+        """Named by what determines the training, and by the host: elsewhere a program that was left may still write to it."""
+        files = state.tensors if state else {}
+        start = {name: hashlib.sha256(content.numpy().data).hexdigest() for name, content in files.items()}
+        key = content_key([numerics.to_dict(), segment.to_dict(), start])
+        return self._directory / PROGRAM_RUNS / f"{key}@{platform.node()}"
+
+    def _state(self, folder: Path, numerics: Numerics, segment: Segment) -> TrainState:
+        return TrainState(
+            tokens=segment.end,
+            parametrization=numerics.parametrization(segment.recipe.optimizer),
+            tensors=read_files(folder),
+        )
+
+
+def read_files(folder: Path) -> dict[str, Tensor]:
+    """The files of a program's state by their paths in its folder, as bytes; without its rows, which are of one segment."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: torch.from_numpy(np.fromfile(path, np.uint8)) for name, path in paths.items() if name != ROWS}
+
+
+def write_files(state: TrainState | None, folder: Path) -> None:
+    """Write the files of a state into a new folder; None: it stays empty.
+
+    Raises:
+        ValueError: If one lies outside the folder.
+    """
+    folder.mkdir()
+    for name, content in (state.tensors if state else {}).items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ValueError(f"a program's state must lie in its folder, got {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content.numpy().tofile(path)
+
+
+def _curve(segment: Segment, rows: Mapping[int, float], seconds: Mapping[int, float]) -> Curve:
+    """The program's rows as a curve; of those that it wrote before this process began, the time is not known."""
+    tokens, unknown = np.array([*rows], dtype=np.int64), np.full(len(rows), np.nan)
+    return Curve(
+        start=segment.start,
+        tokens=tokens,
+        train_loss=np.array([*rows.values()], dtype=np.float32),
+        grad_norm=unknown.astype(np.float32),
+        rate_factor=np.array([segment.rate_factor(at) for at in rows]),
+        seconds=np.array([seconds.get(at, np.nan) for at in rows]),
+        val_loss=unknown,
+        layers=pd.DataFrame(columns=["tokens", "name", "quantity", "rms"]),
+    )

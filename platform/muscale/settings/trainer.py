@@ -1,0 +1,75 @@
+"""[trainer] of the study file: a program that trains in the place of the built-in loop."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+from pydantic import Field, PositiveInt
+
+from muscale.programs.family import Program, digest_of
+from muscale.programs.protocol import TrainerError, fill
+from muscale.settings.own_model import OwnModel
+from muscale.settings.strict import StrictTable
+from proxy_models.architecture.family import qualified_name
+from proxy_models.data.corpus import Corpus, write_own_data
+
+
+class TrainerSettings(StrictTable):
+    """[trainer]: the program, and what its keys are made of."""
+
+    command: Annotated[
+        tuple[str, ...], Field(min_length=1)
+    ]  # words, with {config} and {state}; run in the study's folder
+    version: str = ""  # change it where the program changes and its files in the study's folder do not
+    data: str = ""  # a name of the data that the program reads
+    width_step: PositiveInt = 1  # widths are multiples of it
+
+    @pydantic.field_validator("command")
+    @classmethod
+    def _is_a_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            fill(command, Path(), Path())
+        except TrainerError as error:
+            raise ValueError(str(error)) from error
+        return command
+
+    def write_corpus(self, folder: Path) -> Corpus:
+        """The corpus that stands for the program's data.
+
+        Raises:
+            CorpusError: If the folder holds another one.
+        """
+        return write_own_data(folder, self.data)
+
+
+class _Shape(StrictTable):
+    """[model] of a study with [trainer]: the base shape, in the program's units."""
+
+    d_model: PositiveInt
+    n_layers: PositiveInt
+
+
+def program_model(settings: TrainerSettings, model: dict[str, object], directory: Path) -> OwnModel:
+    """[model] of a study with [trainer], as a family whose only code is the program.
+
+    Raises:
+        ValidationError: If [model] has other keys than d_model and n_layers.
+        OSError: If a file that the command names can't be read.
+    """
+    shape = _Shape(**model)  # type: ignore[arg-type]
+    return OwnModel(
+        family=qualified_name(Program),
+        args={
+            "command": shlex.join(settings.command),
+            "digest": digest_of(settings.command, directory),
+            "release": settings.version,
+            "step": settings.width_step,
+        },
+        vocab_size=1,
+        context_length=1,
+        d_model=shape.d_model,
+        n_layers=shape.n_layers,
+    )

@@ -1,0 +1,175 @@
+"""A worker whose study's trainer is a program: segments, states and branches as of the built-in loop, by real processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from muscale.actors.worker import Worker
+from muscale.errors import WorkerLostError
+from muscale.layout import CORPUS, CURVES, LEDGER, PROGRAM_RUNS, STALLS
+from muscale.programs.family import Program, digest_of
+from muscale.programs.job import job_of
+from muscale.programs.trainer import read_files, write_files
+from muscale.proxies.ladder_curves import read_curves
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.data.corpus import write_own_data
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
+
+DOCS = Path(__file__).parents[3] / "docs"
+BATCH = 64
+FAILS_ONCE = """
+import sys
+from pathlib import Path
+if "--describe" not in sys.argv and not Path("failed").exists():
+    import threading, os, time
+    def end():
+        rows = Path(sys.argv[4]) / "rows.jsonl"
+        while not rows.exists() or rows.read_text().count("\\n") < 4:
+            time.sleep(0.001)
+        Path("failed").write_text(rows.read_text())
+        os._exit(3)
+    threading.Thread(target=end, daemon=True).start()
+    import numpy
+    savez = numpy.savez
+    numpy.savez = lambda *a, **k: (savez(*a, **k), time.sleep(0.02))
+"""
+
+
+class Trained:
+    """A study's folder with a program, and a worker for it."""
+
+    def __init__(self, folder: Path, before: str = "") -> None:
+        folder.mkdir()
+        (folder / "train.py").write_text(before + (DOCS / "own_metric.py").read_text())
+        words = (sys.executable, "train.py", "--config", "{config}", "--state", "{state}")
+        self.program = Program(command=shlex.join(words), digest=digest_of(words, folder))
+        self.program.allow(folder)
+        self.corpus = write_own_data(folder / CORPUS, "planted")
+        self.folder, self.ledger = folder, Ledger(folder / LEDGER)
+        self.worker = Worker(self.ledger, compiled=False)
+
+    def chain(self, stable: int, n_tokens: int, *, width: int = 16, rate: float = 0.5) -> Chain:
+        base, model = self.program.member(16, 1), self.program.member(width, 1)
+        numerics = Numerics(model=model, base=base, corpus_key=self.corpus.key, seed=0, evaluation_tokens=1)
+        recipe = Hyperparameters(learning_rate=rate, batch_tokens=BATCH).resolve(160 * BATCH)
+        return Chain(numerics=numerics, segments=branch(recipe, stable * BATCH, n_tokens * BATCH))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return Trained(tmp_path / "study")
+
+
+def test_branches_go_on_from_a_rung_and_end_where_one_piece_ends(trained: Trained) -> None:
+    short, long = trained.chain(80, 96), trained.chain(136, 160)
+    losses = [trained.worker.reach(chain).loss for chain in (short, long)]
+    rows = trained.ledger.line(long.parent.line) if long.parent else []
+    assert [(row["trained_from"], row["tokens"]) for row in rows] == [(80 * BATCH, 136 * BATCH), (0, 80 * BATCH)]
+    again = Worker(trained.ledger, compiled=False)
+    assert [again.reach(chain).loss for chain in (short, long)] == losses
+
+    shutil.copytree(trained.folder, other := trained.folder.parent / "other")
+    for part in (LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"):
+        (other / part).unlink(missing_ok=True)
+    shutil.rmtree(other / "states")
+    trained.program.allow(other)
+    assert Worker(Ledger(other / LEDGER), compiled=False).reach(long).loss == losses[1]
+
+    assert not any((trained.folder / PROGRAM_RUNS).iterdir())
+    curves = read_curves(trained.ledger, [long.key])
+    assert curves[0].final_loss == losses[1]
+    assert len(list((trained.folder / CURVES).iterdir())) == 4
+
+
+def test_a_program_that_failed_goes_on_from_its_state_when_it_is_tried_again(trained: Trained, tmp_path: Path) -> None:
+    expected = trained.worker.reach(trained.chain(136, 160)).loss
+    failing = Trained(tmp_path / "failing", before=FAILS_ONCE)
+    with pytest.raises(WorkerLostError, match="exit code 3.*output.log"):
+        failing.worker.reach(failing.chain(136, 160))
+    (left,) = (failing.folder / PROGRAM_RUNS).iterdir()
+    before = (left / "state" / "rows.jsonl").read_text()
+    assert failing.worker.reach(failing.chain(136, 160)).loss == expected
+    stem = failing.chain(136, 160).parent
+    assert stem is not None
+    (curve,) = read_curves(failing.ledger, [stem.key])
+    assert len(curve.train_loss) >= before.count("\n") >= 4, "rows of the first attempt are in the curve"
+
+
+def test_a_divergence_is_recorded_and_never_a_loss(trained: Trained) -> None:
+    outcome = trained.worker.reach(trained.chain(80, 96, rate=100.0))
+    assert outcome.diverged
+    assert outcome.loss is None
+    assert trained.ledger.outcome(trained.chain(136, 160, rate=100.0)) == outcome, "a longer run of it is not tried"
+
+
+def test_the_command_is_part_of_every_key(trained: Trained, tmp_path: Path) -> None:
+    other = Trained(tmp_path / "other", before="# another file\n")
+    assert other.chain(80, 96).key != trained.chain(80, 96).key
+    assert Trained(tmp_path / "moved").chain(80, 96).key == trained.chain(80, 96).key
+
+
+def test_a_job_has_the_schedule_of_the_loop(trained: Trained) -> None:
+    chain = trained.chain(136, 160)
+    job = job_of(chain.numerics, chain.segments)
+    assert (job.start, job.end) == (0, 160 * BATCH)
+    tokens, factors = zip(*job.schedule, strict=True)
+    for segment in chain.segments:
+        for at, _ in segment.steps():
+            assert np.interp(at, tokens, factors) == pytest.approx(segment.rate_factor(at), abs=1e-6)
+    assert factors[-1] == 0
+
+
+def test_a_state_is_its_files_and_none_lies_outside(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    (folder / "inner").mkdir(parents=True)
+    contents = {"saved.bin": bytes(range(256)), "inner/empty": b""}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    (folder / "rows.jsonl").write_text("{}\n")
+    ones = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=1.0)
+    table = Parametrization(scheme="mup", optimizer="adamw", rules={}, multipliers=ones)
+    TrainState(tokens=8, parametrization=table, tensors=read_files(folder)).save(tmp_path / "state.pt")
+    write_files(loaded := TrainState.load(tmp_path / "state.pt"), tmp_path / "two")
+    assert {name: (tmp_path / "two" / name).read_bytes() for name in loaded.tensors} == contents
+    outside = TrainState(tokens=8, parametrization=table, tensors={"../out": torch.zeros(1, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="in its folder, got ../out"):
+        write_files(outside, tmp_path / "three")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_program_without_a_row_for_too_long_ends_with_its_worker(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from muscale.actors.worker import Worker
+from tests.muscale.programs.test_trainer import Trained
+trained = Trained(Path(sys.argv[1]), before="import sys, time\\nif '--describe' not in sys.argv: time.sleep(60)\\n")
+Worker(trained.ledger, compiled=False, stall_seconds=6.0).reach(trained.chain(80, 96))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "study")], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (told,) = (tmp_path / "study" / STALLS).iterdir()
+    assert "took no step for 6 s" in told.read_text()
+    (left,) = (tmp_path / "study" / PROGRAM_RUNS).iterdir()
+    pid, created = json.loads((left / "process.json").read_text())
+    if sys.platform == "linux":
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            assert process.create_time() != created or process.wait(timeout=10) is None

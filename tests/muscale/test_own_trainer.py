@@ -1,0 +1,246 @@
+"""A study whose [trainer] is a program: every stage runs it, its law is found, readers never run it, and a kill changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from muscale import StageError, Study, StudyConfig, StudyDirectoryError, StudyFileError
+from muscale.cli import entry
+from muscale.findings import findings
+from muscale.layout import MEMBERS
+from muscale.programs import family
+from muscale.programs.process import train
+from muscale.programs.protocol import TrainerJob
+from muscale.search.prior_runs import runs_of
+from proxy_models.architecture import counted
+
+ROOT = Path(__file__).parents[2]
+STUDY = f"""
+name = "regression"
+
+[trainer]
+command = ["{sys.executable}", "train.py", "--config", "{{config}}", "--state", "{{state}}"]
+width_step = 8
+
+[model]
+d_model = 64
+n_layers = 1
+
+[hyperparameters]
+learning_rate = 0.5
+batch_tokens = 8
+
+[sweep]
+trials = 4
+n_tokens = 8192
+rungs = 2
+searcher = "quasi_random"
+n_finalists = 1
+n_seeds = 1
+
+[sweep.space]
+learning_rate = {{ distribution = "log_uniform", low = 0.2, high = 1.6 }}
+
+[transfer]
+widths = [32, 64, 128]
+n_tokens = 8192
+rates = 5
+octaves = 3.0
+horizons = [0.5, 1.0]
+
+[ladder]
+stems = [
+    {{ width = 32, n_tokens = 8192 }},
+    {{ width = 32, n_tokens = 32768 }},
+    {{ width = 64, n_tokens = 16384 }},
+    {{ width = 128, n_tokens = 8192 }},
+    {{ width = 128, n_tokens = 32768 }},
+    {{ width = 192, n_tokens = 16384 }},
+]
+
+[fit]
+max_regret = 0.01
+n_bootstrap = 100
+
+[plan]
+compute_flops = 4e9
+"""
+STARTS = """from pathlib import Path
+with Path("starts.log").open("a") as log:
+    log.write("start\\n")
+"""
+READERS = (
+    ["report", "STUDY"],
+    ["runs", "STUDY"],
+    ["calibration", "STUDY", "STUDY"],
+    ["sync", "STUDY"],
+    ["gc", "STUDY", "--dry-run"],
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Writes a study of the documented regression, whose program notes each of its starts; nothing of it is known yet."""
+    monkeypatch.setattr(counted, "_counted", {})
+    family.described.cache_clear()
+
+    def write(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        text = (ROOT / "docs" / "own_metric.py").read_text()
+        (folder / "train.py").write_text(text.replace("import argparse\n", f"{STARTS}import argparse\n", 1))
+        (folder / "study.toml").write_text(STUDY)
+        return folder / "study.toml"
+
+    return write
+
+
+def starts(study: Path) -> int:
+    """How often the program was started."""
+    log = study.parent / "starts.log"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
+    make: Callable[[str], Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make("study")
+    assert entry.run(["run", str(path)]) == 0
+    shown = capfd.readouterr()
+    assert f"running the trainer {sys.executable} train.py" in shown.err
+    opened = Study.open(path, quiet=True)
+    runs, before = opened.runs(), starts(path)
+    assert set(runs["purpose"]) == {"sweep", "transfer", "ladder"}
+    assert entry.run(["run", str(path)]) == 0
+    assert starts(path) == before, "started again"
+
+    law, plan = opened.fit(), opened.plan()
+    planted = {"E": 0.2, "alpha": 0.5, "beta": 0.5 / 1.2}
+    assert {name: law.law.parameters[name] for name in planted} == pytest.approx(planted, abs=0.1)
+    verdict = opened.transfer()
+    assert verdict.passed, "the best rate does not depend on the width"
+    best = opened.sweep().best.learning_rate
+    assert 0.4 < best < 1.0, "the minimum at 8,192 tokens is at 0.62"
+
+    assert entry.run(["plan", str(path), "--export", str(path.parent / "full")]) == 0
+    job = TrainerJob.read(path.parent / "full" / "job.json")
+    assert (job.width, job.end) == (plan.model.d_model, plan.n_tokens)
+    end = train(opened.config.trainer.command, job, path.parent / "full", cwd=path.parent)  # type: ignore[union-attr]
+    assert end.loss == pytest.approx(plan.forecast.loss, rel=0.02)
+    before = starts(path)
+    assert entry.run(["watch", str(path), "--losses", str(path.parent / "full" / "state" / "rows.jsonl")]) in (0, 1)
+    assert f"{end.loss:.4f}" in capfd.readouterr().out
+
+    monkeypatch.setattr(family, "_allowed", {})
+    monkeypatch.setattr(counted, "_counted", {})
+    for command in READERS:
+        assert entry.run([word.replace("STUDY", str(path)) for word in command]) in (0, 1), command
+    assert len(runs_of(path.parent)) == len(runs)
+    again = Study.open(path, quiet=True)
+    found = findings(again.contents)
+    assert found.plan is not None
+    assert found.plan.key == plan.key
+    assert starts(path) == before, "a reader ran it"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
+    make: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
+    killed, whole = make("killed"), make("whole")
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "muscale", "sweep", str(killed)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "platform"), str(ROOT)))},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while starts(killed) < 6 and driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert driver.poll() is None, "it ended before it could be killed"
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    request.getfixturevalue("ray_cluster")
+    tables = [Study.open(path, quiet=True, trains=True).sweep().trials for path in (killed, whole)]
+    columns = ["trial", "learning_rate", "annealed_loss"]
+    first, second = (table[columns].sort_values("trial", ignore_index=True) for table in tables)
+    pd.testing.assert_frame_equal(first, second)
+
+
+def test_what_a_program_cannot_do_is_refused_in_a_sentence(make: Callable[[str], Path]) -> None:
+    study = Study.open(make("study"), quiet=True, trains=True)
+    refused: dict[str, Callable[[], object]] = {
+        "check": study.check,
+        "promote": study.promote,
+        "continue": lambda: study.continue_run("more.toml"),
+    }
+    for stage, call in refused.items():
+        with pytest.raises(StageError, match=rf"^{stage}: the study's models are built by its \[trainer\] program; "):
+            call()
+
+
+def test_another_file_wants_another_directory_and_readers_say_what_is_not_described(
+    make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make("study")
+    with pytest.raises(StudyFileError, match=rf"{MEMBERS} is missing"):
+        StudyConfig.read(path)
+    assert not starts(path)
+    Study.open(path, quiet=True, trains=True)
+    n = starts(path)
+    assert n
+    monkeypatch.setattr(counted, "_counted", {})
+    Study.open(path, quiet=True, trains=True)
+    assert starts(path) == n, "described again"
+    assert json.loads((path.parent / MEMBERS).read_text())["model"]["args"]["step"] == 8
+    shutil.copytree(path.parent, moved := path.parent.with_name("moved"))
+    Study.open(moved / "study.toml", quiet=True)
+    (path.parent / "train.py").write_text("print('{}')\n")
+    with pytest.raises(StudyFileError, match="n_params"):
+        Study.open(path, quiet=True, trains=True)
+    (path.parent / "train.py").write_text((moved / "train.py").read_text() + "# changed\n")
+    with pytest.raises(StudyDirectoryError, match=r"model\.arguments"):
+        Study.open(path, quiet=True, trains=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"{config}", ', "", r"trainer.command: .*an argument with \{config\}"),
+        ('"--config"', "3", "trainer.command.2: "),
+        (
+            "width_step = 8",
+            "width_step = 48",
+            "trainer.command: d_model must be a multiple of trainer.width_step = 48, got 64",
+        ),
+        ("width_step = 8", "step = 8", "trainer.step: unknown key"),
+        ("d_model = 64", "d_model = 64\ncontext_length = 32", "model.context_length: unknown key"),
+        ("[sweep]", "[corpus]\n\n[sweep]", "corpus: the .trainer. program reads its own data"),
+        ("[sweep]", "[resources]\nranks_per_trial = 2\n\n[sweep]", "resources.ranks_per_trial: must be 1"),
+        ('"train.py"', '"no.py"', "trainer.command: --describe: must exit with 0, got 2"),
+    ],
+)
+def test_each_fault_is_named(make: Callable[[str], Path], old: str, new: str, message: str) -> None:
+    path = make("study")
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(path, trains=True)
+    assert not (path.parent / MEMBERS).exists()
