@@ -69,10 +69,10 @@ class Program(Family):
         """Let this process run the program in a study's folder, and say so on standard error, once.
 
         Raises:
-            ValueError: If its files are not those that the study names.
+            TrainerError: If its files are not those that the study names.
         """
         if (found := digest_of(self.words, directory)) != self.digest:
-            raise ValueError(
+            raise TrainerError(
                 f"the files of {self.command} in {directory} have the hash {found}, the study's {self.digest}"
             )
         if _allowed.get(self) != directory:

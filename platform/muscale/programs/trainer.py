@@ -61,8 +61,8 @@ class ProgramTrainer:
         A training that was interrupted on this host goes on from the program's own state.
 
         Raises:
-            TrainerError: If the program breaks the protocol.
-            ValueError: If the model is not a program's, or its files are not those that the study names.
+            TrainerError: If the program breaks the protocol, or its files are not those that the study names.
+            ValueError: If the model is not a program's.
             WorkerLostError: If the program failed; it may be tried again, and goes on from its state.
         """
         program = import_family(numerics.model)

@@ -89,7 +89,7 @@ def read_record(directory: Path, model: OwnModel | None, where: str, problems: l
         problems: Errors are added to it, and the member is `FAULTY` then.
     """
     path = directory / MEMBERS
-    remedy = "reading a study imports nothing that it names; `muscale check` imports the family and counts its members"
+    remedy = "reading a study imports nothing that it names; `muscale check`, or with [trainer] `muscale sweep`, counts its members"
     try:
         table, members = _read(path)
     except FileNotFoundError:

@@ -54,7 +54,7 @@ def test_a_program_runs_only_once_allowed_and_each_shape_once(
 
 def test_other_files_are_another_program(program: Program, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM + "\n")
-    with pytest.raises(ValueError, match=program.digest):
+    with pytest.raises(TrainerError, match=program.digest):
         program.allow(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert digest_of(("python", "-m", "train"), tmp_path) == "", "nothing in the folder is named"
