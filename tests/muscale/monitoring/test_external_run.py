@@ -28,6 +28,7 @@ from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from proxy_models.recipes.batch_ramp import BatchRamp
+from tests.muscale.command_lines import muscale
 from tests.muscale.planted_ladder import OFFSET, log_ratio, numerics_of, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -62,11 +63,6 @@ def elsewhere(make_study: MakeStudy) -> Iterator[Elsewhere]:
     elsewhere = Elsewhere(make_study())
     yield elsewhere
     elsewhere.ledger.close()
-
-
-def muscale(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "muscale", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_table_is_watched_and_its_end_is_recorded_as_asserted(elsewhere: Elsewhere) -> None:
@@ -206,11 +202,13 @@ def test_weights_and_biases_wants_its_key(monkeypatch: pytest.MonkeyPatch) -> No
         WandbRun(path="entity/project/run").read()
 
 
-def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> None:
+def test_the_command_follows_a_growing_file_to_its_end(
+    elsewhere: Elsewhere, capsys: pytest.CaptureFixture[str]
+) -> None:
     elsewhere.write(0.2, header=True)
-    done = muscale("watch", elsewhere.study, "--losses", elsewhere.table, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["asserted"] is True
+    done = muscale(capsys, "watch", elsewhere.study, "--losses", elsewhere.table, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["asserted"] is True
     command = [
         sys.executable,
         "-m",
@@ -233,20 +231,20 @@ def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> 
         process.kill()
     assert process.returncode == 0, errors
     assert "inside the interval" in output
-    assert muscale("watch", elsewhere.study).returncode == 0
-    history = muscale("calibration", elsewhere.study)
-    assert "1 of 1 runs trained elsewhere inside, nominal 90%: 100%" in history.stdout
+    assert muscale(capsys, "watch", elsewhere.study).code == 0
+    history = muscale(capsys, "calibration", elsewhere.study)
+    assert "1 of 1 runs trained elsewhere inside, nominal 90%: 100%" in history.out
 
 
-def test_exit_codes_report_alarms_and_missing_runs(elsewhere: Elsewhere) -> None:
-    assert muscale("watch", elsewhere.study).returncode == 2
+def test_exit_codes_report_alarms_and_missing_runs(elsewhere: Elsewhere, capsys: pytest.CaptureFixture[str]) -> None:
+    assert muscale(capsys, "watch", elsewhere.study).code == 2
     elsewhere.write(0.2, header=True)
     elsewhere.write(0.3, 0.4, 0.5, off=2)
-    done = muscale("watch", elsewhere.study, "--losses", elsewhere.table)
-    assert done.returncode == 1, done.stderr
-    assert "alarm: the loss of plan" in done.stdout
-    assert muscale("watch", elsewhere.study, "--until", "alarm").returncode == 1
-    assert muscale("watch", elsewhere.study, "--until", "now", "--plan", "nothing").returncode == 2
+    done = muscale(capsys, "watch", elsewhere.study, "--losses", elsewhere.table)
+    assert done.code == 1, done.err
+    assert "alarm: the loss of plan" in done.out
+    assert muscale(capsys, "watch", elsewhere.study, "--until", "alarm").code == 1
+    assert muscale(capsys, "watch", elsewhere.study, "--until", "now", "--plan", "nothing").code == 2
 
 
 def test_a_dataframe_is_watched_like_a_file(elsewhere: Elsewhere) -> None:

@@ -21,6 +21,12 @@ from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
 from proxy_models.files import atomic_write
 
+_TRAIN = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # A process that tells each worker's context of a node that is to leave; ours saves on SIGTERM or a notice, and asks no context.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+
 
 def launch(
     run: FullRun,
@@ -71,7 +77,8 @@ def _train_with_retries(
     worker: Callable[[dict[str, Any]], None],
     fitting: Fitting,
 ) -> None:
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    for variable, value in _TRAIN.items():
+        os.environ.setdefault(variable, value)
     with defer_sigint():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer

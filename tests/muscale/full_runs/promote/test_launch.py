@@ -1,18 +1,26 @@
-"""How many workers a full run starts with."""
+"""How many workers a full run starts with, and how a divergence ends it."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from muscale import StageError, json_lines
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import largest_fitting, launch
-from muscale.layout import RESULT
+from muscale.full_runs.records.goodput import ATTEMPTS
+from muscale.layout import FAILURE, RESULT
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
-from tests.muscale.forked_ranks import small_corpus, small_run
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from tests.muscale.forked_ranks import BATCH, STEPS, ended, small_corpus, small_run
+from tests.muscale.gloo_ranks import processes
 
 
 def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
@@ -47,3 +55,45 @@ def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> No
         small_run(small_corpus(tmp_path), tmp_path / "run"), settings, each, name="groups", worker=write_world_size
     )
     assert found["world_size"] == 2
+
+
+def diverging(directory: Path) -> FullRun:
+    """A run with a rate at which it can't but diverge."""
+    run = small_run(small_corpus(directory), directory / "run")
+    return replace(run, segments=chain(Hyperparameters(learning_rate=1e12, batch_tokens=BATCH), BATCH * STEPS))
+
+
+def _as_ray_s_worker(run: FullRun, rank: int) -> None:
+    """A worker of Ray Train by itself, to which Ray has given a rank."""
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    from muscale.full_runs.promote.launch import train_worker
+
+    ray.train.get_context = lambda: SimpleNamespace(get_world_rank=lambda: rank)  # type: ignore[assignment,return-value]
+    ray.train.torch.get_device = lambda: torch.device("cpu")
+    train_worker({"run": run, "threads": 1})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_worker_leaves_the_reason_of_a_divergence_and_none_fails(tmp_path: Path, rank: int) -> None:
+    """Ray would treat an error like a lost worker."""
+    run = diverging(tmp_path)
+    run.directory.mkdir()
+    worker = processes.Process(target=_as_ray_s_worker, args=(run, rank))
+    worker.start()
+    assert ended([worker]) == [0]
+    reason = run.directory / FAILURE
+    assert reason.exists() is (rank == 0)
+    assert rank or "diverged" in reason.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_divergence_reaches_the_user_without_another_attempt(tmp_path: Path) -> None:
+    run, halves = diverging(tmp_path), ResourceSettings(cpus_per_worker=0.5)
+    with pytest.raises(StageError, match=r"diverged: .* at step \d+.*" + str(run.directory)):
+        launch(run, PromoteSettings(workers=2, max_failures=2), halves, name="diverging")
+    assert [one["event"] for one in json_lines.read(run.directory / ATTEMPTS)].count("start") == 1

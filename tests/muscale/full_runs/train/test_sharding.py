@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,11 @@ def test_logits_in_chunks_are_those_of_one_process_with_a_tied_table(
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(make_run: MakeRun) -> None:
+def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Dynamo and the gradient's graph for real; what inductor generates is another test's, and takes 20 s.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     eager = make_run()
     train(eager)
     run = replace(eager, directory=eager.directory.with_name("compiled"), compile=True)
