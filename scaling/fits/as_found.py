@@ -15,6 +15,11 @@ from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 
 NOTES = "notes"
 """Key of `DataFrame.attrs` under which a table carries what was read how."""
+UNIT = "loss_unit"
+"""Key of `DataFrame.attrs` of the unit that the name of the column of losses states."""
+PER_BYTE = "bits per byte"
+BYTES = "bytes_per_token"
+"""Column by which bits per byte become nats per token."""
 PF_DAY = 1e15 * 86400
 """FLOPs of a petaFLOP/s-day (Kaplan et al. 2001.08361, sec. 1.3)."""
 COUNTS = ("n_params", "n_tokens")
@@ -29,9 +34,14 @@ _FACTORS = {
     "t": 1e12,
     "trillion": 1e12,
 }
-_COUNT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_BITS_PER_BYTE = re.compile(r"(?:(?:final|val|validation|eval|test)_)?(?:bpb|bits_per_byte)_*")
+_COUNT = re.compile(
+    r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*?)(?:\s*\b(?:tokens|tok|params|parameters))?",
+    re.IGNORECASE,
+)
 _HEADER = re.compile(r"(?:(.+?)_(?:in_)?)(k|m|b|g|t|thousand|million|billion|trillion)s?_*")
 _PF_DAYS = re.compile(r"(?:.*_)?(?:pf|pflops?|petaflops?)(?:_s)?_?days?_*")
+_RATIO = ("tokens_per_param", "tokens_per_parameter", "d_n")
 _COMPUTE = ("compute_flops", "flops", "total_flops", "train_flops", "training_flops", "compute", "c")
 
 
@@ -41,24 +51,42 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ValueError: a column in millions, say, holds a value with a unit of its own.
     """
-    table, notes = table.copy(deep=False), []
+    table, notes = table.copy(deep=False), list[str]()
+    if levels := [name for name in table.index.names if name is not None and name not in table]:
+        table = table.reset_index(levels)  # such as a groupby leaves
     for column in (*COUNTS, "loss"):
         if column in table:
             continue
-        found = [(name, factor) for name in table.columns if (factor := _factor(str(name), column)) is not None]
-        if len(found) == 1:
-            name, factor = found[0]
+        named = [(name, factor) for name in table.columns if (factor := _factor(str(name), column)) is not None]
+        if len(named) == 1:
+            name, factor = named[0]
             table = table.rename(columns={name: column})
             notes.append(f"{column} is column {name}" + (f", in units of {factor:.0e}" if factor != 1 else ""))
             if column in COUNTS:
                 table[column] = _scaled(table, column, str(name), factor)
+    if (
+        "loss" not in table
+        and len(found := [name for name in table.columns if _BITS_PER_BYTE.fullmatch(plain(str(name)))]) == 1
+    ):
+        table = table.rename(columns={found[0]: "loss"})
+        table.attrs[UNIT] = PER_BYTE
+        notes.append(f"loss is column {found[0]}, in {PER_BYTE}")
     for column in COUNTS:
         if column in table and (cells := _read(table[column])) is not None:
             first = next(cell for cell in table[column] if isinstance(cell, str))
             notes.append(f"{column} is text such as {first!r}, read as counts")
             table[column] = cells
-    if "n_params" in table and "n_tokens" not in table:
-        _tokens_of_compute(table, notes)
+    known = [name for name in (*COUNTS, "loss") if name in table]
+    if len(known) > 1 and (empty := table[known].isna().all(axis=1)).any() and not empty.all():
+        table = table[~empty]
+        notes.append(f"{empty.sum()} rows without {', '.join(known)} were skipped")
+    if "n_params" in table:
+        _tokens_of_others(table, notes)
+    if (
+        BYTES not in table
+        and len(found := [name for name in table.columns if plain(str(name)).strip("_") == BYTES]) == 1
+    ):
+        table = table.rename(columns={found[0]: BYTES})
     table.attrs[NOTES] = tuple(notes)
     return table
 
@@ -66,6 +94,8 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
 def _factor(name: str, column: str) -> float | None:
     """The unit of a column that is another name of one of ours; None if it is none."""
     own = {column, *OTHER_NAMES[column].split()}
+    if column in COUNTS:
+        name = name.rsplit("/", 1)[-1] or name  # of wandb's "train/tokens_seen"
     if plain(name).strip("_") in own:
         return 1.0
     of_unit = _HEADER.fullmatch(plain(name)) if column in COUNTS else None
@@ -94,17 +124,28 @@ def _read(cells: pd.Series) -> list[object] | None:
     ]
 
 
-def _tokens_of_compute(table: pd.DataFrame, notes: list[str]) -> None:
-    """Tokens from the one column of compute, in FLOPs or PF-days."""
+def _tokens_of_others(table: pd.DataFrame, notes: list[str]) -> None:
+    """Tokens where a row has none, from the one column of compute, in FLOPs or PF-days, or of D/N."""
+    without = table["n_tokens"].isna() if "n_tokens" in table else pd.Series(True, table.index)
     names = {name: plain(str(name)).strip("_") for name in table.columns}
     by_unit = {name: PF_DAY for name, text in names.items() if _PF_DAYS.fullmatch(text)}
     by_unit |= {name: 1.0 for name, text in names.items() if text in _COMPUTE}
-    if len(by_unit) != 1:
+    ratios = [name for name, text in names.items() if text in _RATIO]
+    if not without.any() or len(by_unit) + len(ratios) != 1:
         return
-    ((name, unit),) = by_unit.items()
-    flops = unit * np.array([or_nan(cell) for cell in table[name]])
     params = np.array([or_nan(cell) for cell in table["n_params"]])
-    with np.errstate(all="ignore"):
-        table["n_tokens"] = flops / (FLOPS_PER_PARAM_TOKEN * params)
-    in_days = ", a PF-day of 8.64e19 FLOPs" if unit == PF_DAY else ""
-    notes.append(f"n_tokens is {name} / (6·n_params), as no column has it: C = 6·N·D is taken for granted{in_days}")
+    if ratios:
+        (name,) = ratios
+        tokens, note = params * np.array([or_nan(cell) for cell in table[name]]), f"{name} · n_params"
+    else:
+        ((name, unit),) = by_unit.items()
+        with np.errstate(all="ignore"):
+            tokens = unit * np.array([or_nan(cell) for cell in table[name]]) / (FLOPS_PER_PARAM_TOKEN * params)
+        in_days = ", a PF-day of 8.64e19 FLOPs" if unit == PF_DAY else ""
+        note = f"{name} / (6·n_params): C = 6·N·D is taken for granted{in_days}"
+    if "n_tokens" in table:
+        table["n_tokens"] = table["n_tokens"].astype(object).where(~without, tokens)
+        notes.append(f"n_tokens of {without.sum()} rows that have none is {note}")
+    else:
+        table["n_tokens"] = tokens
+        notes.append(f"n_tokens is {note}; no column has it")

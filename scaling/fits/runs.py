@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,16 +20,13 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import numbers, or_nan, require_columns, row_name
-from scaling.fits.as_found import NOTES, as_found
+from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
 
 Table: TypeAlias = pd.DataFrame | Sequence[Mapping[str, Any]] | str | os.PathLike[str]
 """A table of runs, a list of dicts, or the path of one: Parquet, CSV, TSV or JSON Lines."""
 BITS = "bits per token"
-PER_BYTE = "bits per byte"
-BYTES = "bytes_per_token"
-"""Column by which bits per byte become nats per token."""
 UNITS = {
     NATS: "nats nats/token nats_per_token nat/token nat",
     BITS: "bits bits/token bits_per_token bit/token bit",
@@ -137,10 +133,18 @@ def _json_lines(path: Path) -> pd.DataFrame:
         return pd.DataFrame([json.loads(line) for line in lines if line.strip()])
 
 
+def _separated(path: Path) -> pd.DataFrame:
+    """The table by whichever separator its first line has most; between semicolons a comma is a decimal point."""
+    with path.open(encoding="utf-8-sig") as lines:
+        header = lines.readline()
+    separator = max(",;\t", key=header.count)
+    return pd.read_csv(path, sep=separator, decimal="," if separator == ";" else ".")
+
+
 _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".parquet": pd.read_parquet,
-    ".csv": pd.read_csv,
-    ".tsv": partial(pd.read_csv, sep="\t"),
+    ".csv": _separated,
+    ".tsv": _separated,
     ".jsonl": _json_lines,
 }
 
@@ -210,6 +214,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     """
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *columns, "loss")))
     require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
+    loss_unit = runs.attrs.get(UNIT) if loss_unit is None else loss_unit
     factor, unit = to_nats(NATS if loss_unit is None else loss_unit)
     reason = _stated_reasons(runs)
     open_ = reason == ""

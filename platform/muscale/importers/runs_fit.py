@@ -13,6 +13,7 @@ import pandas as pd
 from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan
+from scaling.fits.as_found import UNIT
 from scaling.fits.runs import read_runs, unit_name
 from scaling.forms.law import NATS
 
@@ -60,11 +61,10 @@ def fit_runs(
         decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
-    warnings = [
-        *([str(doubt)] if doubt else []),
-        *_unit_warnings(read_runs(path), NATS if loss_unit is None else unit_name(loss_unit)),
-    ]
-    return RunsFit(fit=found, decision=decision, warnings=tuple(warnings))
+    table = read_runs(path)
+    unit = table.attrs.get(UNIT, NATS) if loss_unit is None else unit_name(loss_unit)
+    warnings = (*([str(doubt)] if doubt else []), *_unit_warnings(table, unit))
+    return RunsFit(fit=found, decision=decision, warnings=warnings)
 
 
 def _unit_warnings(table: pd.DataFrame, loss_unit: str) -> list[str]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling import fit
-from scaling.fits.as_found import NOTES, PF_DAY
-from scaling.fits.runs import BYTES, check_runs, read_runs
+from scaling.fits.as_found import BYTES, NOTES, PF_DAY
+from scaling.fits.runs import check_runs, read_runs
 from scaling.forms.law import compute_flops
 from tests.scaling.fits.test_units import ladder
 
@@ -30,6 +30,8 @@ def written(value: float, style: str) -> object:
         return f"{round(value):,}"
     if style == "underscores":
         return f"{round(value):_}"
+    if style == "B tokens":
+        return f"{value / 1e9:.10g} B tokens"
     if style in UNITS:
         return f"{value / UNITS[style]:.10g}{style}"
     return value if style == "number" else f"{value:.10e}"
@@ -37,7 +39,9 @@ def written(value: float, style: str) -> object:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    styles=st.lists(st.sampled_from(["commas", "underscores", "number", "text", *UNITS]), min_size=28, max_size=28),
+    styles=st.lists(
+        st.sampled_from(["commas", "underscores", "number", "text", "B tokens", *UNITS]), min_size=28, max_size=28
+    ),
     names=st.tuples(
         st.sampled_from(["n_params", "Params", "# params", "N", "num-parameters"]),
         st.sampled_from(["n_tokens", "Tokens", "D", "training tokens"]),
@@ -81,12 +85,39 @@ def test_tokens_follow_from_compute_with_a_note(name: str, unit: float) -> None:
     table = PLAIN.assign(**{name: compute_flops(PLAIN["n_params"], PLAIN["n_tokens"]) / unit}).drop(columns="n_tokens")
     np.testing.assert_allclose(read_runs(table)["n_tokens"], PLAIN["n_tokens"])
     result = fit(table, n_params_convention="total", n_bootstrap=2)
-    assert f"n_tokens is {name} / (6·n_params), as no column has it: C = 6·N·D is taken for granted" in str(result)
+    assert f"n_tokens is {name} / (6·n_params): C = 6·N·D is taken for granted" in str(result)
+    some = PLAIN.assign(flops=compute_flops(PLAIN["n_params"], PLAIN["n_tokens"]))
+    some.loc[3, "n_tokens"] = math.nan
+    np.testing.assert_allclose(rows_of(some)["n_tokens"], rows_of(PLAIN)["n_tokens"])
+    by_ratio = PLAIN.assign(tokens_per_param=PLAIN["n_tokens"] / PLAIN["n_params"]).drop(columns="n_tokens")
+    np.testing.assert_allclose(rows_of(by_ratio)["n_tokens"], rows_of(PLAIN)["n_tokens"])
 
 
-def test_files_of_tabs_are_read(tmp_path: Path) -> None:
-    PLAIN.to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
-    pd.testing.assert_frame_equal(rows_of(tmp_path / "runs.tsv"), rows_of(PLAIN))
+@pytest.mark.parametrize(
+    ("name", "separator", "decimal"), [("a.tsv", "\t", "."), ("a.csv", "\t", "."), ("a.csv", ";", ",")]
+)
+def test_files_are_read_by_the_separator_that_they_have(
+    name: str, separator: str, decimal: str, tmp_path: Path
+) -> None:
+    PLAIN.to_csv(tmp_path / name, sep=separator, decimal=decimal, index=False)
+    pd.testing.assert_frame_equal(rows_of(tmp_path / name), rows_of(PLAIN))
+
+
+def test_an_export_of_wandb_with_blank_rows_is_the_same_runs(tmp_path: Path) -> None:
+    names = {"n_params": "model/num_params", "n_tokens": "train/tokens_seen", "loss": "eval/loss"}
+    blank = pd.concat([PLAIN.rename(columns=names), pd.DataFrame([{}] * 3)], ignore_index=True)
+    blank.assign(state="finished").to_csv(tmp_path / "wandb.csv")
+    pd.testing.assert_frame_equal(rows_of(tmp_path / "wandb.csv"), rows_of(PLAIN), check_index_type=False)
+    pd.testing.assert_frame_equal(
+        rows_of(PLAIN.set_index(["n_params", "n_tokens"])).reset_index(drop=True), rows_of(PLAIN).reset_index(drop=True)
+    )
+
+
+def test_a_column_of_bits_per_byte_states_its_unit() -> None:
+    per_byte = PLAIN[["n_params", "n_tokens"]].assign(val_bpb=PLAIN["loss"] / math.log(2) / 4, **{"Bytes per token": 4})
+    found = check_runs(read_runs(per_byte), (), max_regret=1.0, loss_unit=None)
+    np.testing.assert_allclose(found.rows["loss"], rows_of(PLAIN)["loss"])
+    assert not any("nats per token, as no loss_unit" in text for text in found.assumptions)
 
 
 @pytest.mark.parametrize("spelling", ["bits", "Bits/token", "bits per token"])
