@@ -156,6 +156,15 @@ def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
         assert process.wait(60) == EXIT_BROKEN_PIPE
 
 
+def test_a_rank_ends_with_its_code_whatever_python_s_end_would_do() -> None:
+    code = (
+        "import atexit, os, sys; from muscale.cli import entry; atexit.register(os.abort); "
+        "entry.app = lambda tokens: print('said') or 75; sys.argv = ['muscale', 'train', 'prepared.json']; entry.main()"
+    )
+    rank = subprocess.run([sys.executable, "-c", code], capture_output=True, env=os.environ | {"WORLD_SIZE": "2"})
+    assert (rank.returncode, rank.stdout) == (75, b"said\n")
+
+
 def in_terminal(arguments: list[str], **variables: str) -> str:
     """What a real terminal receives from the command."""
     ours, theirs = pty.openpty()
