@@ -15,7 +15,6 @@
     fit_step_law(cells)                      best rate or batch in N and D at once         -> StepLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
-    compare_ablations(rows)                  what each component is worth, seed by seed      -> Ablation
     compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
     compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
@@ -29,7 +28,6 @@ Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per 
 from scaling.approaches.compute_powers import ComputePowers
 from scaling.approaches.envelope import fit_envelope
 from scaling.approaches.isoflops import fit_isoflops
-from scaling.comparisons.ablation import Ablation, compare_ablations
 from scaling.comparisons.finalists import Finalists, compare_finalists
 from scaling.comparisons.noise import SeedNoise, seed_noise
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
@@ -60,11 +58,11 @@ from scaling.search.importance import Importance, hyperparameter_importance
 from scaling.search.pareto import pareto_front, plot_pareto
 from scaling.search.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.search.search_box import SearchBox
-from scaling.variants.compare import VariantComparison, compare_variants
+from scaling.variants.compare import compare_variants
+from scaling.variants.comparison import VariantComparison
 
 __all__ = [
     "ACCELERATORS",
-    "Ablation",
     "Accelerator",
     "Allocation",
     "Backtest",
@@ -106,7 +104,6 @@ __all__ = [
     "accelerator",
     "backtest",
     "candidate_runs",
-    "compare_ablations",
     "compare_finalists",
     "compare_variants",
     "compute_flops",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import pandas as pd
 
 from muscale.actors.cluster import staying_cluster
-from muscale.actors.jobs import finish_stage
+from muscale.actors.jobs import Job, finish_stage
 from muscale.errors import BundleError, StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion
@@ -34,8 +34,9 @@ from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.progress import Display, following
-from muscale.proxies import ablation, ladder, transfer
+from muscale.proxies import comparison, ladder, transfer
 from muscale.proxies.check import known_check, run_check
+from muscale.proxies.comparison import Comparison
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.sweep import Sweep, run_sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
@@ -45,14 +46,13 @@ from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.settings.own_model import require_same_family, write_record
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import input_key
 from muscale.store.open_ledger import open_ledger
 from muscale.store.tables import ResultKind
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.corpus import Corpus, CorpusError
 from proxy_models.training.numerics import Numerics
-from scaling import Ablation, ScalingError, ScalingFit, Verdict, compare_ablations
+from scaling import ScalingFit, Verdict
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
@@ -445,20 +445,23 @@ class Study(Result):
         source = None if losses is None else loss_source(losses)
         return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after).look()
 
-    def ablate(self) -> Ablation:
-        """Comparison of the proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters.
+    def compare(self, *, one_size: bool = False) -> Comparison:
+        """Verdict on each of the study's variants at the target: tuned alike, trained size after size until decided.
+
+        Args:
+            one_size: Train all at the base shape over the transfer check's tokens alone, and decide there.
 
         Raises:
-            StageError: If no run of the unchanged proxy ended, or there is nothing to swap.
+            StageError: If there are no variants, or no horizon law; or their runs can't be compared.
         """
-        found = ablation.variants(self.config.ablate, self._numerics, self.sweep().best, self.config.sweep.n_tokens)
-        finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self._display)
-        try:
-            result = compare_ablations(ablation.rows(self.ledger.runs(), found))
-        except ScalingError as error:
-            raise StageError(f"ablate: {error}") from error
-        self.ledger.record_result(ResultKind.ABLATION, input_key(*(v.job.chain.key for v in found)), result.to_dict())
-        return result
+        config = self.config.at_one_size() if one_size else self.config
+
+        def train(what: str, jobs: Sequence[Job]) -> None:
+            finish_stage(what, jobs, self.ledger, config.resources, self._display)
+
+        with staying_cluster(), cancellable(self.ledger):
+            best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
+            return comparison.compare(config, self._numerics, best, horizon, self.ledger, train)
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
         """Dry run of `promote` with the gate's state; trains nothing and registers no forecast.

@@ -13,8 +13,6 @@ from scaling.drawing import COLOURS, GREY, LOSS, error_bars
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_ROW, _AROUND = 28, 110  # pixels
-
 
 def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -> pd.DataFrame:
     """One row per trial, best first: trial, loss, low, high (NaN if not known), p_best; series winner, near-tie, other."""
@@ -47,32 +45,3 @@ def draw_finalists(data: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title="trial", type="category", categoryorder="array", categoryarray=order, range=ends)
     figure.update_yaxes(title=LOSS)
     return figure
-
-
-def ablation_data(table: pd.DataFrame) -> pd.DataFrame:
-    """One row for each variant that came to an end: name, change, low, high in % of the loss, the dearest last."""
-    known = table[table["change"].notna()].iloc[::-1]
-    names = known["component"] + " " + known["value"]
-    ends = {name: 100 * np.expm1(known[name].to_numpy()) for name in ("change", "low", "high")}
-    return pd.DataFrame({"name": names.to_numpy(), **ends})
-
-
-def draw_ablation(data: pd.DataFrame, level: float) -> go.Figure:
-    """Change of the loss by each variant, with its interval."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    known = bool(len(data)) and bool(np.isfinite(data[["low", "high"]]).all(axis=None))
-    figure.add_scatter(
-        x=data["change"],
-        y=data["name"],
-        error_x=error_bars(data, "change") if known else None,
-        mode="markers",
-        marker={"color": COLOURS[2], "size": 8},
-        name=f"{level:.0%} interval" if known else "one seed",
-        showlegend=False,
-    )
-    figure.add_vline(x=0, line={"color": "grey", "dash": "dot"})
-    figure.update_xaxes(title="loss above the model as it is (%)")
-    figure.update_yaxes(automargin=True)
-    return figure.update_layout(height=_AROUND + _ROW * max(3, len(data)))

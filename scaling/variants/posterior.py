@@ -6,7 +6,8 @@ The model is stated in `scaling.variants.compare`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ DRIFT = 0.01
 NOISE = (1e-3, 4.0)
 """Standard deviation of log loss between repeated runs, and its degrees of freedom, before any is measured."""
 _N_SLOPES = 24  # points of the grid that is summed over
+_BISECTIONS = 40  # of the distance between the normals' quantiles, which leaves a part in 1e12
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +37,7 @@ class Baseline:
         floor, excess: logarithms of E and of L − E at x0.
         gamma: exponent of compute.
         x0: logarithm of the compute in the middle.
-        x, residual, runs: of its cells: log compute, log loss above the law's, and runs, [K] each.
+        x, residual, runs, sizes: of its cells: log compute, log loss above the law's, runs, and label ("" without one), [K] each.
     """
 
     floor: float
@@ -45,10 +47,11 @@ class Baseline:
     x: Array
     residual: Array
     runs: Array
+    sizes: tuple[str, ...]
 
     @classmethod
     def fitted(cls, cells: pd.DataFrame) -> Baseline:
-        """Least squares with the priors of E and gamma."""
+        """Least squares with the priors of E and gamma, which alone give the slope where there is one size."""
         from scipy.optimize import least_squares
 
         x, y = np.log(cells["flops"].to_numpy()), cells["y"].to_numpy()
@@ -70,6 +73,7 @@ class Baseline:
             x=x,
             residual=y - np.logaddexp(floor, excess - np.exp(gamma) * (x - x0)),
             runs=cells["runs"].to_numpy(dtype=np.float64),
+            sizes=tuple(cells["size"]),
         )
 
     def log_loss(self, x: float) -> float:
@@ -81,9 +85,16 @@ class Baseline:
         excess = np.exp(self.excess - self.gamma * (x - self.x0))
         return np.asarray(self.gamma * excess / (np.exp(self.floor) + excess))
 
-    def between(self, x: Array) -> Array:
-        """Weights of the baseline's cells in its residual at J places, [J, K]: linear between two, the last one's beyond."""
-        return np.array([np.interp(x, self.x, row) for row in np.eye(len(self.x))]).T
+    def between(self, x: Array, sizes: Sequence[str]) -> Array:
+        """Weights of the baseline's cells in its residual at J places, [J, K].
+
+        They are those of the cell of the same label, or without one linear between two, the last one's beyond.
+        """
+        weights = np.array([np.interp(x, self.x, row) for row in np.eye(len(self.x))]).T
+        for row, size in zip(weights, sizes, strict=True):
+            if size and size in self.sizes:
+                row[:] = np.array(self.sizes) == size
+        return weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,19 +105,23 @@ class Gains:
         x: log compute less x0, [J].
         x0: logarithm of C0.
         log_m: [J].
+        change: log loss above the baseline's at the same compute, [J].
+        unit_change: its variance for runs of noise 1, [J].
         unit_noise: their covariance for runs of noise 1 in log loss, the baseline's runs that they share included, [J, J].
     """
 
     x: Array
     x0: float
     log_m: Array
+    change: Array
+    unit_change: Array
     unit_noise: Array
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str) -> Gains:
         """Computes at which the baseline has the variant's losses, over the variant's own."""
         x = np.log(cells["flops"].to_numpy())
-        weights = law.between(x)
+        weights = law.between(x, tuple(cells["size"]))
         y = cells["y"].to_numpy() - weights @ law.residual
         if (low := y <= law.floor).any():
             raise ScalingError(
@@ -116,7 +131,14 @@ class Gains:
         equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
         per_loss = 1 / law.slope(x)
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
-        return cls(x=x - law.x0, x0=law.x0, log_m=equal - x, unit_noise=own * np.outer(per_loss, per_loss))
+        return cls(
+            x=x - law.x0,
+            x0=law.x0,
+            log_m=equal - x,
+            change=y - np.array([law.log_loss(at) for at in x]),
+            unit_change=np.diag(own),
+            unit_noise=own * np.outer(per_loss, per_loss),
+        )
 
     def _prior(self, left: Array, right: Array, slope_sd: Array) -> Array:
         """Covariance of log m at two sets of places, [n_slopes, J, J'], for each sd of g."""
@@ -157,8 +179,8 @@ class Gains:
         n = len(self.x)
         noise = np.zeros((n + 1, n + 1))
         noise[:n, :n], noise[n, n] = self.unit_noise, variance
-        return Gains(
-            x=np.append(self.x, log_compute - self.x0), x0=self.x0, log_m=np.append(self.log_m, 0.0), unit_noise=noise
+        return replace(
+            self, x=np.append(self.x, log_compute - self.x0), log_m=np.append(self.log_m, 0.0), unit_noise=noise
         )
 
 
@@ -176,14 +198,18 @@ class Mixture:
 
         return float(self.weights @ ndtr((self.means - value) / self.sds))
 
-    def quantile(self, p: float) -> float:
-        """By bisection between the normals' own."""
-        each = self.means + self.sds * normal_quantile(p)
-        low, high = float(each.min()), float(each.max())
-        for _ in range(50):
+    def quantiles(self, *p: float) -> Array:
+        """By bisection between the normals' own, of the shape of `p`."""
+        from scipy.special import ndtr
+
+        wanted = np.array(p)
+        each = self.means + np.multiply.outer([normal_quantile(q) for q in p], self.sds)
+        low, high = each.min(axis=1), each.max(axis=1)
+        for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            low, high = (middle, high) if 1 - self.above(middle) < p else (low, middle)
-        return (low + high) / 2
+            below = ndtr((middle[:, None] - self.means) / self.sds) @ self.weights < wanted
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return np.asarray((low + high) / 2)
 
     def moments(self) -> tuple[float, float]:
         """Mean and variance."""

@@ -3,7 +3,7 @@
     python tests/benchmarks/variants.py [--sets 100]
 
 Public tables, each variant decided from its smaller sizes and held against its largest; and planted variants of known multipliers
-with the seeds' noise, looked at after each size. Public tables are read from $MUSCALE_REFERENCE_DATA or ../shared/data.
+with the seeds' noise, judged once and after each size. Public tables are read from $MUSCALE_REFERENCE_DATA or ../shared/data.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def loss(flops: np.ndarray) -> np.ndarray:
 
 
 def planted(n_sets: int) -> None:
-    """Verdicts and coverage by the sizes seen, two seeds each; "ever" counts a set that erred at any of the looks."""
+    """Coverage and verdicts from all sizes, two seeds each; and of a comparison that looks after each size from the second."""
     records = []
+    n_looks = len(SIZES) - 1
     for number in range(n_sets):
         rng = np.random.default_rng(number)
         rows = []
@@ -111,27 +112,34 @@ def planted(n_sets: int) -> None:
                     for c, y in zip(SIZES, values, strict=True)
                 ]
         runs = pd.DataFrame(rows)
-        for n_sizes in range(2, len(SIZES) + 1):
-            found = compare_variants(runs[runs["compute_flops"] <= SIZES[n_sizes - 1]], "baseline", target_flops=TARGET)
+        for looks in (None, n_looks):
+            found = compare_variants(runs, "baseline", target_flops=TARGET, n_looks=looks)
             for row in found.table.to_dict("records"):
                 m = float(truth(row["variant"], np.array([TARGET]))[0])
-                kept = judged(row["verdict"], m)
+                seen = SIZES[: row["look"] + 1] if looks else SIZES
                 records.append(
-                    {"set": number, "variant": row["variant"], "sizes": n_sizes, "verdict": kept}
-                    | {"held": row["low"] <= m <= row["high"]}
+                    {
+                        "set": number,
+                        "variant": row["variant"],
+                        "looks": looks or 1,
+                        "verdict": judged(row["verdict"], m),
+                    }
+                    | {"held": row["low"] <= m <= row["high"], "spent": seen.sum() / SIZES.sum()}
                 )
     table = pd.DataFrame(records)
     print(
         f"\nplanted, {n_sets} sets, noise {NOISE:.1%}, two seeds, {SIZES[0]:.0e} to {SIZES[-1]:.0e} FLOPs, target {TARGET:.0e}"
     )
-    for (variant, n_sizes), part in table.groupby(["variant", "sizes"], sort=False):
-        counts = part["verdict"].value_counts(normalize=True)
-        said = ", ".join(f"{verdict} {share:.0%}" for verdict, share in counts.items())
-        print(f"  {variant:14} {n_sizes} sizes: interval holds {part['held'].mean():.0%}; {said}")
-    ever = table.assign(wrong=table["verdict"] == "WRONG").groupby(["variant", "set"])["wrong"].any()
-    print(
-        "  wrong at any look:", ", ".join(f"{v} {x:.0%}" for v, x in ever.groupby("variant", sort=False).mean().items())
-    )
+    for looks, of_it in table.groupby("looks"):
+        print(f"  {looks} {'look' if looks == 1 else 'looks'}")
+        for variant, part in of_it.groupby("variant", sort=False):
+            counts = part["verdict"].value_counts(normalize=True)
+            said = ", ".join(f"{verdict} {share:.0%}" for verdict, share in counts.items())
+            print(
+                f"    {variant:14} interval holds {part['held'].mean():.0%}; FLOPs {part['spent'].mean():.0%}; {said}"
+            )
+        wrong = of_it.assign(wrong=of_it["verdict"] == "WRONG").groupby("set")["wrong"].any()
+        print(f"    any of the {len(PLANTED)} variants wrong: {wrong.mean():.1%} of the sets")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
-HERE = {"check", "compare", "ablate", "continue", "train", "init", "doctor", "wheel", "import-space"}
+HERE = {"check", "compare", "continue", "train", "init", "doctor", "wheel", "import-space"}
 SERVES = {"ui"}  # and prints no result
 
 
@@ -36,7 +36,6 @@ TRAINED_FIRST = {
     "ladder": "sweep transfer ladder",
     "fit": "sweep transfer ladder",
     "plan": "sweep transfer ladder",
-    "ablate": "sweep ablate",
     "promote": "sweep transfer ladder promote",
     "run": "sweep transfer ladder promote",
 }

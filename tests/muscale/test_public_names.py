@@ -8,9 +8,9 @@ from pathlib import Path
 from muscale import Study
 
 MEMBERS = [
-    "ablate",
     "bundle",
     "check",
+    "compare",
     "config",
     "contents",
     "continue_run",

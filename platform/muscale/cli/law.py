@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import AsJson, Options, StageOptions
+from muscale.cli.options import Flag, Options, StageOptions
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StageError, StudyFileError
 
@@ -88,33 +89,58 @@ def _fit_runs(
     return 0
 
 
-@command(LAW, example="muscale compare variants.csv --baseline adamw --target-flops 1e22")
+@command(LAW, example="muscale compare study.toml --dry-run")
 def compare(
     runs: Path,
     *,
-    baseline: str = "baseline",
+    one_size: Flag = False,
+    baseline: str | None = None,
     target_flops: float | None = None,
-    worth: float = 0.02,
-    json: AsJson = False,
+    worth: float | None = None,
+    options: StageOptions = StageOptions(),
 ) -> int:
     """Say which variants of a recipe still win at the target's compute: promote, reject or undecided, and what to run next.
 
     Args:
-        runs: A CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: variant, loss, compute_flops or n_params and
-            n_tokens, and seed if there are several.
-        baseline: The variant that the others are held against.
-        target_flops: Compute of the run that is decided on; by default that of the largest run.
-        worth: Least gain in compute that is worth a change, as a share.
-        json: Print the result as JSON, and nothing else on standard output.
+        runs: A study file with tables [variants.NAME], which are tuned and trained; or a CSV, TSV, Parquet or JSON Lines file of
+            runs: variant, loss, compute_flops or n_params and n_tokens, and seed if there are several.
+        one_size: Of a study, compare at the base shape alone.
+        baseline: Of a table, the variant that the others are held against; "baseline" if not given.
+        target_flops: Compute of the run that is decided on; by default the study's [compare] and [plan], or the largest run.
+        worth: Least gain in compute that is worth a change, as a share; by default the study's [compare], or 0.02.
     """
-    from scaling import ScalingError, compare_variants
+    if runs.suffix != ".toml":
+        if one_size or options.set or options.dry_run:
+            raise StudyFileError(
+                f"compare: --one-size, --set and --dry-run are for a study file, a .toml; got the table {runs}"
+            )
+        return _compare_runs(runs, baseline or "baseline", target_flops, worth, as_json=options.json)
+    if baseline:
+        raise StudyFileError(
+            f"compare: the baseline of a study file is the study itself; leave out --baseline {baseline}"
+        )
+    given = {"target_flops": target_flops, "worth": worth}
+    set_ = (*options.set, *(f"compare.{key}={value!r}" for key, value in given.items() if value is not None))
+    return run_stage(
+        runs,
+        replace(options, set=set_),
+        lambda opened: opened.compare(one_size=one_size),
+        "compare --one-size" if one_size else "compare",
+        ending=lambda *_: Ending(next=(options.line("report", runs),)),
+        trains=True,
+    )
 
-    with result_alone(json):
+
+def _compare_runs(runs: Path, baseline: str, target_flops: float | None, worth: float | None, *, as_json: bool) -> int:
+    from scaling import ScalingError, compare_variants
+    from scaling.variants.verdicts import WORTH
+
+    with result_alone(as_json):
         try:
-            found = compare_variants(runs, baseline, target_flops=target_flops, worth=worth)
+            found = compare_variants(runs, baseline, target_flops=target_flops, worth=WORTH if worth is None else worth)
         except (ScalingError, ValueError) as error:
             raise StageError(f"compare: {error}") from error
-    show(found, as_json=json)
+    show(found, as_json=as_json)
     return 0
 
 

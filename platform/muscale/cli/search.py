@@ -112,20 +112,3 @@ def transfer(study: Path, *, options: StageOptions = StageOptions()) -> int:
         ending=lambda _, result: Ending(next=(options.line("ladder" if result.passed else "report", study),)),
         trains=True,
     )
-
-
-@command(SEARCH, example="""muscale ablate study.toml --set ablate.components='["norm"]'""")
-def ablate(study: Path, *, options: StageOptions = StageOptions()) -> int:
-    """Swap one component of the model at a time, with several seeds.
-
-    Args:
-        study: The study file.
-    """
-    return run_stage(
-        study,
-        options,
-        lambda opened: opened.ablate(),
-        "ablate",
-        ending=lambda *_: Ending(next=(options.line("report", study),)),
-        trains=True,
-    )

@@ -20,6 +20,7 @@ from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
 from muscale.plans.planning import Plan
+from muscale.proxies.comparison import Comparison
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import NESTED, now
 from muscale.store.tables import ResultKind, segments
@@ -34,7 +35,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         study: The study.
         found: Results of its finished trainings.
     """
-    check = study.ledger.latest_result(ResultKind.CHECK)
+    check, compared = (study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.COMPARISON))
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)
     return ReportContents(
@@ -49,6 +50,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         transfer=found.transfer,
         fit=found.fit,
         next_runs=found.next_runs,
+        comparison=Comparison.from_dict(compared["payload"]) if compared else None,
         calibration=calibrate(study.ledger),
         spending=spending(study.ledger),
         reproduction=reproduction(

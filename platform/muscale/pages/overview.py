@@ -13,7 +13,7 @@ _STAGES = {
     "tune": "Tuner",
     "transfer": "transfer",
     "ladder": "ladder",
-    "ablate": "ablation",
+    "compare": "variants",
     "full": "full runs",
 }
 

@@ -19,6 +19,7 @@ from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.pages.spending import draw_spending, format_spending
+from muscale.pages.variant_section import variant_sections
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         *kept(search_sections, contents.sweep),
         *kept(transfer_sections, contents.transfer),
         *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
+        *kept(variant_sections, contents.comparison),
         Section(
             title="The full run",
             command="promote",

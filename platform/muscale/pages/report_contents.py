@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration
     from muscale.pages.reproduction import Reproduction
     from muscale.plans.next_stems import NextStems
+    from muscale.proxies.comparison import Comparison
     from muscale.search.search_so_far import SearchSoFar
     from muscale.search.sweep_result import SweepResult
     from proxy_models.coordinates.check import CoordinateCheck
@@ -35,6 +36,7 @@ class ReportContents:
     transfer: Verdict | None = None
     fit: ScalingFit | None = None
     next_runs: NextStems | None = None
+    comparison: Comparison | None = None
     plan: dict[str, Any] | None = None
     forecast: dict[str, Any] | None = None
     gate: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from muscale.store.tables import runs, segments
 from proxy_models.architecture.member import Member
 from scaling.drawing import COLOURS
 
-PURPOSES = ("sweep", "tune", "transfer", "ladder", "ablate", "full")
+PURPOSES = ("sweep", "tune", "transfer", "ladder", "compare", "full")
 """Purposes in the order of the stages: training that two of them share counts for the first."""
 _ROW, _AROUND = 40, 150  # pixels of height of a bar, and of what stands around both
 

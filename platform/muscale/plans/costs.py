@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.proxies import ablation, ladder, transfer
+from muscale.proxies import comparison, ladder, transfer
 from muscale.search.sweep import budget, trial_plan
 from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.training.numerics import Numerics
 
 _IN_TURN = ("sweep", "transfer", "ladder")
@@ -26,14 +25,21 @@ _TRAINS = {
     "plan": _IN_TURN,
     "promote": (*_IN_TURN, "promote"),
     "run": (*_IN_TURN, "promote"),
-    "ablate": ("sweep", "ablate"),
+    "compare": ("sweep", "transfer", "compare"),
 }
 """What each command trains where nothing is known yet, in order: itself, and the stages that it stands on."""
 
 
+_COLUMNS = ["stage", "runs", "n_tokens", "compute_flops"]
+_ONE_SIZE = " --one-size"
+
+
 def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
-    """`estimate` of the stages that a command on a new study runs."""
-    return estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
+    """`estimate` of the stages that a command on a new study runs; of `compare`, a row for each part of each variant."""
+    if command.endswith(_ONE_SIZE):
+        command, config = command.removesuffix(_ONE_SIZE), config.at_one_size()
+    stages = estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
+    return pd.concat([stages[:-1], _variants(config)], ignore_index=True) if command == "compare" else stages
 
 
 def estimate(config: StudyConfig) -> pd.DataFrame:
@@ -42,15 +48,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     For the sweep it is the bound without early stopping, with every branch and repetition; another round of it, in a narrower
     space, has trials and finalists of its own within the same limits.
     """
-    h, model = config.hyperparameters, config.model
-    numerics = Numerics(
-        model=model,
-        base=model,
-        corpus_key="",
-        seed=0,
-        evaluation_tokens=config.corpus.evaluation_tokens,
-        stages_by_fraction=config.corpus.stages_by_fraction,
-    )
+    h, model, numerics = config.hyperparameters, config.model, _numerics(config)
     first = budget(config, trial_plan(config, numerics))
     both = replace(first, trials=2 * first.trials, n_finalists=2 * first.n_finalists)
     rows: list[tuple[str, int, Any, float]] = [
@@ -69,12 +67,31 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
-    ablated = isinstance(model, ModelConfig)  # no other family has components to swap
-    variants = ablation.variants(config.ablate, numerics, h, config.sweep.n_tokens) if ablated else []
-    swapped = [variant.job.chain for variant in variants]
-    rows.append(("ablate", len(swapped), *_trained(swapped)))
+    compared = [job.chain for _, _, job in comparison.most_jobs(config, numerics, h)] if config.variants else []
+    rows.append(("compare", len(compared), *_trained(compared)))
     rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
-    return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})
+    return pd.DataFrame(rows, columns=_COLUMNS).astype({"n_tokens": "Int64"})
+
+
+def _variants(config: StudyConfig) -> pd.DataFrame:
+    """Each variant's rate grids, widened as far as they may be, and each of its sizes with all seeds."""
+    parts: dict[str, list[Chain]] = {}
+    for variant, part, job in comparison.most_jobs(config, _numerics(config), config.hyperparameters):
+        parts.setdefault(f"compare: {variant}, {part}", []).append(job.chain)
+    rows = [(name, len(chains), *_trained(chains)) for name, chains in parts.items()]
+    return pd.DataFrame(rows, columns=_COLUMNS).astype({"n_tokens": "Int64"})
+
+
+def _numerics(config: StudyConfig) -> Numerics:
+    """Of the study at its base shape, on a corpus that need not be there yet."""
+    return Numerics(
+        model=config.model,
+        base=config.model,
+        corpus_key="",
+        seed=0,
+        evaluation_tokens=config.corpus.evaluation_tokens,
+        stages_by_fraction=config.corpus.stages_by_fraction,
+    )
 
 
 def _trained(chains: list[Chain]) -> tuple[int, float]:

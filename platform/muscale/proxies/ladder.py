@@ -17,7 +17,8 @@ from muscale.actors.jobs import Job
 from muscale.errors import StageError
 from muscale.search.prior_runs import differs_in
 from muscale.settings.config import StudyConfig
-from muscale.settings.tables import FitSettings, Stem
+from muscale.settings.plan import Stem
+from muscale.settings.tables import FitSettings
 from muscale.store.lineage import Chain
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -115,7 +116,7 @@ def law_rows(
     an earlier revision of the study, whose other settings were not those of `best` and `numerics`, tell neither.
     """
     rows = (
-        runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "ablate"])]
+        runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "compare"])]
         .drop_duplicates("key")
         .reset_index(drop=True)
     )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from muscale.settings.compare import variant_errors
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import CheckSettings, StudyTables
@@ -56,6 +57,8 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     shapes = [("check.widths", Shape(width=width)) for width in config.check.widths if not trainer]
     shapes += [("transfer.widths", Shape(width=width)) for width in config.transfer.widths]
     shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
+    shapes += [("compare.stems", stem) for stem in config.compare.stems]
+    shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
     shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
     for key, shape in shapes:
         try:
@@ -107,6 +110,9 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         problems.append(f"plan.explicit: {error}")
     else:
         problems += _declared_errors(config)
+    stems = config.compare.stems or config.ladder.stems
+    for name, variant in config.variants.items():
+        problems += variant_errors(name, variant, model, h, stems, config.compare.widths or config.transfer.widths)
     largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
     if (budget := config.plan.budget).compute_flops <= largest:
         key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)

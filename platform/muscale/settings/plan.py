@@ -43,6 +43,13 @@ class Shape(StrictTable):
         return f"width {self.width}" + (f", depth {self.depth}" if self.depth else "")
 
 
+class Stem(Shape):
+    """One of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
+
+    n_tokens: PositiveInt
+    branches: Annotated[int, Field(gt=0, le=100)] = 2
+
+
 class PlanSettings(StrictTable):
     """[plan]: the full run. Exactly one of `compute_flops`, `gpu_hours`, `dollars` and `days` is its budget."""
 

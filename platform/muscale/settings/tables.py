@@ -10,10 +10,10 @@ import pydantic
 from pydantic import BaseModel, Field, PositiveInt, PrivateAttr
 
 from muscale.errors import StageError
-from muscale.settings.ablation import AblateSettings
+from muscale.settings.compare import CompareSettings, VariantSettings
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.own_model import OwnModel
-from muscale.settings.plan import PlanSettings, Shape
+from muscale.settings.plan import PlanSettings, Stem
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
@@ -38,13 +38,6 @@ class CheckSettings(StrictTable):
     widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
     depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: the check is of widths only
     seeds: tuple[int, ...] = (0, 1)
-
-
-class Stem(Shape):
-    """One of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
-
-    n_tokens: PositiveInt
-    branches: Annotated[int, Field(gt=0, le=100)] = 2
 
 
 class LadderSettings(StrictTable):
@@ -167,7 +160,8 @@ class StudyTables(StrictTable):
     fit: FitSettings = FitSettings()
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
-    ablate: AblateSettings = AblateSettings()
+    variants: dict[str, VariantSettings] = Field(default_factory=dict)
+    compare: CompareSettings = CompareSettings()
     trainer: TrainerSettings | None = None
     resources: ResourceSettings = ResourceSettings()
     numerics: NumericsSettings = NumericsSettings()
@@ -191,6 +185,12 @@ class StudyTables(StrictTable):
     def family(self) -> ModelFamily[Member]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
+
+    def at_one_size(self) -> Self:
+        """The same study with the base shape, over the transfer check's tokens, as the only size of [compare]."""
+        n_tokens = round(self.transfer.n_tokens * max(self.transfer.shared_horizons))
+        stem = Stem(width=self.model.d_model, n_tokens=n_tokens, branches=1)
+        return self.model_copy(update={"compare": self.compare.model_copy(update={"stems": (stem,)})})
 
     @property
     def data_identity(self) -> dict[str, Any]:

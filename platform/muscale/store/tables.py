@@ -137,7 +137,7 @@ decisions = sa.Table(
 runs = sa.Table(
     "runs",
     metadata,
-    sa.Column("purpose", sa.String, primary_key=True),  # sweep, tune, transfer, ladder, ablate, full
+    sa.Column("purpose", sa.String, primary_key=True),  # sweep, tune, transfer, ladder, compare, full
     sa.Column("key", sa.String, primary_key=True),  # of the last segment
     sa.Column("stem", sa.String, nullable=False),  # line of the first segment: runs that share it share weights
     sa.Column("d_model", sa.Integer, nullable=False),
@@ -159,7 +159,7 @@ class ResultKind(StrEnum):
 
     CHECK = "check"
     TRANSFER = "transfer"
-    ABLATION = "ablation"
+    COMPARISON = "comparison"  # of the study's variants
     OUTSIDE_RESULTS = "outside_results"  # that informed a sweep
     OWN_METHODS = "own_methods"  # searcher and scheduler that are not the study file's
     BAND = "band"

@@ -15,7 +15,8 @@ from muscale import StudyConfig
 from muscale.plans.next_stems import candidates, choose
 from muscale.plans.planning import Plan, make_plan
 from muscale.proxies.ladder import stem_lengths
-from muscale.settings.tables import LadderSettings, Stem
+from muscale.settings.plan import Stem
+from muscale.settings.tables import LadderSettings
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.sources import Source
 from proxy_models.recipes.segments import chain

@@ -85,8 +85,18 @@ transfer.over.init_scale=5 => transfer.over.init_scale | got 5
 transfer.over.warmup_fraction=[0.1, 0.2, 0.4, 0.8, 1.6] => transfer.over.warmup_fraction | got 1.6
 transfer.over.init_scale={{at=[1, 2, 3, 4, 5], points=7}} => transfer.over.init_scale | points and octaves
 ladder.seeds=[3, 3] => ladder.seeds | differ | [3, 3]
-ablate.components=['heads'] => ablate.components | activation, norm | 'heads'
-ablate.seeds=[1, 1] => ablate.seeds | differ
+compare.seeds=[1, 1] => compare.seeds | differ
+compare.rates=2 => compare.rates | got 2
+compare.widths=[20] => compare.widths | head_dim=16 | got 20
+variants.baseline={{}} => variants.baseline | another
+variants.a.corpus={{source="b"}} => variants.a.corpus | allowed are model, hyperparameters
+variants.a.model={{tide=true}} => variants.a.model | tide | tied?
+variants.a.model={{d_model=20}} => variants.a.model | head_dim=16 | got 20
+variants.a.model={{context_length=64}} => variants.a.model.context_length | held-out | got 64
+variants.a.model={{tied=true}} ;; variants.a.hyperparameters={{zero_readout=true}} => variants.a.hyperparameters | zero_readout
+variants.a.hyperparameters={{beta1=2.0}} => variants.a.hyperparameters | beta1 | got 2
+variants.a.hyperparameters={{batch_tokens=100}} => variants.a.hyperparameters | batch_tokens | got 100
+variants.a.hyperparameters={{schedule="constant"}} => variants.a.hyperparameters | 'constant'
 tracking.tensorbord=true => tracking.tensorbord | tensorboard
 plan.explicit.warp=1.0 => plan.explicit | explicit.warp | attention_dropout | z_loss
 plan.explicit.stages=[] => plan.explicit | explicit.stages

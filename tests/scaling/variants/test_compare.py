@@ -51,7 +51,7 @@ def test_multipliers_without_noise_are_those_planted() -> None:
 def test_intervals_cover_and_verdicts_seldom_err() -> None:
     held, wrong, undecided = [], 0, 0
     planted_ones = {"better": 1.1, "equal": 1.0, "worse": 0.9}
-    n_sets = 60
+    n_sets = 40
     for seed in range(n_sets):
         table = compare_variants(planted(seed, planted_ones), "baseline", target_flops=TARGET).table
         truth = table["variant"].map(planted_ones)
@@ -69,6 +69,67 @@ def test_a_gain_that_fades_is_not_promoted() -> None:
     assert found.table["multiplier"].iloc[0] < 1.02
     assert found.verdict("fading") != "promote"
     assert compare_variants(planted(1, {"stays": 1.15}), "baseline", target_flops=TARGET).verdict("stays") == "promote"
+
+
+def test_a_variant_keeps_the_verdict_of_the_look_that_decided_it() -> None:
+    rows = planted(0, {"better": 1.5, "worse": 0.6, "equal": 1.0}, noise=3e-4)
+    found = compare_variants(rows, "baseline", target_flops=TARGET, n_looks=3)
+    looks = found.table.set_index("variant")["look"]
+    assert (found.verdict("better"), found.verdict("worse")) == ("promote", "reject")
+    assert looks["equal"] == 3
+    later = rows[(rows["compute_flops"] <= SIZES[looks["worse"]]) | (rows["variant"] != "worse")]
+    again = compare_variants(later, "baseline", target_flops=TARGET, n_looks=3)
+    pd.testing.assert_frame_equal(again.table, found.table, obj="runs after a verdict change nothing")
+    assert found.looks.groupby("variant")["look"].max().to_dict() == looks.to_dict()
+    assert len(found.plot_looks().data) == len(found.plot_losses().data) == 3
+    with pytest.raises(ValueError, match="n_looks .*3.* got 2"):
+        compare_variants(rows, "baseline", n_looks=2)
+
+
+def test_gains_that_turn_are_seldom_decided_wrongly_at_any_look() -> None:
+    wrong = 0
+    for seed in range(30):
+        rows = planted(seed, {"turns": 1.08}, fades=0.02)
+        wrong += compare_variants(rows, "baseline", target_flops=TARGET, n_looks=3).verdict("turns") == "promote"
+    assert 1.08 * (TARGET / SIZES[0]) ** -0.02 < 0.95
+    assert wrong <= 2
+
+
+def test_one_size_decides_by_the_loss() -> None:
+    rows = planted(4, {"better": 1.3, "equal": 1.0, "worse": 0.75}, n_seeds=4)
+    found = compare_variants(rows[rows["compute_flops"] == SIZES[-1]], "baseline")
+    assert {v: found.verdict(v) for v in ("better", "worse")} == {"better": "promote", "worse": "reject"}
+    changes = found.table.set_index("variant")
+    truth = np.log(loss(SIZES[-1:] * 1.3) / loss(SIZES[-1:]))[0]
+    assert changes.loc["better", "change"] == pytest.approx(truth, abs=2.5e-3), "four seeds of .1 % each"
+    assert changes.loc["better", "change_low"] < changes.loc["better", "change"] < changes.loc["better", "change_high"]
+    assert found.n_sizes == 1
+
+
+def test_labelled_sizes_are_paired_whatever_their_compute() -> None:
+    """A variant with fewer parameters is held against the baseline's run of the same size, lucky or not."""
+    rows = planted(5, {"slim": 1.0}, noise=1e-9).assign(size=lambda r: r["compute_flops"].rank(method="dense"))
+    luck = np.exp(0.01 * np.array([1, -1, 1, -1]))
+    rows["loss"] *= luck[rows["size"].astype(int) - 1]
+    slim = rows["variant"] == "slim"
+    rows.loc[slim, "loss"] *= loss(0.8 * rows.loc[slim, "compute_flops"]) / loss(rows.loc[slim, "compute_flops"])
+    rows.loc[slim, "compute_flops"] *= 0.8
+    paired, free = (compare_variants(t, "baseline").measured["multiplier"] for t in (rows, rows.drop(columns="size")))
+    assert paired.between(0.98, 1.02).all()
+    assert not free.between(0.97, 1.03).all()
+
+
+def test_a_diverged_run_forbids_a_promotion_and_a_variant_without_another_is_rejected() -> None:
+    rows = planted(0, {"shaky": 1.5, "gone": 1.0}, noise=3e-4)
+    assert compare_variants(rows, "baseline").verdict("shaky") == "promote"
+    last = (rows["variant"] == "shaky") & (rows["compute_flops"] == SIZES[-1]) & (rows["seed"] == 0)
+    rows.loc[last | (rows["variant"] == "gone"), "loss"] = math.nan
+    found = compare_variants(rows, "baseline")
+    assert found.verdict("shaky") == "undecided"
+    assert found.verdict("gone") == "reject"
+    assert found.table.set_index("variant")["diverged"].to_dict() == {"shaky": 1, "gone": 8}
+    assert VariantComparison.from_dict(found.to_dict()).table.equals(found.table)
+    assert "diverged: shaky" in str(found)
 
 
 def test_seeds_make_a_verdict_surer_and_the_next_runs_say_so() -> None:

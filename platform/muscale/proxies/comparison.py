@@ -1,0 +1,220 @@
+"""The study and its variants: tuned alike, trained at one size after another, and held against each other.
+
+What is wanted next follows from the ledger's runs alone, so the same command continues after an interruption and ends the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.actors.jobs import Job
+from muscale.errors import StageError
+from muscale.proxies.variants import MAX_STEPS, Variant, first_steps, next_step, policy, stems_of, variants, widths_of
+from muscale.settings.compare import BASELINE
+from muscale.settings.config import StudyConfig
+from muscale.settings.plan import Stem
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
+from muscale.store.tables import ResultKind
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from scaling import HorizonLaw, ScalingError, VariantComparison, compare_variants
+from scaling.serialization import JsonResult, TableLayout
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Train = Callable[[str, Sequence[Job]], None]
+"""Trains what the ledger does not know of the runs, under a name that is shown."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison(JsonResult):
+    """What the study's variants are worth at its target.
+
+    Attributes:
+        outcome: Multipliers, verdicts and next runs.
+        tuned: By variant: octaves (of its best rate above the study's on equal grids; NaN where no rate trained), at_end
+            (whether it lies at an end of its grid), rates (tried).
+    """
+
+    outcome: VariantComparison
+    tuned: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+
+    def plot(self) -> go.Figure:
+        """Multiplier of each variant against compute, with its band up to the target."""
+        return self.outcome.plot()
+
+    @property
+    def _tuning(self) -> str:
+        rates = ", ".join(
+            f"{row['variant']} {row['octaves']:+.2f}" + (" (at an end of its grid)" if row["at_end"] else "")
+            if math.isfinite(row["octaves"])
+            else f"{row['variant']} none: no rate of its grid trains"
+            for row in self.tuned.to_dict("records")
+        )
+        return f"tuned, best rate in octaves above the study's: {rates}"
+
+    @property
+    def about(self) -> str:
+        """What the verdicts rest on, the runs that would decide, and how each variant was tuned."""
+        return f"{self.outcome.about}\n{self._tuning}"
+
+    def __str__(self) -> str:
+        return f"{self.outcome}\n{self._tuning}"
+
+
+def compare(
+    config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw, ledger: Ledger, train: Train
+) -> Comparison:
+    """Tune every variant, train size after size those that are undecided, and record the comparison.
+
+    Args:
+        config: The study file.
+        numerics: The study's, at its base shape.
+        best, horizon: Of the study's sweep and transfer check.
+        ledger: Of the study.
+        train: Called with the runs of each step, known ones among them.
+
+    Raises:
+        StageError: There are no variants, or the runs can't be compared.
+    """
+    if not config.variants:
+        raise StageError("compare: the study file has no variants; add a table [variants.NAME] with what differs")
+    found, rates = _tuned(config, variants(config, numerics, best), ledger, train)
+    study, *others = found
+    if study.log2_rate is None:
+        raise StageError("compare: no rate of the study's own grid trains at every width; see `muscale transfer`")
+    octaves = {v.name: math.nan if v.log2_rate is None else v.log2_rate - study.log2_rate for v in found}
+    stems = stems_of(config)
+    rows: list[dict[str, Any]] = [_untrained(v, stems[0], config) for v in others if v.log2_rate is None]
+    keys: list[str] = []
+    running = [v for v in others if v.log2_rate is not None]
+    for number, stem in enumerate(stems, start=1):
+        wanted = [
+            (v, seed, v.size_job(stem, seed, policy(horizon, octaves[v.name])))
+            for v, seed in _runs(config, study, running)
+        ]
+        train(f"compare, {stem}", [job for _, _, job in wanted])
+        outcomes = ledger.outcomes(job.chain for _, _, job in wanted)
+        for variant, seed, job in wanted:
+            loss = outcomes[job.chain.key].loss
+            keys.append(job.chain.key)
+            rows.append(_row(variant, number, seed, job.chain.compute_flops, math.nan if loss is None else loss))
+        if number == 1 < len(stems):
+            continue
+        outcome = _outcome(config, rows, len(stems))
+        running = [v for v in running if v.name in outcome.undecided]
+        if not running:
+            break
+    tuned = [
+        {"variant": v.name, "octaves": octaves[v.name], "at_end": v.at_end, "rates": rates[v.name]} for v in others
+    ]
+    result = Comparison(outcome=outcome, tuned=pd.DataFrame(tuned))
+    settings = [
+        config.compare.target_flops,
+        config.compare.worth,
+        config.compare.error,
+        config.plan.budget.compute_flops,
+    ]
+    ledger.record_result(ResultKind.COMPARISON, input_key(keys, *settings), result.to_dict())
+    return result
+
+
+def most_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> Iterator[tuple[str, str, Job]]:
+    """Every run that a comparison may come to want, but for its rate: (variant, "rates" or the size, job)."""
+    first = first_steps(config)
+    steps = [float(step) for step in np.arange(first[0] - MAX_STEPS, first[-1] + MAX_STEPS + 1)]
+    for variant in variants(config, numerics, best):
+        for width in widths_of(config):
+            yield from ((variant.name, "rates", variant.grid_job(config, width, step)) for step in steps)
+        for stem in stems_of(config):
+            for seed in config.compare.seeds:
+                yield variant.name, str(stem), variant.size_job(stem, seed, lambda _: best.learning_rate)
+
+
+def _tuned(
+    config: StudyConfig, found: list[Variant], ledger: Ledger, train: Train
+) -> tuple[list[Variant], dict[str, int]]:
+    """The variants with their best rates, and how many rates were tried for each; grids grow at the end they lean to."""
+    widths, first = widths_of(config), first_steps(config)
+    steps = {variant.name: list(first) for variant in found}
+    losses: dict[str, dict[float, list[float]]] = {variant.name: {} for variant in found}
+    open_ones = list(found)
+    while open_ones:
+        jobs = {
+            (v.name, step, width): v.grid_job(config, width, step)
+            for v in open_ones
+            for step in steps[v.name]
+            for width in widths
+        }
+        train("compare, rates", list(jobs.values()))
+        outcomes = ledger.outcomes(job.chain for job in jobs.values())
+        for variant in list(open_ones):
+            own = losses[variant.name]
+            for step in steps[variant.name]:
+                ends = [outcomes[jobs[variant.name, step, width].chain.key].loss for width in widths]
+                own[step] = [math.nan if loss is None else loss for loss in ends]
+            tried = steps[variant.name]
+            wanted = next_step(tried, [own[step] for step in tried], first)
+            if wanted is None:
+                open_ones.remove(variant)
+            else:
+                steps[variant.name] = sorted([*tried, wanted])
+    tuned = []
+    for variant in found:
+        tried = steps[variant.name]
+        rates = [
+            variant.grid_job(config, width, step).hyperparameters.learning_rate for step in tried for width in widths
+        ]
+        try:
+            tuned.append(
+                variant.tuned(
+                    rates, [loss for step in tried for loss in losses[variant.name][step]], [*widths] * len(tried)
+                )
+            )
+        except ScalingError:
+            tuned.append(variant)
+    return tuned, {name: len(tried) for name, tried in steps.items()}
+
+
+def _runs(config: StudyConfig, study: Variant, running: Sequence[Variant]) -> list[tuple[Variant, int]]:
+    return [(variant, seed) for variant in (study, *running) for seed in config.compare.seeds]
+
+
+def _row(variant: Variant, size: int, seed: int, flops: float, loss: float) -> dict[str, Any]:
+    return {"variant": variant.name, "size": size, "seed": seed, "compute_flops": flops, "loss": loss}
+
+
+def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, Any]:
+    """The row that stands for a variant which trains at no rate: one diverged run of the first size."""
+    flops = 6.0 * stem.of(variant.family).n_params * stem.n_tokens
+    return _row(variant, 1, config.compare.seeds[0], flops, math.nan)
+
+
+def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> VariantComparison:
+    """The comparison of what is trained so far; variants keep the verdict of the look that decided them.
+
+    Raises:
+        StageError: The runs can't be compared.
+    """
+    settings, target = config.compare, config.compare.target_flops
+    if target is None and n_sizes > 1:
+        target = config.plan.budget.compute_flops
+    try:
+        return compare_variants(
+            pd.DataFrame(rows),
+            BASELINE,
+            target_flops=target,
+            worth=settings.worth,
+            error=settings.error,
+            n_looks=max(1, n_sizes - 1),
+        )
+    except (ScalingError, ValueError) as error:
+        raise StageError(f"compare: {error}") from error

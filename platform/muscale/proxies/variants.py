@@ -1,0 +1,153 @@
+"""The variants of a study, and the runs of each: rate grids at a few widths, then the sizes that it shares with the study.
+
+A variant starts from the sweep's best hyperparameters and differs in what its table says. Its rate follows the study's policy, muP
+across size and the horizon law across tokens, moved by the octaves between its own best rate and the study's on equal grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from muscale.actors.jobs import Job
+from muscale.proxies.ladder import branches, stem_lengths
+from muscale.settings.compare import BASELINE
+from muscale.settings.config import StudyConfig
+from muscale.settings.plan import Stem
+from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from scaling import HorizonLaw, ScalingError, fit_optimum
+
+PURPOSE = "compare"
+MAX_STEPS = 2
+"""Rates that a grid is widened by on either side, where its best rate lies at an end (assumed: a factor of 2 to 4)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A recipe that is held against the study's; the study itself is one.
+
+    Attributes:
+        name: In the study file; `BASELINE` for the study.
+        numerics: At the variant's base shape.
+        best: Hyperparameters at the base shape, the rate the centre of its grid.
+        log2_rate: Best rate of its grid at the base shape; None before it was tuned.
+        at_end: Whether that lies at an end of the widened grid.
+    """
+
+    name: str
+    numerics: Numerics
+    best: Hyperparameters
+    log2_rate: float | None = None
+    at_end: bool = False
+
+    @property
+    def family(self) -> ModelFamily[Member]:
+        """The variant's models."""
+        return ModelFamily(base=self.numerics.model)
+
+    def grid_job(self, config: StudyConfig, width: int, step: float) -> Job:
+        """The run of a rate grid at a width; `step` counts the spacings of [transfer]'s grid from its centre."""
+        settings = config.transfer
+        spacing = settings.octaves / (settings.rates - 1)
+        rate = float(f"{self.best.learning_rate * 2 ** (spacing * step):.6g}") if step else self.best.learning_rate
+        member = replace(self.numerics, model=self.family.at(width=width), seed=settings.seeds[0])
+        length = settings.n_tokens * max(settings.shared_horizons)
+        (job,) = branches(
+            member,
+            replace(self.best, learning_rate=rate),
+            [length],
+            tuned_at=settings.n_tokens,
+            purpose=PURPOSE,
+            label=f"{self.name}, width {width}, rate {rate:.4g}",
+        )
+        return job
+
+    def size_job(self, stem: Stem, seed: int, rate: Callable[[float], float]) -> Job:
+        """The run of a shared size, the ladder's longest branch; `rate` gives its rate for so many tokens."""
+        middle = float(np.exp(np.mean(np.log(stem_lengths(stem)))))
+        h = replace(self.best, learning_rate=rate(middle))
+        member = replace(self.numerics, model=stem.of(self.family), seed=seed)
+        label = f"{self.name}, {stem}, seed {seed}"
+        (job,) = branches(member, h, [stem.n_tokens], tuned_at=middle, purpose=PURPOSE, label=label)
+        return job
+
+    def tuned(self, rates: Sequence[float], losses: Sequence[float], widths: Sequence[int]) -> Variant:
+        """The variant with the minimum of one parabola through its grids, each width at a level of its own.
+
+        Raises:
+            ScalingError: Fewer than three rates trained at every width.
+        """
+        found = fit_optimum(rates, losses, seeds=widths)
+        return replace(self, log2_rate=found.log2_rate, at_end=found.log2_rate in found.tested)
+
+
+def variants(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Variant]:
+    """The study and its variants, in the file's order.
+
+    Args:
+        config: The study file.
+        numerics: The study's, at its base shape.
+        best: Of the study's sweep.
+    """
+    found = [Variant(name=BASELINE, numerics=numerics, best=best)]
+    for name, settings in config.variants.items():
+        model = settings.model_of(config.model)
+        own = replace(numerics, model=model, base=model)
+        found.append(Variant(name=name, numerics=own, best=settings.hyperparameters_of(best)))
+    return found
+
+
+def policy(horizon: HorizonLaw, octaves: float) -> Callable[[float], float]:
+    """The rate for so many tokens: the study's own, moved by octaves."""
+
+    def rate(n_tokens: float) -> float:
+        own = float(horizon.rate(n_tokens))
+        return float(f"{own * 2**octaves:.6g}") if octaves else own
+
+    return rate
+
+
+def stems_of(config: StudyConfig) -> list[Stem]:
+    """The shared sizes, from the least compute of the study's model to the most."""
+    stems = config.compare.stems or config.ladder.stems
+    return sorted(stems, key=lambda stem: stem.of(config.family).n_params * stem.n_tokens)
+
+
+def widths_of(config: StudyConfig) -> tuple[int, ...]:
+    """Widths of the rate grids."""
+    return config.compare.widths or tuple(sorted(config.transfer.widths)[:2])
+
+
+def first_steps(config: StudyConfig) -> list[float]:
+    """The rates that every grid begins with, in spacings of [transfer]'s from its centre, whose runs the study has already."""
+    points = config.compare.rates + (config.transfer.rates - config.compare.rates) % 2
+    return [float(step) for step in np.arange(points) - (points - 1) / 2]
+
+
+def next_step(steps: Sequence[float], losses: Sequence[Sequence[float]], first: Sequence[float]) -> float | None:
+    """The rate to add to a grid, or None where its best rate lies inside, or it was widened as far as it may be.
+
+    Args:
+        steps: Tried so far, ascending.
+        losses: Of each rate at each width, NaN where a run diverged.
+        first: Those that it began with.
+    """
+    try:
+        rates = np.repeat(2.0 ** np.asarray(steps), [len(row) for row in losses])
+        found = fit_optimum(rates, np.concatenate(losses), seeds=[i for row in losses for i in range(len(row))])
+    except ScalingError:  # too few rates train: lower ones may
+        wanted = steps[0] - 1
+    else:
+        if found.log2_rate not in found.tested:
+            return None
+        lowest = math.isclose(found.log2_rate, found.tested[0])
+        wanted = steps[0] - 1 if lowest else steps[-1] + 1
+        if not lowest and not math.isclose(found.log2_rate, steps[-1]):
+            return None  # the next higher one was tried, and diverged
+    return wanted if first[0] - MAX_STEPS <= wanted <= first[-1] + MAX_STEPS else None

@@ -1,0 +1,132 @@
+"""[variants.NAME] and [compare] of the study file: what differs from the study, and the runs that tell what it is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, cast
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from muscale.settings.plan import Stem
+from muscale.settings.strict import StrictTable, build_strictly
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from scaling.variants.verdicts import ERROR, WORTH
+
+BASELINE = "baseline"
+"""Name of the study itself among its variants."""
+MIN_RATES = 3  # of a grid: a parabola
+_SHARED = (
+    "vocab_size",
+    "context_length",
+    "document_separator",
+)  # of the model: else losses are of other held-out tokens
+_Changed = TypeVar("_Changed", Member, Hyperparameters)
+
+
+class VariantSettings(StrictTable):
+    """[variants.NAME]: what differs from the study. An empty table is a second baseline, which no verdict may favour."""
+
+    model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]
+    hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of its own rate grid
+
+    def model_of(self, base: Member) -> Member:
+        """The variant's model at the base shape."""
+        return changed(base, self.model)
+
+    def hyperparameters_of(self, base: Hyperparameters) -> Hyperparameters:
+        """The variant's hyperparameters, its rate the centre of its grid."""
+        return changed(base, self.hyperparameters)
+
+
+class CompareSettings(StrictTable):
+    """[compare]: how variants are tuned, and the runs in which they are held against the study."""
+
+    rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid, or one more of an even grid
+    widths: tuple[PositiveInt, ...] = ()  # of the rate grids; none: the two smallest of transfer.widths
+    stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (
+        0,
+        1,
+    )  # of weights and data order, paired with the study's
+    target_flops: PositiveFloat | None = None  # of the run that is decided on; none: the plan's budget
+    worth: Annotated[float, Field(ge=0)] = WORTH  # least gain in compute, as a share, that is worth a change
+    error: Annotated[float, Field(gt=0, lt=1)] = ERROR  # probability that any promotion is wrong; or any rejection
+
+    @pydantic.field_validator("seeds", "widths")
+    @classmethod
+    def _differ(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if len({*values}) < len(values):
+            raise ValueError("must all differ")
+        return values
+
+
+def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
+    """The base with some of its fields changed, as strictly as a study file is read.
+
+    Raises:
+        ValueError: A line for each value that breaks its rule.
+    """
+    problems: list[str] = []
+    own = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    made = build_strictly(type(base), own | dict(changes), "", problems)
+    if problems:
+        raise ValueError("\n".join(problem.lstrip(".: ") for problem in problems))
+    return cast(_Changed, made)
+
+
+def variant_errors(
+    name: str,
+    variant: VariantSettings,
+    base: Member,
+    h: Hyperparameters,
+    stems: tuple[Stem, ...],
+    widths: tuple[int, ...],
+) -> list[str]:
+    """Broken rules of one variant, a line each: `variants.NAME.table: rule, got value`."""
+    where = f"variants.{name}"
+    if name == BASELINE:
+        return [f"{where}: is the name of the study itself, choose another"]
+    if variant.model and not isinstance(base, ModelConfig):
+        return [f"{where}.model: only models of the built-in decoder have variants, got {', '.join(variant.model)}"]
+    if kept := [key for key in _SHARED if key in variant.model]:
+        rule = "must stay the study's, as losses are compared on the same held-out tokens"
+        return [f"{where}.model.{key}: {rule}, got {variant.model[key]!r}" for key in kept]
+    checks: dict[str, Callable[[], None]] = {
+        "model": lambda: _sized(variant.model_of(base), stems, widths),
+        "hyperparameters": lambda: _trainable(variant.hyperparameters_of(h), variant.model_of(base), stems),
+    }
+    for table, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            return [f"{where}.{table}: {line}" for line in str(error).splitlines()]
+    return []
+
+
+def _sized(model: Member, stems: tuple[Stem, ...], widths: tuple[int, ...]) -> None:
+    family = ModelFamily(base=model)
+    for stem in stems:
+        stem.of(family)
+    for width in widths:
+        family.at(width=width)
+
+
+def _trainable(h: Hyperparameters, model: Member, stems: tuple[Stem, ...]) -> None:
+    if h.swap_optimizer or h.schedule == "constant":
+        raise ValueError(f"a variant is annealed under one optimizer, got {h.swap_optimizer or h.schedule!r}")
+    if h.zero_readout and getattr(model, "tied", False):
+        raise ValueError(
+            "zero_readout: the readout is the embedding table under model.tied and can't start at zero, got true"
+        )
+    if h.batch_tokens % model.context_length:
+        raise ValueError(
+            f"batch_tokens: must be a multiple of the context {model.context_length}, got {h.batch_tokens}"
+        )
+    for stem in stems:
+        chain(h, h.whole_batches(stem.n_tokens))

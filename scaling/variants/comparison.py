@@ -1,0 +1,139 @@
+"""The result of holding variants against a baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import pandas as pd
+
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, TableLayout
+from scaling.variants.verdicts import Outcome
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VariantComparison(JsonResult):
+    """What each variant is worth at the target.
+
+    Attributes:
+        baseline: name of the variant that all are held against.
+        target_flops: compute of the run that is decided on, FLOPs.
+        worth: least gain in compute, as a share, that a change must bring.
+        level: of the intervals.
+        error: probability that any promotion is wrong, over all variants and looks; of the rejections likewise.
+        n_looks: looks that were planned.
+        n_sizes: sizes of the baseline; with one its slope is that of the prior.
+        noise: standard deviation of one run's log loss, pooled; the posterior's median at the last look.
+        baseline_loss: of the baseline at the target, by a power law with a floor.
+        table: by variant, as of the look that decided it, or the last: runs, diverged, sizes, flops (of its largest run), change (of
+            the loss there against the baseline's at that compute, log ratio), change_low, change_high, multiplier (median at the
+            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), loss (at the target), look, verdict.
+        measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
+        band: by variant and compute_flops, up to the target: multiplier, low, high.
+        looks: by look and variant, as long as it was undecided: multiplier, low, high, p_better, p_worth, verdict.
+        next_runs: by undecided variant, none dearer than the target: the cheapest runs that would decide with a probability of
+            .5, or those with the highest: compute_flops and seeds of the variant, cost (FLOPs, the baseline's seeds included),
+            p_decided.
+    """
+
+    baseline: str
+    target_flops: float
+    worth: float
+    level: float
+    error: float
+    n_looks: int
+    n_sizes: int
+    noise: float
+    baseline_loss: float
+    table: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    measured: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    band: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    looks: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    next_runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+
+    @property
+    def undecided(self) -> list[str]:
+        """Names of the variants without a verdict."""
+        return [str(name) for name in self.table.loc[self.table["verdict"] == "undecided", "variant"]]
+
+    def verdict(self, variant: str) -> Outcome:
+        """Verdict of one variant.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        outcome: Outcome = self.table.set_index("variant").loc[variant, "verdict"]
+        return outcome
+
+    def plot(self) -> go.Figure:
+        """Multiplier of each variant against compute, with its band up to the target."""
+        from scaling.variants.figures import draw_variants
+
+        return draw_variants(self.band, self.measured, self.level)
+
+    def plot_losses(self) -> go.Figure:
+        """Loss of each variant beside the baseline's at the same compute, by size."""
+        from scaling.variants.figures import draw_changes
+
+        return draw_changes(self.measured, self.baseline)
+
+    def plot_looks(self) -> go.Figure:
+        """Probability that each variant is better at the target, look by look."""
+        from scaling.variants.figures import draw_looks
+
+        return draw_looks(self.looks)
+
+    @property
+    def about(self) -> str:
+        """What the table rests on, and the runs that would decide."""
+        table = self.table
+        looked = f", over {self.n_looks} looks" if self.n_looks > 1 else ""
+        about = {
+            "at": f"{self.target_flops:.3g} FLOPs, where {self.baseline} has a loss of {self.baseline_loss:.4f}",
+            "loss there": f"against {self.baseline} at the same compute, {self.level:.0%} interval",
+            "multiplier": f"compute that {self.baseline} would need for the variant's loss at the target, over the variant's own"
+            + ("; the slope is assumed, as there is one size" if self.n_sizes == 1 else ""),
+            "promote": f"m > 1; wrong for any variant{looked} with a probability of {self.error:g} at most",
+            "reject": f"m < {1 + self.worth:g}, no gain worth a change; likewise",
+            "noise": f"{self.noise:.2%} of the loss between two runs that differ by their seed",
+        }
+        for row in table[table["diverged"] > 0].to_dict("records"):
+            about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"
+        for row in self.next_runs.to_dict("records"):
+            about[f"next for {row['variant']}"] = (
+                f"{row['seeds']} {'seed' if row['seeds'] == 1 else 'seeds'} at {row['compute_flops']:.2g} FLOPs, beside "
+                f"{self.baseline}'s: decides with probability {row['p_decided']:.2f} for {row['cost']:.2g} FLOPs"
+            )
+        return lines(about)
+
+    def __str__(self) -> str:
+        """The table, what it rests on, and the runs that would decide."""
+        table = self.table
+        shown = pd.DataFrame(
+            {
+                "variant": table["variant"],
+                "runs": table["runs"],
+                "up to FLOPs": [f"{flops:.2g}" for flops in table["flops"]],
+                "loss there": _of_rows(table, ("change", "change_low", "change_high"), _percent),
+                "multiplier": _of_rows(table, ("multiplier", "low", "high"), "{:.3f}".format),
+                "P(better)": [f"{p:.3f}" for p in table["p_better"]],
+                "loss": [f"{loss:.4f}" for loss in table["loss"]],
+                "verdict": table["verdict"],
+            }
+        ).replace({"nan": "–", "nan [nan, nan]": "–"})
+        return f"{shown.to_string(index=False)}\n{self.about}"
+
+
+def _of_rows(table: pd.DataFrame, names: tuple[str, str, str], form: Callable[[float], str]) -> list[str]:
+    return [f"{form(middle)} [{form(low)}, {form(high)}]" for middle, low, high in table[list(names)].to_numpy()]
+
+
+def _percent(log_ratio: float) -> str:
+    return f"{np.expm1(log_ratio):+.2%}" if math.isfinite(log_ratio) else "nan"

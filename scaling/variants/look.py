@@ -1,0 +1,201 @@
+"""One look at the runs: the posterior of every variant, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.comparisons.noise import seed_noise
+from scaling.errors import ScalingError
+from scaling.variants.next_runs import cheapest_next
+from scaling.variants.posterior import Baseline, Gains, Mixture, normal_quantile
+from scaling.variants.verdicts import Outcome, verdicts
+
+ENDS = ("multiplier", "low", "high")
+CHANGE = ("change", "change_low", "change_high")
+_N_NOISES = 25  # points of the grid that is summed over
+_NOISE_SPAN = math.log(8.0)  # of the grid, either way
+_N_COMPUTES = 17  # points of a band
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """The posterior of every variant from the runs that are seen.
+
+    Attributes:
+        rows: of the baseline and the variants: variant, size, flops, loss (NaN: diverged), and seed if there are any.
+        target: compute that is decided on, FLOPs.
+        level: of the intervals.
+        law: the baseline's.
+        gains: of each variant with a finished run.
+        scales, chances: the grid of the noise and its posterior, [n_noises] each.
+    """
+
+    rows: pd.DataFrame
+    target: float
+    level: float
+    law: Baseline
+    gains: dict[str, Gains]
+    scales: Array
+    chances: Array
+
+    @classmethod
+    def at(
+        cls,
+        rows: pd.DataFrame,
+        baseline: str,
+        names: Sequence[str],
+        *,
+        target: float,
+        level: float,
+        noise: tuple[float, float],
+    ) -> Look:
+        """Fit the baseline's law, and weigh the noise by what all variants say.
+
+        Raises:
+            ScalingError: a variant has a loss below the baseline's floor.
+        """
+        cells, sd, dof = _cells(rows, noise)
+        law = Baseline.fitted(cells[cells["variant"] == baseline])
+        finished = set(cells["variant"])
+        gains = {name: Gains.measured(law, cells[cells["variant"] == name], name) for name in names if name in finished}
+        scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
+        posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
+        for own in gains.values():
+            posterior = posterior + np.logaddexp.reduce(own.evidence(scales), axis=1)
+        chances = np.exp(posterior - posterior.max())
+        return cls(
+            rows=rows,
+            target=target,
+            level=level,
+            law=law,
+            gains=gains,
+            scales=scales,
+            chances=chances / chances.sum(),
+        )
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of one run's log loss, the posterior's median."""
+        return float(self.scales[np.searchsorted(self.chances.cumsum(), 0.5)])
+
+    def decide(self, names: Sequence[str], worth: float, error: float) -> dict[str, Outcome]:
+        """Verdict of each variant; a diverged run forbids a promotion, and no finished one is a rejection."""
+        better = {name: own.above(0.0) for name, own in self._at_target.items()}
+        worthwhile = {name: own.above(math.log1p(worth)) for name, own in self._at_target.items()}
+        found = verdicts(better, worthwhile, error) | {name: "reject" for name in names if name not in self.gains}
+        return {
+            name: "undecided" if outcome == "promote" and self._diverged(name) else outcome
+            for name, outcome in found.items()
+        }
+
+    def row(self, name: str, worth: float) -> Record:
+        """The row of a variant in the comparison's table, but for the verdict."""
+        runs = self.rows[self.rows["variant"] == name]
+        row: Record = {
+            "variant": name,
+            "runs": len(runs),
+            "diverged": self._diverged(name),
+            "sizes": 0,
+            "flops": float(runs["flops"].max()),
+        }
+        if name not in self.gains:
+            unknown = (*CHANGE, *ENDS, "p_better", "p_worth", "loss")
+            return row | dict.fromkeys(unknown, math.nan)
+        gains, at_target = self.gains[name], self._at_target[name]
+        each = self.scales * math.sqrt(gains.unit_change[-1])
+        change = Mixture(np.full(len(each), gains.change[-1]), each, self.chances)
+        log_m = self._ends(at_target)
+        return row | {
+            "sizes": len(gains.x),
+            "flops": float(np.exp(gains.x[-1] + gains.x0)),
+            **dict(zip(CHANGE, self._ends(change), strict=True)),
+            **dict(zip(ENDS, np.exp(log_m), strict=True)),
+            "p_better": at_target.above(0.0),
+            "p_worth": at_target.above(math.log1p(worth)),
+            "loss": math.exp(self.law.log_loss(math.log(self.target) + log_m[0])),
+        }
+
+    def measured(self, name: str) -> list[Record]:
+        """The multiplier of each size of a variant, and the change of its loss."""
+        if name not in self.gains:
+            return []
+        gains = self.gains[name]
+        reach = normal_quantile((1 + self.level) / 2) * self.noise * np.sqrt(np.diag(gains.unit_noise))
+        ends = np.exp(np.stack([gains.log_m, gains.log_m - reach, gains.log_m + reach], axis=1))
+        return [
+            {"variant": name, "compute_flops": flops, "change": change} | dict(zip(ENDS, each, strict=True))
+            for flops, change, each in zip(np.exp(gains.x + gains.x0), gains.change, ends, strict=True)
+        ]
+
+    def band(self, name: str) -> list[Record]:
+        """The multiplier along the compute, up to the target."""
+        if name not in self.gains:
+            return []
+        flops = self.rows["flops"]
+        computes = np.geomspace(flops.min(), max(self.target, flops.max()), _N_COMPUTES)
+        along = self.gains[name].mixtures(np.log(computes), self.scales, self.chances)
+        return [
+            {"variant": name, "compute_flops": c} | dict(zip(ENDS, np.exp(self._ends(there)), strict=True))
+            for c, there in zip(computes, along, strict=True)
+        ]
+
+    def advise(self, name: str, worth: float, error: float) -> list[Record]:
+        """The cheapest runs that would decide a variant, if any are cheaper than the target."""
+        if name not in self.gains:
+            return []
+        best = cheapest_next(
+            self.gains[name],
+            self.law,
+            self._at_target[name],
+            noise=self.noise,
+            target=self.target,
+            worth=worth,
+            error=error,
+        )
+        return [{"variant": name} | best] if best else []
+
+    @cached_property
+    def _at_target(self) -> dict[str, Mixture]:
+        """Posterior of log m at the target, by variant."""
+        place = np.log([self.target])
+        return {name: own.mixtures(place, self.scales, self.chances)[0] for name, own in self.gains.items()}
+
+    def _diverged(self, name: str) -> int:
+        return int(self.rows.loc[self.rows["variant"] == name, "loss"].isna().sum())
+
+    def _ends(self, mixture: Mixture) -> Array:
+        """Median, and the ends of the interval."""
+        tail = (1 - self.level) / 2
+        return mixture.quantiles(0.5, tail, 1 - tail)
+
+
+def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame, float, float]:
+    """Mean log loss of each variant, size and compute (variant, size, flops, y, runs), the noise's scale and degrees of freedom."""
+    sd, dof = noise
+    if "seed" in rows:
+        blocks = ("size",) if (rows["size"] != "").all() else ("flops",)
+        try:
+            known = seed_noise(rows[rows["loss"].notna()], ("variant",), blocks=blocks)
+        except ScalingError:  # no variant has two seeds at one size: the noise stays what it was
+            pass
+        else:
+            own, own_dof = known.prior
+            sd, dof = math.sqrt((dof * sd**2 + own_dof * own**2) / (dof + own_dof)), dof + own_dof
+    finished = rows[rows["loss"].notna()]
+    cells = (
+        finished.assign(y=np.log(finished["loss"]))
+        .groupby(["variant", "size", "flops"], sort=False)["y"]
+        .agg(y="mean", runs="size")
+        .reset_index()
+    )
+    return cells.sort_values("flops", ignore_index=True, kind="stable"), sd, dof

@@ -1,0 +1,136 @@
+"""Variants of a study: what they train, how their rates are found, and two of them from end to end."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muscale import Study, StudyConfig
+from muscale.cli import app
+from muscale.plans.costs import cost_of, estimate
+from muscale.proxies import ladder
+from muscale.proxies.comparison import Comparison
+from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
+from proxy_models.training.numerics import Numerics
+from tests.muscale.planted import planted_horizon
+
+MakeStudy = Callable[..., Path]
+SMALL = {
+    "sweep.trials": 2,
+    "transfer.rates": 5,
+    "compare.stems": [
+        {"width": 16, "n_tokens": 8192},
+        {"width": 32, "n_tokens": 16384},
+        {"width": 48, "n_tokens": 16384},
+    ],
+    "variants.same": {},
+    "variants.damaged": {"hyperparameters": {"init_scale": 8.0}},
+}
+
+
+def numerics_of(config: StudyConfig) -> Numerics:
+    return Numerics(model=config.model, base=config.model, corpus_key="c", seed=0, evaluation_tokens=1)
+
+
+def test_variants_differ_by_their_table_alone_and_an_empty_one_in_nothing(make_study: MakeStudy) -> None:
+    tables = {"same": {}, "wide_mlp": {"model": {"mlp_ratio": 4}}, "lion": {"hyperparameters": {"optimizer": "lion"}}}
+    config = StudyConfig.read(make_study(), {f"variants.{name}": table for name, table in tables.items()})
+    study, same, wide, lion = variants(config, numerics_of(config), replace(config.hyperparameters, init_scale=0.7))
+    assert (same.numerics, same.best) == (study.numerics, study.best)
+    assert wide.numerics.model == wide.numerics.base
+    assert wide.numerics.model.to_dict() == config.model.to_dict() | {"mlp_ratio": 4.0}
+    assert (wide.best, lion.best) == (study.best, replace(study.best, optimizer="lion"))
+    stem, rate = stems_of(config)[-1], policy(planted_horizon(), 0.0)
+    jobs = [variant.size_job(stem, 3, rate).chain for variant in (study, same, wide, lion)]
+    assert jobs[0] == jobs[1]
+    assert len({job.key for job in jobs}) == 3
+    assert {job.numerics.seed for job in jobs} == {3}, "the seeds are paired"
+
+
+def test_the_study_s_own_runs_are_those_of_its_grids_and_its_ladder(make_study: MakeStudy) -> None:
+    """Nothing of the baseline that transfer check and ladder have trained is trained again."""
+    from muscale.proxies import transfer
+
+    config = StudyConfig.read(make_study(), {"variants.same": {}})
+    numerics, best, horizon = numerics_of(config), config.hyperparameters, planted_horizon()
+    study = variants(config, numerics, best)[0]
+    grids = {job.chain.key for job in transfer.jobs(transfer.members(config, numerics, best))}
+    wanted = {study.grid_job(config, w, s).chain.key for w in widths_of(config) for s in first_steps(config)}
+    assert len(wanted) == 6
+    assert wanted <= grids
+    known = {job.chain.key for job in ladder.ladder_jobs(config, numerics, best, horizon)}
+    assert {study.size_job(s, 0, policy(horizon, 0.0)).chain.key for s in stems_of(config)} <= known
+
+
+@pytest.mark.parametrize(("optimum", "tried"), [(0.2, 3), (1.4, 4), (-2.4, 5), (9.0, 5)])
+def test_a_grid_grows_towards_its_optimum_and_not_for_ever(optimum: float, tried: int) -> None:
+    first = steps = [-1.0, 0.0, 1.0]
+    while True:
+        losses = [[2 + 0.02 * (step - optimum) ** 2, 1.5 + 0.02 * (step - optimum) ** 2] for step in steps]
+        if (wanted := next_step(steps, losses, first)) is None:
+            break
+        steps = sorted([*steps, wanted])
+    assert len(steps) == tried
+    assert abs(steps[0]) + abs(steps[-1]) == tried - 1, "without gaps"
+
+
+def test_rates_that_diverge_are_not_the_best_and_lower_ones_are_tried() -> None:
+    nan = math.nan
+    assert next_step([-1.0, 0.0, 1.0], [[2.0, 1.5], [2.1, nan], [nan, nan]], [-1.0, 0.0, 1.0]) == -2.0
+    steps, first = [-3.0, -2.0, -1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]
+    assert next_step(steps, [[2.0], [1.9], [1.8], [nan], [nan]], first) is None, "the wall is above the best"
+    assert next_step(steps, [[nan]] * 5, first) is None, "widened as far as it may be"
+
+
+def test_the_cost_is_known_before_anything_is_trained(make_study: MakeStudy) -> None:
+    path = make_study()
+    config = StudyConfig.read(path, SMALL)
+    table = cost_of("compare", config)
+    assert table["stage"].tolist()[:2] == ["sweep", "transfer"]
+    parts = table["stage"].str.partition(": ")[2].str.split(", ", expand=True)[2:]
+    assert set(parts[0]) == {"baseline", "same", "damaged"}
+    assert set(parts[1]) == {"rates", "width 16", "width 32", "width 48"}
+    largest = table.set_index("stage").loc["compare: damaged, width 48"]
+    assert (largest["runs"], largest["n_tokens"]) == (2, 2 * 16384)
+    n_params = config.family.at(width=48).n_params
+    assert largest["compute_flops"] == 6.0 * n_params * 2 * 16384
+    one = cost_of("compare --one-size", config)
+    assert [name for name in one["stage"] if "damaged" in name] == [
+        "compare: damaged, rates",
+        "compare: damaged, width 32",
+    ]
+    assert estimate(StudyConfig.read(path)).set_index("stage").loc["compare", "runs"] == 0
+
+
+def test_two_variants_from_end_to_end(
+    make_study: MakeStudy, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_study()
+    study = Study.open(path, SMALL, quiet=True)
+    found = study.compare()
+    table = found.outcome.table.set_index("variant")
+    assert table.loc["damaged", "verdict"] == "reject"
+    assert table.loc["damaged", "look"] == 1, "its other size is not trained"
+    assert table.loc["same", "verdict"] == "undecided"
+    assert table.loc["same", "multiplier"] == pytest.approx(1.0)
+    trained = study.runs()
+    assert len(trained[trained["label"].str.startswith("damaged, width 48, seed")]) == 0
+    again = Study.open(path, SMALL, quiet=True).compare()
+    assert len(study.runs()) == len(trained), "nothing is trained twice"
+    assert again.to_dict() == found.to_dict()
+    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))).outcome.table.equals(found.outcome.table)
+    assert 'id="variants"' in study.report().read_text()
+    settings = [part for key, value in SMALL.items() for part in ("--set", f"{key}={_toml(value)}")]
+    assert app(["compare", str(path), "--one-size", "--json", *settings], result_action="return_value") == 0
+    one = json.loads(capsys.readouterr().out)["outcome"]
+    assert {(row["variant"], row["verdict"]) for row in one["table"]} == {("same", "undecided"), ("damaged", "reject")}
+    assert one["n_sizes"] == 1
+
+
+def _toml(value: object) -> str:
+    from muscale.settings.toml_file import inline
+
+    return inline(value).as_string()
