@@ -364,9 +364,7 @@ class Study(Result):
                 verdict=self.transfer().verdict,
                 gate=seen.gate,
             )
-        if config.promote.bundle and not config.can_bundle:
-            self._display.line("no bundle: only the built-in decoder is bundled, yet")
-        elif config.promote.bundle:
+        if config.promote.bundle:
             try:
                 self._display.line(f"bundle: {self.bundle().path}")
             except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded
@@ -559,7 +557,8 @@ class Study(Result):
             continuation: Key or name of a finished continuation, instead of the promoted run.
 
         Raises:
-            StageError: If no run was promoted to its end, or its last weights are gone.
+            StageError: If no run was promoted to its end, or its last weights are gone; if the model is of a family that was not
+                imported, as a study opened without `trains` has it.
             BundleError: If the bundle was written before and is damaged.
         """
         if continuation is not None:

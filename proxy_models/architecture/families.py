@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -106,6 +106,23 @@ def import_family(member: Member) -> Family:
         ValueError: If there is no such family here, or it has another source.
     """
     return _imported(load(member.family), member) if isinstance(member, ModuleConfig) else family_of(member)
+
+
+def is_imported(member: Member) -> bool:
+    """Whether a member can be built in this process: a decoder, or one of a family that was imported."""
+    return not isinstance(member, ModuleConfig) or _loaded(member.family) is not None
+
+
+def with_weights(member: Member, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A member on the CPU with these values of its parameters; a decoder's are the tensors themselves, others are copied."""
+    if isinstance(member, ModelConfig):
+        from proxy_models.architecture.decoder import Decoder
+
+        return Decoder.with_weights(member, weights)
+    model = build(member)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights[name])
+    return model
 
 
 def build(member: Member) -> nn.Module:

@@ -15,6 +15,7 @@ import pytest
 
 from muscale import Study
 from muscale.fingerprint import package_fingerprint, write_wheel
+from muscale.new_study import FAMILY, write_study
 from tests.muscale.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.cluster
@@ -112,6 +113,28 @@ def test_without_the_token_nothing_starts(nodes: RayNodes, wheel: Path, make_stu
     assert done.returncode != 0
     assert "Invalid authentication token" in done.stderr
     assert nodes.request("/api/jobs/") == known
+
+
+@pytest.mark.soak
+def test_a_family_reaches_the_workers_of_a_job_as_a_py_module(
+    nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path
+) -> None:
+    package, path = tmp_path / "my_package", make_study()
+    package.mkdir()
+    (package / "__init__.py").touch()
+    write_study(tmp_path / "new", family=True)
+    shutil.copy(tmp_path / "new" / FAMILY[0], package)
+    path.write_text(path.read_text().replace("[model]\n", '[model]\nfamily = "my_package.my_family:Convolutions"\n'))
+    shipped = ["--no-wait", "--runtime-env-json", json.dumps({"py_modules": [str(wheel), str(package)]})]
+    sweep = [*SWEEP, str(path), *flatten([*SETTINGS, *ON_NODES, "sweep.trials=2"])]
+    done = nodes.job("submit", "--submission-id", "family", *shipped, "--", *sweep)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended, logs = nodes.ends("family"), nodes.job("logs", "family").stdout
+    assert ended["status"] == "SUCCEEDED", logs
+    (line,) = {line for line in logs.splitlines() if line.startswith("importing the model family")}
+    assert line.startswith("importing the model family my_package.my_family:Convolutions from /")
+    assert str(tmp_path) not in line, "Ray's own copy, not the folder that was submitted"
+    assert rows(path, "segments")
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@
     study.json               the resolved study file
     data.json                the corpus's manifest, and how often the run saw each source
     tokenizer/               where it is not bytes
+    family/                  of a family of one's own, the files that define it; nothing here imports them
     environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
     seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated beside its training
     continued.json           of a continuation, instead of forecast.json: its losses before and after
@@ -28,12 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from torch import nn
+
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
+from muscale.settings.own_model import announce
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.families import parameter_shapes
+from proxy_models.architecture.families import import_family, parameter_shapes, with_weights
 from proxy_models.architecture.llama import NotLlamaError, write_llama
+from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import CorpusError
 from proxy_models.data.kept_tokenizer import kept_tokenizer
@@ -56,6 +61,7 @@ SCHEDULE = "schedule.json"
 STUDY = "study.json"  # not config.json, for which transformers would take the folder for a model of its own
 DATA = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
+FAMILY_FOLDER = "family"
 ENVIRONMENT = "environment.json"
 LOCK = "environment.lock"
 SEEDS = "seeds.json"
@@ -121,12 +127,34 @@ class Bundle(Result):
             averaged: With the average of its last checkpoints in place of the last weights.
 
         Raises:
-            BundleError: If the bundle has no such weights, or they are another model's.
+            BundleError: If the bundle has no such weights, they are another model's, or it is of a family of one's own.
         """
-        model, weights = self._weights(averaged)
+        model, weights = self._decoder_weights(averaged)
         decoder = self._read_as(MODEL, lambda _: Decoder.with_weights(model, weights))
         set_multipliers(decoder, self._multipliers)
         return decoder.eval()
+
+    def module(self, *, averaged: bool = False) -> nn.Module:
+        """The trained model of any family, as `decoder`; imports the family that the bundle names, and so runs its code.
+
+        It is found as in training, installed or on PYTHONPATH, and must have the source that the bundle has; the copy in the
+        bundle is for putting it there.
+
+        Args:
+            averaged: As for `decoder`.
+
+        Raises:
+            BundleError: As `decoder`; if the family can't be imported, or has another source.
+        """
+        if isinstance(member := self.numerics.model, ModuleConfig):
+            announce(member.family)
+            try:
+                import_family(member)
+            except ValueError as error:
+                raise BundleError(f"{self.path}: {error}; its source is in {self.path / FAMILY_FOLDER}") from error
+        model = with_weights(member, self._weights(averaged))
+        set_multipliers(model, self._multipliers)
+        return model.eval()
 
     def train_state(self) -> TrainState:
         """The state from which a training continues exactly at the end of the run; see `proxy_models.training.trainer.Trainer`.
@@ -164,7 +192,7 @@ class Bundle(Result):
         """
         try:
             card = (self.path / CARD).read_text(encoding="utf-8")
-            model, weights = self._weights(averaged)
+            model, weights = self._decoder_weights(averaged)
             write_llama(model, self._multipliers, weights, Path(folder), self.tokenizer(), card=card)
         except (NotLlamaError, FileExistsError) as error:
             raise BundleError(f"export: {error}") from error
@@ -219,8 +247,17 @@ class Bundle(Result):
     def _multipliers(self) -> ForwardMultipliers:
         return self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"]))
 
-    def _weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
-        """The model, and weights that are its."""
+    def _decoder_weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
+        """The built-in decoder, and its weights."""
+        if isinstance(model := self.numerics.model, ModuleConfig):
+            raise BundleError(
+                f"{self.path}: the model must be the built-in decoder, got {model}; `Bundle.module()` imports that family, and so "
+                "runs its code"
+            )
+        return as_decoder(model), self._weights(averaged)
+
+    def _weights(self, averaged: bool) -> TensorFiles:
+        """Weights that are the model's."""
         weights, model = self._tensors(AVERAGED if averaged else WEIGHTS), self.numerics.model
         found = sum(map(math.prod, weights.shapes.values()))
         if model.n_params_total > 4 * found:  # one far too large would take long to describe
@@ -235,7 +272,7 @@ class Bundle(Result):
                 f"{weights.path}: weights of another model: {odd[0]} is {weights.shapes.get(odd[0])}, the model's is "
                 f"{shapes.get(odd[0])}"
             )
-        return as_decoder(model), weights
+        return weights
 
     def _tensors(self, name: str) -> TensorFiles:
         path = self.path / name

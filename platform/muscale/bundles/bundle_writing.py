@@ -28,9 +28,8 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig, as_decoder
-from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.families import parameter_shapes
+from proxy_models.architecture.families import family_of, is_imported, parameter_shapes, with_weights
+from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
@@ -145,11 +144,12 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     """Write a run's bundle, whole or not at all, and open it.
 
     Raises:
-        StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded.
-        BundleError: If there is something at the path, or the model is not the built-in decoder.
+        StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded; if the model's family
+            was not imported.
+        BundleError: If there is something at the path.
     """
-    if not isinstance(run.chain.numerics.model, ModelConfig):
-        raise BundleError(f"bundle: only the built-in decoder is bundled, yet; got {run.chain.numerics.model}")
+    if not is_imported(model := run.chain.numerics.model):
+        raise StageError(f"bundle: {model} is built to evaluate it, and its family was not imported here")
     if average < 1:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments
@@ -168,6 +168,7 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
             _write_facts(run, table, folder)
             _write_data(run, folder)
             _write_environment(run, folder)
+            _write_source(run, folder)
             (folder / parts.CARD).write_text(run.card(averaging), encoding="utf-8")
             write_manifest(folder, run.facts)
     except FileExistsError as error:
@@ -220,10 +221,10 @@ def _average(run: Bundled, checkpoints: CheckpointFolder, k: int, path: Path) ->
 
 def _loss_of(run: Bundled, path: Path) -> float:
     """The validation loss of weights in a bundle, mapped from their files; on the GPU, if there is one."""
-    decoder = Decoder.with_weights(as_decoder(run.chain.numerics.model), TensorFiles(path))
-    set_multipliers(decoder, _multipliers(run))
+    model = with_weights(run.chain.numerics.model, TensorFiles(path))
+    set_multipliers(model, _multipliers(run))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return held_out_loss(decoder.eval().to(device), run.corpus, run.chain.numerics)
+    return held_out_loss(model.eval().to(device), run.corpus, run.chain.numerics)
 
 
 def _multipliers(run: Bundled) -> ForwardMultipliers:
@@ -286,6 +287,14 @@ def _write_environment(run: Bundled, folder: Path) -> None:
     installed = {f"{found.name}=={found.version}" for found in metadata.distributions() if found.name}
     comment = "# Packages installed where this bundle was written; environment.json has those of the run.\n"
     (folder / parts.LOCK).write_text(comment + "\n".join(sorted(installed, key=str.lower)) + "\n")
+
+
+def _write_source(run: Bundled, folder: Path) -> None:
+    """Write the files that define the family of one's own, as data; readers of a bundle never import them."""
+    if isinstance(model := run.chain.numerics.model, ModuleConfig):
+        (folder / parts.FAMILY_FOLDER).mkdir()
+        for name, content in type(family_of(model)).source().items():
+            (folder / parts.FAMILY_FOLDER / name).write_bytes(content)
 
 
 def _write(path: Path, values: Any) -> None:

@@ -25,9 +25,11 @@ def bundle(study: Path, *, average: int = 1, continuation: str | None = None, op
         options,
         lambda opened: opened.bundle(average=average, continuation=continuation),
         None,
-        ending=lambda _, result: Ending(
-            wrote={"bundle": result.path}, next=(line("verify", result.path), line("generate", result.path))
+        ending=lambda opened, result: Ending(
+            wrote={"bundle": result.path},
+            next=tuple(line(use, result.path) for use in ("verify", "generate")[: 1 + opened.config.can_generate]),
         ),
+        trains=True,  # the weights are evaluated again, by the family's code
     )
 
 

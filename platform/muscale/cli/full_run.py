@@ -76,9 +76,9 @@ def promote(
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
         if not bundle.exists():
-            bundled = (options.line("bundle", study),) if opened.config.can_bundle else ()
-            return Ending(wrote=wrote, next=(*bundled, options.line("report", study)))
-        return Ending(wrote=wrote | {"bundle": bundle}, next=(options.line("report", study), line("generate", bundle)))
+            return Ending(wrote=wrote, next=(options.line("bundle", study), options.line("report", study)))
+        use = "generate" if opened.config.can_generate else "verify"
+        return Ending(wrote=wrote | {"bundle": bundle}, next=(options.line("report", study), line(use, bundle)))
 
     return run_stage(
         study,
@@ -126,9 +126,7 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
         options,
         lambda opened: opened.continue_run(file),
         None,
-        ending=lambda opened, result: Ending(
-            next=(options.line("bundle", study, "--continuation", result.key),) if opened.config.can_bundle else ()
-        ),
+        ending=lambda _, result: Ending(next=(options.line("bundle", study, "--continuation", result.key),)),
         trains=True,
     )
 

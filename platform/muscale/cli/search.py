@@ -33,8 +33,9 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
         bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"report": opened.directory / REPORT}
         if not bundle.exists():
-            return Ending(wrote=wrote, next=(options.line("bundle", study),) if opened.config.can_bundle else ())
-        return Ending(wrote=wrote | {"bundle": bundle}, next=(line("generate", bundle),))
+            return Ending(wrote=wrote, next=(options.line("bundle", study),))
+        use = "generate" if opened.config.can_generate else "verify"
+        return Ending(wrote=wrote | {"bundle": bundle}, next=(line(use, bundle),))
 
     return run_stage(
         study,

@@ -198,8 +198,8 @@ class StudyTables(StrictTable):
         return {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
 
     @property
-    def can_bundle(self) -> bool:
-        """Whether bundles are written of its models: of the built-in decoder, and of no other family yet."""
+    def can_generate(self) -> bool:
+        """Whether `muscale generate` builds its models: the decoder; of another family it would run code that a bundle names."""
         return isinstance(self.model, ModelConfig)
 
     @property

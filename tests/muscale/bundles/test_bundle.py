@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -35,6 +36,8 @@ from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.decoder_family import DecoderFamily
+from proxy_models.architecture.family import Family
 from proxy_models.data.corpus import write_corpus
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
 from proxy_models.hashing import file_sha256
@@ -71,6 +74,7 @@ def finish(
     hyperparameters: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     guard: GuardSettings | None = None,
+    family: Family | None = None,
 ) -> FinishedRun:
     """A real run in one process, with what a plan and a promotion would say of it."""
     text = folder / "text"
@@ -81,7 +85,8 @@ def finish(
         (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
     corpus = write_corpus(folder / "corpus", str(text), tokenizer=tokenizer)
     shape = {"context_length": 32, "vocab_size": 300, **(options or {})}
-    model, base = (ModelConfig(d_model=width, n_layers=depth, **shape) for width, depth in ((32, 2), (16, 1)))
+    family = family or DecoderFamily.of(ModelConfig(d_model=32, n_layers=2, **shape))
+    model, base = (family.member(width, depth) for width, depth in ((32, 2), (16, 1)))
     numerics = Numerics(
         model=model, base=base, corpus_key=corpus.key, seed=3, evaluation_tokens=1024, guard=guard, depth_exponent=0.75
     )
@@ -350,12 +355,36 @@ def test_a_pickle_in_place_of_the_weights_is_not_opened(copied: Path, tmp_path: 
     assert not (tmp_path / "opened").exists()
 
 
-def test_another_family_is_not_bundled(case: Case, tmp_path: Path) -> None:
-    model = Recurrent(vocab_size=256, context_length=32).member(32, 2)
-    chain = replace(case.run.chain, numerics=replace(case.run.chain.numerics, model=model, base=model))
-    with pytest.raises(BundleError, match="only the built-in decoder is bundled"):
-        write_bundle(replace(case.run, chain=chain), tmp_path / "bundle")
-    assert not (tmp_path / "bundle").exists()
+def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finish(tmp_path, family=Recurrent(vocab_size=300, context_length=32))
+    written = write_bundle(run, tmp_path / "bundle", average=2)
+    source = Path(sys.modules[Recurrent.__module__].__file__ or "")
+    assert (written.path / parts.FAMILY_FOLDER / source.name).read_bytes() == source.read_bytes()
+    assert f"{Recurrent.__module__}:Recurrent" in (written.path / parts.CARD).read_text()
+    monkeypatch.delitem(sys.modules, Recurrent.__module__)
+    opened = Bundle.open(written.path)
+    uses: list[Callable[[], Any]] = [
+        opened.decoder,
+        lambda: opened.generate("ab", 3),
+        lambda: opened.export(tmp_path / "llama"),
+    ]
+    for use in uses:
+        with pytest.raises(BundleError, match="must be the built-in decoder, got width 32, depth 2 of .*:Recurrent"):
+            use()
+    with pytest.raises(StageError, match="its family was not imported here"):
+        write_bundle(run, tmp_path / "again")
+    assert verify(written.path).passed
+    assert Recurrent.__module__ not in sys.modules
+    again = held_out_loss(opened.module(), run.corpus, run.chain.numerics)
+    assert again == pytest.approx(run.promotion.loss, rel=1e-6)
+    assert Recurrent.__module__ in sys.modules
+    values = json.loads((written.path / parts.MODEL).read_text())
+    values["numerics"]["model"]["source"] = "0" * 64
+    tamper(written.path, parts.MODEL, json.dumps(values).encode())
+    with pytest.raises(BundleError, match="the source of .*:Recurrent is .* here"):
+        Bundle.open(written.path).module()
 
 
 def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:

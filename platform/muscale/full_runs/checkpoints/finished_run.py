@@ -7,13 +7,12 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CheckpointFolder
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.stored_weights import READ_BYTES, read_weights
-from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.corpus import Corpus
 from proxy_models.tensor_files import cut
 from proxy_models.training.numerics import Numerics
@@ -63,6 +62,6 @@ def averaged(checkpoints: list[Path], shapes: Mapping[str, Tensor]) -> Iterator[
             yield name, total.div_(len(checkpoints))
 
 
-def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
+def held_out_loss(model: nn.Module, corpus: Corpus, numerics: Numerics) -> float:
     """The validation loss, nats per token, over the run's own held-out sequences; in its precision, without dropout."""
-    return float(evaluate_unsharded(decoder, corpus, numerics)["val_loss"])
+    return float(evaluate_unsharded(model, corpus, numerics)["val_loss"])
