@@ -32,16 +32,18 @@ settings.load_profile(
 _LONGEST = (
     "tests/muscale/test_study.py",
     "tests/muscale/search/test_sweep.py",
-    "tests/muscale/test_cluster.py",
     "tests/notebooks/test_notebooks.py",
-    "tests/muscale/search/test_tune_run.py",
+    "tests/muscale/test_own_family.py",
+    "tests/muscale/test_cluster.py",
     "tests/muscale/full_runs/train/test_sharding.py",
-    "tests/muscale/store/test_ledger_actor.py",
-    "tests/muscale/full_runs/promote/test_prepared.py",
+    "tests/muscale/search/test_tune_run.py",
     "tests/muscale/pages/test_browser_report.py",
+    "tests/muscale/full_runs/train/test_module.py",
+    "tests/muscale/full_runs/promote/test_prepared.py",
+    "tests/muscale/full_runs/checkpoints/test_save.py",
+    "tests/muscale/store/test_ledger_actor.py",
     "tests/muscale/actors/test_pool.py",
-    "tests/muscale/monitoring/test_external_run.py",
-    "tests/muscale/proxies/test_transfer.py",
+    "tests/muscale/full_runs/train/test_layouts_bf16.py",
 )
 """Files that take longest, the longest first."""
 

@@ -274,18 +274,21 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
         env=environment | PLANTED,
     )
     signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 180
-    while not reached():  # type: ignore[no-untyped-call]
-        log.flush()
-        output = (study.parent / f"{stage}.log").read_text()
-        assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{output}"
-        assert time.monotonic() < deadline, f"{stage} was not reached:\n{output}"
-        time.sleep(0.02)
-    assert leaking_processes() == [], "while a driver, its Ray and its workers run"
-    family = psutil.Process(driver.pid).children(recursive=True)
-    driver.send_signal(how)
-    code = driver.wait(timeout=60)
-    log.close()
+    deadline = time.monotonic() + 300
+    try:
+        while not reached():  # type: ignore[no-untyped-call]
+            log.flush()
+            output = (study.parent / f"{stage}.log").read_text()
+            assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{output}"
+            assert time.monotonic() < deadline, f"{stage} was not reached:\n{output}"
+            time.sleep(0.02)
+        assert leaking_processes() == [], "while a driver, its Ray and its workers run"
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.send_signal(how)
+        code = driver.wait(timeout=60)
+    finally:
+        driver.kill()  # nothing, if it has ended
+        log.close()
     if how == signal.SIGINT:
         assert code == 130
         assert "run the same command again to resume" in (study.parent / f"{stage}.log").read_text()
