@@ -34,7 +34,7 @@ from proxy_models.hashing import content_key, file_sha256
 if TYPE_CHECKING:
     from torch import nn
 
-_SPACING = 1.1  # between the widths that a plan looks at: .6 % of a log loss apart at most in size (assumed)
+_SPACING = 1.1  # between the widths that a plan looks at; the loss is flat over such steps near the best size (assumed)
 _NO_COUNTS = Counts(n_params=1, n_params_total=1, train_flops_per_token=1.0)
 _NOT_RUN = (
     "the trainer is not run here, and width {}, depth {} was not described yet; what trains describes and records it"
@@ -139,12 +139,12 @@ class Program(Family):
 
     def member_for(self, n_params: float, depth: int) -> Member:
         """The member of `widths` whose `n_params` is nearest in ratio; few are described."""
-        widths, names = self.widths(), list[int]()
+        ascending, widths = self.widths(), list[int]()
 
         def at(number: int) -> Member:
-            while len(names) <= number:
-                names.append(next(widths))
-            return self.member(names[number], depth)
+            while len(widths) <= number:
+                widths.append(next(ascending))
+            return self.member(widths[number], depth)
 
         low, high = 0, 1
         while at(high).n_params < n_params:
