@@ -53,7 +53,7 @@ n_seeds = 1
 learning_rate = {{ distribution = "log_uniform", low = 0.2, high = 1.6 }}
 
 [transfer]
-widths = [32, 64, 128]
+widths = [32, 128]
 n_tokens = 8192
 rates = 5
 octaves = 3.0
@@ -75,6 +75,7 @@ n_bootstrap = 100
 
 [plan]
 compute_flops = 4e9
+shapes = [{{ width = 256 }}]  # so that few are described
 """
 STARTS = """from pathlib import Path
 with Path("starts.log").open("a") as log:
