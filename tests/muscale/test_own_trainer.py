@@ -53,7 +53,7 @@ n_seeds = 1
 learning_rate = {{ distribution = "log_uniform", low = 0.2, high = 1.6 }}
 
 [transfer]
-widths = [32, 128]
+widths = [32, 64, 128]
 n_tokens = 8192
 rates = 5
 octaves = 3.0
