@@ -112,10 +112,16 @@ class Found:
 
 
 class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what would wait for a GPU, and answers a read with zero."""
+    """Notes what would wait for a device, and answers a read of it with zero.
 
-    def __init__(self) -> None:
+    Attributes:
+        step: Number of the step at hand, which waits are noted with; 0: between steps.
+        waits: Number of waits by step and operator.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self.step = 0
         self.waits: Counter[tuple[int, str]] = Counter()
 
@@ -128,12 +134,25 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call it, and note it if it waits."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators are of ordinary tensors
-        by_mask = function in _INDEXED and any(one is not None and one.dtype is torch.bool for one in args[1])
-        if function in _WAITS or by_mask:
+        kwargs = kwargs or {}
+        if self._waits(function, args, kwargs):
             self.note(str(function))
             if function is _aten._local_scalar_dense.default:
                 return 0.0 if args[0].dtype.is_floating_point else 0
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _waits(self, function: Any, args: Any, kwargs: Any) -> bool:
+        if function is _aten.copy_.default:  # in which the second is the source
+            return self._is_there(args[1]) and not self._is_there(args[0])
+        if not (args and isinstance(args[0], Tensor) and self._is_there(args[0])):
+            return False
+        if function is _aten._to_copy.default:
+            return torch.device(kwargs.get("device") or args[0].device).type != self._device_type
+        by_mask = function in _INDEXED and any(one is not None and one.dtype is torch.bool for one in args[1])
+        return function in _WAITS or by_mask
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device_type
 
     def note(self, name: str) -> None:
         """Count a wait."""

@@ -1,9 +1,12 @@
 """What is compiled for GPUs, lowered for an H100 that is not there: graphs, attention's kernels, and every Triton kernel to a cubin.
 
+Then whole steps on fake tensors of that H100, uncompiled as optimizers are: what of them would make the host wait.
+
     make lowering
 
 Needs Linux, gcc and torch's CUDA build, which the Makefile puts into an environment of its own (5.5 GB); no GPU and no driver.
-Exits with 1 if a case has more than one graph, attention by another kernel than FlashAttention, or a kernel that ptxas refuses.
+Exits with 1 if a case has more than one graph, attention by another kernel than FlashAttention, a kernel that ptxas refuses, or if a
+step waits.
 """
 
 from __future__ import annotations
@@ -30,7 +33,14 @@ from proxy_models.architecture.attention import cuda_kernel
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.guard_settings import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.step import Stepper
 from tests.gpu_free.fake_device import _attention
+from tests.gpu_free.host_waits import HostWaits
 
 # Of the data sheet: docs.nvidia.com/cuda/hopper-tuning-guide, and cudaGetDeviceProperties of an H100 SXM.
 H100 = SimpleNamespace(
@@ -184,9 +194,7 @@ def lowered(config: ModelConfig, checkpointing: Checkpointing, *, whole: bool) -
     torch._dynamo.reset()
     found = Lowered()
     with h100(), found.noting():
-        with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_"):
-            model = Decoder(config)
-        model.compute_dtype = torch.bfloat16
+        model = _model(config)
         for block in model.blocks:
             block.checkpointing = checkpointing  # type: ignore[assignment]
         sequences = torch.zeros(8, config.context_length + 1, dtype=torch.int64, device=DEVICE)
@@ -198,6 +206,35 @@ def lowered(config: ModelConfig, checkpointing: Checkpointing, *, whole: bool) -
                 block.compile(backend=found.lower, dynamic=False, fullgraph=True)
         loss(model, sequences).backward()  # type: ignore[no-untyped-call]
     return found
+
+
+def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
+    """Take three steps of two passes in bf16: forward, backward, clipping and the optimizer."""
+    batch = 8 * SHAPE.context_length
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=optimizer).resolve(100 * batch)
+    numerics = Numerics(
+        model=SHAPE, base=SHAPE, corpus_key="", seed=0, evaluation_tokens=64, precision="bf16",
+        guard=GuardSettings(window=8) if guarded else None,
+    )  # fmt: skip
+    noted = HostWaits(DEVICE.type)
+    with h100():
+        model = _model(SHAPE)
+        made = make_optimizer(model, numerics.parametrization(recipe.optimizer), recipe)
+        stepper = Stepper(model, made, numerics, recipe, micro_batch=4)
+        sequences = torch.zeros(8, SHAPE.context_length + 1, dtype=torch.int64, device=DEVICE)
+        with noted.copies(), noted:
+            for number in range(3):
+                noted.step = number + 1
+                stepper.step(sequences, number=number, tokens=number * batch, rate_factor=1.0)
+    return noted
+
+
+def _model(config: ModelConfig) -> Decoder:
+    """A decoder on the device, in bf16, of values that nobody drew."""
+    with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_"):
+        model = Decoder(config)
+    model.compute_dtype = torch.bfloat16
+    return model
 
 
 def kernels_as_ruled() -> list[str]:
@@ -245,6 +282,12 @@ def main() -> int:
         fused = {_FLASH, f"{_FLASH}_backward"}
         if found.graphs != 1 or found.attention != fused or found.refused or not found.kernels:
             failed.append(str(vars(found)))
+    print("| optimizer | waits in three steps |\n| --- | --- |")
+    for optimizer, guarded in (("adamw", True), *((name, False) for name in get_args(OptimizerName))):
+        waits = stepped(optimizer, guarded=guarded).waits
+        print(f"| {optimizer}{', guarded' if guarded else ''} | {waits.total()} |", flush=True)
+        if waits:
+            failed.append(f"{optimizer}: {dict(waits)}")
     print("\n".join(failed), file=sys.stderr)
     return int(bool(failed))
 
