@@ -16,6 +16,7 @@
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
+    fit_mixture(runs)                        each domain's loss over mixture weights       -> MixtureFit
     compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
@@ -46,6 +47,9 @@ from scaling.fits.profile import Profile
 from scaling.fits.result import ScalingFit
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, RepeatedData, TiedChinchilla
 from scaling.forms.law import Allocation, Law, compute_flops
+from scaling.mixtures.best import BestMixture
+from scaling.mixtures.fit import MixtureFit, fit_mixture
+from scaling.mixtures.following import NextMixtures
 from scaling.optima.batch import BatchLaw, fit_batch_law
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum import Optimum, fit_optimum
@@ -67,6 +71,7 @@ __all__ = [
     "Allocation",
     "Backtest",
     "BatchLaw",
+    "BestMixture",
     "Budget",
     "Chinchilla",
     "ComputePowers",
@@ -81,6 +86,8 @@ __all__ = [
     "Kaplan",
     "Law",
     "MemoryLimit",
+    "MixtureFit",
+    "NextMixtures",
     "NextRuns",
     "Optimum",
     "Profile",
@@ -114,6 +121,7 @@ __all__ = [
     "fit_envelope",
     "fit_horizon_law",
     "fit_isoflops",
+    "fit_mixture",
     "fit_optimum",
     "fit_regret_surface",
     "fit_response",

@@ -1,0 +1,209 @@
+"""The best mixture within bounds, and how surely it is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Unpack
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.mixtures.law import MixtureLaw
+from scaling.mixtures.law import Objective as Wanted
+from scaling.mixtures.objective import Objective
+from scaling.mixtures.simplex import STEPS, Limits, minimise, nearest, weight_limits
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, TableLayout
+from scaling.threads import single_threaded
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+DRAWS = 400
+CANDIDATES = 400
+"""Functions drawn from the posterior, and mixtures among which each one's best is found."""
+_FAR = 3.0  # standard deviations above the best, beyond which a mixture is seldom the best of a function drawn
+_TRIED, _EXCHANGES = 3000, 6
+_SHOWN = 0.0005  # least weight that is not printed as 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BestMixture(JsonResult):
+    """The mixture with the least objective.
+
+    Attributes:
+        objective: coefficient of each target that has one.
+        scale: n_params and n_tokens for which it holds, where the law has them.
+        level: of the intervals.
+        table: by domain: weight; low and high, of the best mixtures of functions drawn from the posterior; least and most, the limits;
+            tried, the largest weight in the runs.
+        losses: by target with a coefficient: the loss of a run of the mixture, low, high.
+        value: the objective of the mixture; low, high: of a run of it.
+        best_run: row number of the run whose mixture, moved into the limits, the law expects the least objective of.
+        best_run_value: that objective.
+        p_better: probability that the mixture's objective is below that of the best run's mixture, by the draws.
+    """
+
+    objective: dict[str, float]
+    scale: dict[str, float]
+    level: float
+    table: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    losses: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    value: float
+    low: float
+    high: float
+    best_run: int
+    best_run_value: float
+    p_better: float
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each domain."""
+        return dict(zip(self.table["domain"], self.table["weight"].astype(float), strict=True))
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Weights beyond those of the runs, where the law is not supported by any."""
+        beyond = self.table[self.table["weight"] > self.table["tried"] + 1e-6].to_dict("records")
+        return tuple(f"{row['domain']} at {row['weight']:.3f} is beyond the runs' {row['tried']:.3f}" for row in beyond)
+
+    @property
+    def status(self) -> str:
+        """`ok`; `look` if there are `caveats`."""
+        return "look" if self.caveats else "ok"
+
+    def plot(self) -> go.Figure:
+        """Weight of each domain with its interval, beside its limits."""
+        from scaling.mixtures.figures import draw_best
+
+        return draw_best(self.table, self.level)
+
+    def __str__(self) -> str:
+        """The mixture, its losses, and how they compare with the best run."""
+        rows = self.table[(self.table["weight"] >= _SHOWN) | (self.table["high"] >= _SHOWN)]
+        rows = rows.sort_values("weight", ascending=False, kind="stable")
+        interval = f"{self.level:.0%} interval"
+        mixture = pd.DataFrame(
+            {
+                "domain": rows["domain"],
+                "weight": [f"{weight:.3f}" for weight in rows["weight"]],
+                interval: [f"{low:.3f} to {high:.3f}" for low, high in rows[["low", "high"]].to_numpy()],
+            }
+        )
+        losses = pd.DataFrame(
+            {
+                "loss on": self.losses["domain"],
+                "": [f"{loss:.4f}" for loss in self.losses["loss"]],
+                interval: [f"{low:.4f} to {high:.4f}" for low, high in self.losses[["low", "high"]].to_numpy()],
+            }
+        )
+        about = {
+            "objective": f"{self.value:.4f}, of a run {self.low:.4f} to {self.high:.4f}",
+            "best run": f"row {self.best_run}, expected {self.best_run_value:.4f} within the limits",
+            "better than it": f"with probability {self.p_better:.2f}",
+            **({"at": ", ".join(f"{name} {value:.3g}" for name, value in self.scale.items())} if self.scale else {}),
+            "status": "; ".join((self.status, *self.caveats)),
+        }
+        return f"{mixture.to_string(index=False)}\n\n{losses.to_string(index=False)}\n{lines(about)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Search:
+    """An objective within limits, and its least point.
+
+    Attributes:
+        objective: what is minimised.
+        low, high: limits of each weight, [m].
+        runs: mixtures of the law's runs moved into the limits, [n, m].
+        point: the mixture of least objective, [m].
+    """
+
+    objective: Objective
+    low: Array
+    high: Array
+    runs: Array
+    point: Array
+
+    @classmethod
+    def of(cls, fit: MixtureLaw, wanted: Wanted, given: Limits) -> Search:
+        """The search that `best_mixture` describes."""
+        coefficients = fit.coefficients(wanted)
+        low, high = weight_limits(fit.domains, given)
+        n_tokens = given.get("n_tokens")
+        if given.get("available_tokens") and "n_tokens" not in fit.varying:
+            n_tokens = None  # for the caps alone
+        objective = Objective.of(fit, coefficients, fit.scale(given.get("n_params"), n_tokens))
+        runs = nearest(fit.weights, low, high)
+        corners = nearest(np.eye(len(low)), low, high)
+        point = minimise(objective.mean, np.concatenate([runs, corners]), low, high)
+        return cls(objective=objective, low=low, high=high, runs=runs, point=point)
+
+    def candidates(self, generator: np.random.Generator, n: int = CANDIDATES) -> Array:
+        """The least point, then mixtures within the limits that may be better, [p, m]: several exchanges away, or of the runs."""
+        others = np.tile(self.point, (_TRIED, 1))
+        exchanged = 1 + generator.integers(_EXCHANGES, size=_TRIED)
+        for i in range(_EXCHANGES):
+            giver, taker = generator.integers(len(self.point), size=(2, _TRIED))
+            step = np.exp(generator.uniform(np.log(STEPS[-1]), np.log(STEPS[0]), size=_TRIED)) * (i < exchanged)
+            rows = np.arange(_TRIED)
+            step = np.minimum(
+                step, np.minimum(others[rows, giver] - self.low[giver], self.high[taker] - others[rows, taker])
+            )
+            others[rows, giver] -= step
+            others[rows, taker] += step
+        others = np.clip(np.concatenate([others, self.runs]), 0, 1)
+        worse = self.objective.mean(others) - self.objective.mean(self.point[None])
+        near = np.flatnonzero(worse < _FAR * self.objective.deviation(others, of_run=False))
+        return np.concatenate([self.point[None], others[generator.permutation(near)[: n - 1]]])
+
+
+@single_threaded
+def best_mixture(
+    fit: MixtureLaw, objective: Wanted, *, level: float, seed: int, **limits: Unpack[Limits]
+) -> BestMixture:
+    """The mixture within the limits whose objective the law expects to be least.
+
+    Its weights' intervals are those of the best mixtures of functions drawn from the posterior, among `CANDIDATES`.
+
+    Raises:
+        ValueError: an unknown name, or a value that breaks its rule.
+        ScalingError: no mixture is within the limits.
+    """
+    search = Search.of(fit, objective, limits)
+    wanted, point = search.objective, search.point
+    values = wanted.mean(search.runs)
+    best_run = int(np.argmin(values))
+    generator = np.random.default_rng(seed)
+    mixtures = np.concatenate([search.candidates(generator), search.runs[best_run][None]])
+    drawn = wanted.draws(mixtures, DRAWS, generator)
+    found = mixtures[drawn.argmin(axis=1)]
+    ends = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    value = float(wanted.mean(point[None])[0])
+    half = wanted.widening(level) * float(wanted.deviation(point[None])[0])
+    table = pd.DataFrame(
+        {
+            "domain": fit.domains,
+            "weight": point,
+            "low": np.minimum(ends[0], point),
+            "high": np.maximum(ends[1], point),
+            "least": search.low,
+            "most": search.high,
+            "tried": fit.weights.max(axis=0),
+        }
+    )
+    chosen = {n: float(c) for n, c in zip(fit.targets, wanted.coefficients, strict=True) if c > 0}
+    predicted = fit.predict(point[None], **wanted.scale, level=level).drop(columns="mixture")
+    return BestMixture(
+        objective=chosen,
+        scale=dict(wanted.scale),
+        level=level,
+        table=table,
+        losses=predicted[predicted["domain"].isin(chosen)].reset_index(drop=True),
+        value=value,
+        low=value - half,
+        high=value + half,
+        best_run=best_run,
+        best_run_value=float(values[best_run]),
+        p_better=float((drawn[:, 0] < drawn[:, -1]).mean()),
+    )

@@ -1,0 +1,157 @@
+"""The law of each domain's loss over mixture weights, and over size and length where the runs differ in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Unpack
+
+import numpy as np
+import pandas as pd
+
+from scaling.fits.runs import Table
+from scaling.mixtures.best import BestMixture, best_mixture
+from scaling.mixtures.following import NextMixtures, following_mixtures
+from scaling.mixtures.law import MixtureLaw, Objective, inputs
+from scaling.mixtures.process import Process
+from scaling.mixtures.simplex import Limits
+from scaling.mixtures.table import LOSS, WEIGHT, read_mixtures
+from scaling.presentation import lines, span
+from scaling.threads import single_threaded
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+RUNS_PER_DOMAIN = 2.0
+"""Runs for each domain below which the law is doubtful (assumed)."""
+LEAST_ORDER = 0.5
+"""Rank correlation of left-out runs below which a target is doubtful (assumed)."""
+STEP = 0.1
+"""Share of the mean mixture that gives way to one domain in the table of effects."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixtureFit(MixtureLaw):
+    """A mixture law with its quality, the best mixture and the mixtures to train next."""
+
+    DERIVED = ("status", "warnings")
+
+    @cached_property
+    def quality(self) -> pd.DataFrame:
+        """By target, of runs left out one at a time: error (root mean square, as a share of the loss) and order (Spearman)."""
+        rows = {}
+        for name, own in self.left_out.groupby("domain", sort=False):
+            error = float(np.sqrt((np.log(own["predicted"] / own["loss"]) ** 2).mean()))
+            rows[name] = {"error": error, "order": float(own["predicted"].corr(own["loss"], method="spearman"))}
+        return pd.DataFrame.from_dict(rows, orient="index")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons for which the law is doubtful."""
+        n, m = self.weights.shape
+        few = [f"{n} runs for {m} domains: fewer than {RUNS_PER_DOMAIN:g} for each"] if n < RUNS_PER_DOMAIN * m else []
+        poor = self.quality.index[~(self.quality["order"] >= LEAST_ORDER)]
+        return (*few, *(f"runs left out are not put in order on {name}" for name in poor))
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "ok"
+
+    @cached_property
+    def effects(self) -> pd.DataFrame:
+        """Relative change of each target's loss (index) where .1 of the runs' mean mixture gives way to one domain (columns)."""
+        mean = self.weights.mean(axis=0)
+        mixtures = np.concatenate([mean[None], (1 - STEP) * mean + STEP * np.eye(len(mean))])
+        values = self.means(mixtures, self.scale())
+        return pd.DataFrame(values[1:] / values[0] - 1, index=self.domains, columns=self.targets).T
+
+    def best(
+        self, objective: Objective = None, *, level: float = 0.9, seed: int = 0, **limits: Unpack[Limits]
+    ) -> BestMixture:
+        """The mixture of least objective within limits (`scaling.mixtures.best.best_mixture`, also for what is raised).
+
+        Args:
+            objective: one target, weights of several, or None: the mean of all targets' losses.
+            level: of the intervals.
+            seed: of the draws.
+            limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.simplex.Limits`).
+        """
+        return best_mixture(self, objective, level=level, seed=seed, **limits)
+
+    def next_mixtures(
+        self, n: int = 4, objective: Objective = None, *, seed: int = 0, **limits: Unpack[Limits]
+    ) -> NextMixtures:
+        """The n mixtures to train next (`scaling.mixtures.following.following_mixtures`, also for what is raised).
+
+        Args:
+            n: how many runs.
+            objective: of the mixture that is looked for.
+            seed: of the outcomes.
+            limits: of that mixture, as of `best`.
+        """
+        return following_mixtures(self, n, objective, seed=seed, **limits)
+
+    def plot(self) -> go.Figure:
+        """The table of effects as a map: which domain's data lowers which loss."""
+        from scaling.mixtures.figures import draw_effects
+
+        return draw_effects(self.effects)
+
+    def __str__(self) -> str:
+        """A line for each target, and what the law rests on."""
+        effects = self.effects
+        shown = pd.DataFrame(
+            {
+                "domain": self.targets,
+                "loss": [
+                    span(*bounds, digits=4) for bounds in zip(self.losses.min(0), self.losses.max(0), strict=True)
+                ],
+                "error": [f"{error:.2%}" for error in self.quality["error"]],
+                "order": [f"{order:.3f}" for order in self.quality["order"]],
+                "lowered most by": [_most(effects.loc[name]) for name in self.targets],
+            }
+        )
+        scale = {name: span(self.scales[name].min(), self.scales[name].max()) for name in self.varying}
+        about = {
+            "runs": f"{len(self.weights)} over {len(self.domains)} domains",
+            **scale,
+            "error, order": "of runs predicted from the others: share of the loss, rank correlation",
+            "lowered by": f"change of the loss where {STEP:g} of the mean mixture gives way to that domain",
+            "status": "; ".join((self.status, *self.warnings)),
+        }
+        return f"{shown.to_string(index=False)}\n{lines(about)}"
+
+
+@single_threaded
+def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS) -> MixtureFit:
+    """Fit each domain's loss over mixture weights, and over N and D where the runs differ in them.
+
+    Args:
+        runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per finished run:
+            `weight_DOMAIN` for every domain (summing to 1 within .01), `loss_DOMAIN` for every held-out set (finite, above 0, in one
+            unit), and `n_params`, `n_tokens` if runs differ in size or length. Other columns are left alone.
+        weight_prefix, loss_prefix: beginnings of the names, where the table has others.
+
+    Raises:
+        ValueError: a column is missing, or a value breaks its rule; the file, column, row and value are named.
+    """
+    table = read_mixtures(runs, weight_prefix, loss_prefix)
+    at = inputs(table.weights, table.scales, table.weights, table.scales)
+    processes = [Process.fitted(at, loss) for loss in table.losses.T]
+    expected, deviations = zip(*(process.cross_fitted() for process in processes), strict=True)
+    return MixtureFit(
+        domains=table.domains,
+        targets=table.targets,
+        weights=table.weights,
+        losses=table.losses,
+        scales=table.scales,
+        numbers=np.array([process.numbers for process in processes]),
+        expected=np.column_stack(expected),
+        deviations=np.column_stack(deviations),
+    )
+
+
+def _most(effects: pd.Series[float]) -> str:
+    least = effects.nsmallest(2)
+    return ", ".join(f"{name} {change:+.1%}" for name, change in least.items())

@@ -1,0 +1,124 @@
+"""The mixtures to train next: those after which the best mixture is expected to be better, for each FLOP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Unpack
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.forms.law import compute_flops
+from scaling.mixtures.best import Search
+from scaling.mixtures.law import MixtureLaw
+from scaling.mixtures.law import Objective as Wanted
+from scaling.mixtures.simplex import Limits
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrNan, TableLayout
+from scaling.threads import single_threaded
+
+CANDIDATES = 200
+OUTCOMES = 128
+"""Mixtures that are weighed, and outcomes of each run over which the best mixture is averaged."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NextMixtures(JsonResult):
+    """Runs to make, the most useful first; each is chosen as if those before it had ended as expected.
+
+    Attributes:
+        objective: coefficient of each target that has one.
+        scale: n_params and n_tokens at which the objective is meant, where the law has them.
+        value: objective of the best mixture today.
+        spread: its standard deviation, of the law alone.
+        runs: in order: a weight for each domain; n_params, n_tokens and flops as far as the runs have them; gain, the expected fall of
+            the best mixture's objective by this run; spread, after it.
+    """
+
+    objective: dict[str, float]
+    scale: dict[str, float]
+    value: float
+    spread: OrNan
+    runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+
+    def __str__(self) -> str:
+        """Each run's largest weights, and what it is worth."""
+        weights = self.runs[[name for name in self.runs if name.startswith("weight_")]]
+        shown = self.runs.drop(columns=list(weights)).copy()
+        for name in shown:
+            digits = "{:.2g}" if name in ("flops", "gain", "spread") else "{:.3g}"
+            shown[name] = shown[name].map(digits.format)
+        shown["mixture"] = [_largest(row) for _, row in weights.iterrows()]
+        about = {"best today": f"{self.value:.4f}, uncertain by {self.spread:.2g}"}
+        about["gain"] = "expected fall of the best mixture's objective by the run" + (
+            "; chosen by gain for each FLOP" if "flops" in self.runs else ""
+        )
+        return f"{shown.to_string(index=False)}\n{lines(about)}"
+
+
+@single_threaded
+def following_mixtures(
+    fit: MixtureLaw, n: int, objective: Wanted, *, seed: int, **limits: Unpack[Limits]
+) -> NextMixtures:
+    """The n runs after which the best mixture is expected to be better, by the knowledge gradient for correlated beliefs.
+
+    A run of mixture q and size moves the objective's mean at every mixture p. Its gain is min E[f(p)] − E[min E[f(p) | run]]
+    (Frazier, Powell & Dayanik 2009), over outcomes of its losses; where the runs differ in compute it is divided by the run's
+    6·N·D. Sizes and lengths are those of the law's runs.
+
+    Raises:
+        ValueError, ScalingError: as `best_mixture`, or n is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    generator = np.random.default_rng(seed)
+    search = Search.of(fit, objective, limits)
+    wanted, points = search.objective, search.candidates(generator)
+    mixtures = points[:CANDIDATES]
+    sizes = fit.scales[list(fit.varying)].drop_duplicates(ignore_index=True) if fit.varying else pd.DataFrame(index=[0])
+    number, size = (index.ravel() for index in np.meshgrid(range(len(mixtures)), range(len(sizes)), indexing="ij"))
+    possible = fit.inputs(mixtures[number], sizes.iloc[size].reset_index(drop=True))
+    flops = _flops(fit, sizes, size)
+    outcomes = wanted.normal((OUTCOMES // 2,), generator)
+    outcomes = np.concatenate([outcomes, -outcomes])
+    value, spread = float(wanted.mean(points[:1])[0]), float(wanted.deviation(points[:1], of_run=False)[0])
+    chosen = []
+    for _ in range(n):
+        mean, moves = wanted.mean(points), wanted.moves(points, possible)
+        gains = np.array([mean.min() - (mean + outcomes @ move).min(axis=1).mean() for move in moves])
+        pick = int(np.argmax(gains / flops))
+        run = replace(possible, x=possible.x[[pick]], s=possible.s[[pick]])
+        wanted = wanted.and_run(run)
+        row = {f"weight_{name}": w for name, w in zip(fit.domains, mixtures[number[pick]], strict=True)}
+        row |= {str(name): float(x) for name, x in sizes.iloc[size[pick]].items()}
+        row |= {"flops": float(flops[pick])} if _has_compute(fit) else {}
+        row |= {
+            "gain": max(float(gains[pick]), 0.0),
+            "spread": float(wanted.deviation(points[:1], of_run=False)[0]),
+        }
+        chosen.append(row)
+    return NextMixtures(
+        objective={n: float(c) for n, c in zip(fit.targets, wanted.coefficients, strict=True) if c > 0},
+        scale=dict(wanted.scale),
+        value=value,
+        spread=spread,
+        runs=pd.DataFrame(chosen),
+    )
+
+
+def _has_compute(fit: MixtureLaw) -> bool:
+    return {"n_params", "n_tokens"} <= set(fit.scales)
+
+
+def _flops(fit: MixtureLaw, sizes: pd.DataFrame, size: Array) -> Array:
+    """Compute of each possible run; 1 where the table does not tell it."""
+    if not _has_compute(fit):
+        return np.ones(len(size))
+    columns = [sizes[name] if name in sizes else fit.scales[name].iloc[0] for name in ("n_params", "n_tokens")]
+    return np.asarray(np.broadcast_to(compute_flops(*columns), len(sizes))[size])
+
+
+def _largest(weights: pd.Series[float]) -> str:
+    most = weights[weights >= 0.005].nlargest(4)
+    return ", ".join(f"{name.removeprefix('weight_')} {weight:.2f}" for name, weight in most.items())

@@ -1,0 +1,177 @@
+"""Loss of each target over mixture weights and scale: predictions with intervals, judged by runs left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.checks import positive
+from scaling.mixtures.process import POWER, Inputs, Process, judged_rows
+from scaling.mixtures.table import Weights, as_weights, require_known
+from scaling.serialization import JsonResult, TableLayout
+from scaling.threads import single_threaded
+
+Objective = str | Mapping[str, float] | None
+"""What is minimised: one target, a weighted sum of several, or (None) the mean of all."""
+_LEAST_SPREAD = 1e-3  # of w^.4, where a domain's weight hardly differs between runs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixtureLaw(JsonResult):
+    """Law of each target's loss over the mixture.
+
+    Attributes:
+        domains: of the weights, m names in alphabetical order.
+        targets: of the losses, k names in alphabetical order.
+        weights: of the runs, [n, m].
+        losses: [n, k], in the table's unit.
+        scales: n_params and n_tokens of the runs, as far as given.
+        numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.process`).
+        expected, deviations: of g given the other runs, [judged, k], in the rows of `judged_rows`.
+    """
+
+    domains: tuple[str, ...]
+    targets: tuple[str, ...]
+    weights: Array = field(repr=False)
+    losses: Array = field(repr=False)
+    scales: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
+    numbers: Array = field(repr=False)
+    expected: Array = field(repr=False)
+    deviations: Array = field(repr=False)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Which of n_params and n_tokens differ between runs, and the law therefore has."""
+        return varying(self.scales)
+
+    @cached_property
+    def processes(self) -> tuple[Process, ...]:
+        """One for each target."""
+        at = self.inputs(self.weights, self.scales)
+        return tuple(Process.of(at, loss, own) for loss, own in zip(self.losses.T, self.numbers, strict=True))
+
+    @cached_property
+    def left_out(self) -> pd.DataFrame:
+        """Each run beside its prediction from the others: row, domain, loss, predicted, z (in standard deviations of g)."""
+        rows, tables = judged_rows(len(self.losses)), []
+        for i, (name, process) in enumerate(zip(self.targets, self.processes, strict=True)):
+            z = (process.response[rows] - self.expected[:, i]) / self.deviations[:, i]
+            predicted = process.floor + np.exp(self.expected[:, i])
+            columns = {"loss": self.losses[rows, i], "predicted": predicted, "z": z}
+            tables.append(pd.DataFrame({"row": rows, "domain": name, **columns}))
+        return pd.concat(tables, ignore_index=True)
+
+    def scale(self, n_params: float | None = None, n_tokens: float | None = None) -> dict[str, float]:
+        """Size and length of a prediction, as far as the law has them: those given, or the runs' largest.
+
+        Raises:
+            ValueError: one is not positive, or given though the runs do not differ in it.
+        """
+        for name, value in {"n_params": n_params, "n_tokens": n_tokens}.items():
+            if value is None:
+                continue
+            positive(name, value)
+            if name not in self.varying and not (self.scales.get(name, pd.Series([np.nan])) == value).all():
+                raise ValueError(
+                    f"{name}: the runs do not differ in it, so the law holds for theirs alone; got {value:g}; leave it out"
+                )
+        given = {"n_params": n_params, "n_tokens": n_tokens}
+        return {name: given[name] or float(self.scales[name].max()) for name in self.varying}
+
+    def inputs(self, weights: Array, scales: pd.DataFrame | Mapping[str, float]) -> Inputs:
+        """Mixtures [p, m] at one scale or at one for each, as the processes take them."""
+        return inputs(weights, scales, self.weights, self.scales)
+
+    def means(self, weights: Array, scale: Mapping[str, float]) -> Array:
+        """Predicted losses of mixtures [p, m], [p, k]: medians of the posterior."""
+        at = self.inputs(weights, scale)
+        return np.column_stack([process.floor + np.exp(process.mean(at)) for process in self.processes])
+
+    @single_threaded
+    def predict(
+        self,
+        weights: Weights,
+        n_params: float | None = None,
+        n_tokens: float | None = None,
+        *,
+        level: float = 0.9,
+    ) -> pd.DataFrame:
+        """Loss of one run of each mixture on each target: mixture (number), domain, loss, low, high.
+
+        The interval's width is that which holds for `level` of the runs left out one at a time, over their standard deviations.
+
+        Args:
+            weights: by domain (those left out are 0), a DataFrame, or an array in the order of `domains`.
+            n_params, n_tokens: of the run; by default the largest of the runs. Only where the runs differ in them.
+            level: of the interval.
+
+        Raises:
+            ValueError: an unknown domain, weights that are negative or do not sum to 1, or a bad level or scale.
+        """
+        mixtures = as_weights(weights, self.domains)
+        at = self.inputs(mixtures, self.scale(n_params, n_tokens))
+        tables = []
+        for name, process in zip(self.targets, self.processes, strict=True):
+            mean = process.mean(at)
+            half = self.widening(name, level) * np.sqrt(process.variance(at) + process.noise(at))
+            loss, low, high = (process.floor + np.exp(mean + shift) for shift in (0.0, -half, half))
+            number = range(len(mixtures))
+            tables.append(pd.DataFrame({"mixture": number, "domain": name, "loss": loss, "low": low, "high": high}))
+        return pd.concat(tables, ignore_index=True).sort_values("mixture", kind="stable", ignore_index=True)
+
+    def widening(self, target: str, level: float) -> float:
+        """Standard deviations within which `level` of the runs left out lie: the conformal quantile (Barber et al. 1905.02928)."""
+        z = self.left_out.loc[self.left_out["domain"] == target, "z"].abs()
+        return quantile_of(z.to_numpy(), level)
+
+    def coefficients(self, objective: Objective) -> Array:
+        """Weight of each target in the objective, [k].
+
+        Raises:
+            ValueError: an unknown target, or a coefficient that is negative; or all are 0.
+        """
+        if objective is None:
+            return np.full(len(self.targets), 1 / len(self.targets))
+        given = {objective: 1.0} if isinstance(objective, str) else dict(objective)
+        require_known("objective", given, self.targets)
+        values = np.array([float(given.get(name, 0.0)) for name in self.targets])
+        if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+            raise ValueError(f"objective must have finite weights of at least 0, one above it, got {given}")
+        return values
+
+
+def inputs(
+    weights: Array, scales: pd.DataFrame | Mapping[str, float], of_runs: Array, run_scales: pd.DataFrame
+) -> Inputs:
+    """Mixtures [p, m] at one scale or at one for each, in the units of the runs."""
+    columns = []
+    for name in varying(run_scales):
+        own = np.log(run_scales[name].to_numpy())
+        middle, half = (own.max() + own.min()) / 2, (own.max() - own.min()) / 2
+        columns.append((np.log(np.broadcast_to(scales[name], len(weights))) - middle) / half)
+    return Inputs(
+        x=weights**POWER / ((of_runs**POWER).std(axis=0) + _LEAST_SPREAD),
+        s=np.column_stack(columns) if columns else np.zeros((len(weights), 0)),
+    )
+
+
+def varying(scales: pd.DataFrame) -> tuple[str, ...]:
+    """Columns with more than one value."""
+    return tuple(name for name in scales if scales[name].min() < scales[name].max())
+
+
+def quantile_of(z: Array, level: float) -> float:
+    """The (n + 1)·level-th of n absolute values, or the largest.
+
+    Raises:
+        ValueError: `level` does not lie between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    return float(np.quantile(z, min(1.0, level * (len(z) + 1) / len(z)), method="inverted_cdf"))

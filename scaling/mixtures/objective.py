@@ -1,0 +1,119 @@
+"""A weighted sum of losses over mixtures: its mean, its uncertainty, and how runs not yet made would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.arrays import Array
+from scaling.mixtures.law import MixtureLaw, quantile_of
+from scaling.mixtures.process import Inputs, Process
+
+_JITTER = 1e-6  # of the correlation, so that it has a root
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Objective:
+    """Σ coefficient · loss at one scale, of the targets that have a coefficient.
+
+    Attributes:
+        fit: the law.
+        coefficients: of all targets, [k].
+        scale: size and length at which it is meant.
+        processes: of the targets with a coefficient; with further runs than the law's, once some are chosen.
+    """
+
+    fit: MixtureLaw
+    coefficients: Array
+    scale: Mapping[str, float]
+    processes: tuple[Process, ...]
+
+    @classmethod
+    def of(cls, fit: MixtureLaw, coefficients: Array, scale: Mapping[str, float]) -> Objective:
+        """The objective by the law's own runs."""
+        chosen = tuple(p for p, c in zip(fit.processes, coefficients, strict=True) if c > 0)
+        return cls(fit=fit, coefficients=coefficients, scale=scale, processes=chosen)
+
+    @property
+    def _shares(self) -> Array:
+        return self.coefficients[self._chosen]
+
+    def at(self, weights: Array) -> Inputs:
+        """Mixtures [p, m] at the objective's scale."""
+        return self.fit.inputs(weights, self.scale)
+
+    def mean(self, weights: Array) -> Array:
+        """Of mixtures [p, m], [p]."""
+        at = self.at(weights)
+        parts = [c * (p.floor + np.exp(p.mean(at))) for c, p in zip(self._shares, self.processes, strict=True)]
+        return np.asarray(np.sum(parts, axis=0))
+
+    def deviation(self, weights: Array, *, of_run: bool = True) -> Array:
+        """Standard deviation [p], first order in each g, of a run's objective or of the law's alone.
+
+        Targets err together, with the correlation of their left-out runs.
+        """
+        at = self.at(weights)
+        parts = []
+        for c, p in zip(self._shares, self.processes, strict=True):
+            variance = p.variance(at) + p.noise(at) * of_run
+            parts.append(c * np.exp(p.mean(at)) * np.sqrt(variance))
+        errors = np.array(parts)
+        return np.asarray(np.sqrt(np.einsum("ip,ij,jp->p", errors, self.correlation, errors)))
+
+    @cached_property
+    def correlation(self) -> Array:
+        """Between the targets' errors in left-out runs, [k', k']."""
+        z = self._z
+        scaled = z / np.sqrt((z**2).mean(axis=0))
+        return np.asarray(scaled.T @ scaled / len(z))
+
+    @cached_property
+    def _z(self) -> Array:
+        """Standardised errors of left-out runs, [runs, k']."""
+        wide = self.fit.left_out.pivot_table(index="row", columns="domain", values="z")
+        return np.asarray(wide[np.array(self.fit.targets)[self._chosen]])
+
+    def widening(self, level: float) -> float:
+        """Standard deviations within which the objective of `level` of the left-out runs lies."""
+        # An error of g moves the loss by exp(g), the loss above its floor.
+        sizes = self._shares * (np.exp(self.fit.expected) * self.fit.deviations)[:, self._chosen]
+        spread = np.sqrt(np.einsum("ni,ij,nj->n", sizes, self.correlation, sizes))
+        return quantile_of(np.abs((sizes * self._z).sum(axis=1)) / spread, level)
+
+    @property
+    def _chosen(self) -> NDArray[np.bool_]:
+        return self.coefficients > 0
+
+    def draws(self, weights: Array, n: int, generator: np.random.Generator) -> Array:
+        """The objective of mixtures [p, m] in functions drawn from the posterior, [n, p]; targets are correlated as their errors."""
+        at, total = self.at(weights), np.zeros((n, len(weights)))
+        normal = self.normal((n, len(weights)), generator)
+        for i, (c, p) in enumerate(zip(self._shares, self.processes, strict=True)):
+            values, axes = np.linalg.eigh(p.covariance(at, at))  # differences of large numbers: some come out below 0
+            shift = normal[..., i] @ (axes * np.sqrt(np.maximum(values, 0.0))).T
+            total += c * (p.floor + np.exp(p.mean(at) + shift))
+        return total
+
+    def normal(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+        """Standard normal numbers of such a shape for each target, [..., k'], correlated as the targets' errors are."""
+        roots = np.linalg.cholesky(self.correlation + _JITTER * np.eye(len(self.processes)))
+        return generator.standard_normal((*shape, len(roots))) @ roots.T
+
+    def moves(self, weights: Array, runs: Inputs) -> Array:
+        """Change of the objective's mean at mixtures [p, m] by one run, for each standard deviation of its loss: [runs, k', p]."""
+        at = self.at(weights)
+        out = []
+        for c, p in zip(self._shares, self.processes, strict=True):
+            slope = c * np.exp(p.mean(at))
+            surprise = np.sqrt(p.variance(runs) + p.noise(runs))
+            out.append(p.covariance(runs, at) * slope / surprise[:, None])
+        return np.stack(out, axis=1)
+
+    def and_run(self, run: Inputs) -> Objective:
+        """The objective once a run is made that ends where it expects."""
+        return replace(self, processes=tuple(process.and_at(run) for process in self.processes))

@@ -1,0 +1,243 @@
+"""A Gaussian process of one domain's loss over mixture weights and scale.
+
+    g = log(L - E)        g = a + b·s + f(x, s) + noise        x_j = w_j^.4 / l_j        s = log N, log D
+
+f is a sum of a linear function of x and of a smooth one (squared exponential); each domain has a length l_j of its own. Linear in
+g, with x = w, would be the exponential law of 2403.16952; powers of the weights are those of 2507.09404; the smooth part takes up
+what neither form has. Over scale, level and mixture dependence are linear in log N and log D: the covariance is
+
+    (v·exp(-|x - x'|²/2) + u·(1 + x·x'))·(1 + Σ_q c_q s_q s'_q) + Σ_q b_q s_q s'_q + r·exp(Σ_q d_q s_q)·[same run]
+
+E is `FLOOR` of the least loss. Lengths and variances maximise the posterior density (Rasmussen & Williams 2006, sec. 5.4.1); on
+RegMix's 512 runs the density rises by 540 nats for each loss from the power 1 to .4 and is flat below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from scaling.arrays import Array, Integers
+
+POWER = 0.4
+FLOOR = 0.5
+"""Share of the least loss that no mixture removes (measured here: between 0 and .7 RegMix's losses are predicted alike)."""
+LENGTH, LENGTH_SPREAD = 1.0, 0.8
+"""Prior of the log lengths, in standard deviations of x_j: common to the domains, and their spread about it (assumed)."""
+MOST_ROWS = 256
+"""Rows that lengths and variances are fitted to: with all 512 of RegMix's the predictions are no better, in 7 times the time."""
+JITTER = 1e-5
+_STEPS = 40
+FOLDS = 3
+"""Parts of the runs whose left-out predictions use lengths and variances fitted to the others."""
+_VARIANCES, _OF_SCALE = (0.0, -3.0, -3.0), (-2.0, 0.0, 0.0)
+"""Logarithms of the variances v, u and r, then of c and b, and d itself, at the start, in units of the responses' variance."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Where runs lie: x without its lengths [n, m], and the standardised logarithms of what varies in scale [n, q]."""
+
+    x: Array
+    s: Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Process:
+    """The process of one loss, conditioned on its runs.
+
+    Attributes:
+        at: the n runs.
+        response: g = log(L - floor), [n].
+        floor: E.
+        line: coefficients of the trend a + b·s that is taken off the responses, [1 + q].
+        spread: standard deviation of what is left, the unit of the variances.
+        numbers: logarithms of m inverse lengths, v, u, r, q of c, q of b; then q of d.
+    """
+
+    at: Inputs
+    response: Array
+    floor: float
+    line: Array
+    spread: float
+    numbers: Array
+
+    @classmethod
+    def of(cls, at: Inputs, loss: Array, numbers: Array) -> Process:
+        """The process of losses [n] with known lengths and variances."""
+        floor = FLOOR * float(loss.min())
+        response = np.log(loss - floor)
+        line = np.asarray(np.linalg.lstsq(_design(at.s), response)[0])
+        spread = float((response - _design(at.s) @ line).std())
+        return cls(at=at, response=response, floor=floor, line=line, spread=max(spread, 1e-9), numbers=numbers)
+
+    @classmethod
+    def fitted(cls, at: Inputs, loss: Array) -> Process:
+        """The process whose lengths and variances suit the losses [n] best."""
+        m, q = at.x.shape[1], at.s.shape[1]
+        start = np.array([*[-LENGTH] * m, *_VARIANCES, *np.repeat(_OF_SCALE, q)])
+        return cls.of(at, loss, start).refitted(fitted_rows(len(loss)))
+
+    def refitted(self, rows: Integers) -> Process:
+        """The process with the lengths and variances that suit these rows best."""
+        from scipy.optimize import minimize
+
+        part, target = Inputs(x=self.at.x[rows], s=self.at.s[rows]), self._standard[rows]
+        m, q = self.at.x.shape[1], self.at.s.shape[1]
+        found = minimize(
+            lambda numbers: _negative_log_density(part, target, numbers),
+            self.numbers,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(-6.0, 3.0)] * m
+            + [(-6.0, 6.0), (-9.0, 4.0), (-9.0, 1.0)]
+            + [(-9.0, 3.0)] * (2 * q)
+            + [(-2.0, 2.0)] * q,
+            options={"maxiter": _STEPS, "gtol": 1e-2, "ftol": 1e-7},
+        )
+        return replace(self, numbers=found.x)
+
+    @property
+    def _standard(self) -> Array:
+        return np.asarray((self.response - _design(self.at.s) @ self.line) / self.spread)
+
+    @cached_property
+    def _inverse(self) -> Array:
+        kernel = _covariance(self.at, self.at, self.numbers)
+        kernel.flat[:: len(kernel) + 1] += _noise(self.at, self.numbers)
+        return np.asarray(np.linalg.inv(kernel))
+
+    def noise(self, at: Inputs) -> Array:
+        """Variance of a run's g about the law at each point; beyond the runs' scales that of the nearest."""
+        return self.spread**2 * _noise(at, self.numbers)
+
+    @cached_property
+    def _solved(self) -> Array:
+        return np.asarray(self._inverse @ self._standard)
+
+    def mean(self, at: Inputs) -> Array:
+        """Mean of g at each point."""
+        cross = _covariance(at, self.at, self.numbers)
+        return np.asarray(_design(at.s) @ self.line + self.spread * (cross @ self._solved))
+
+    def variance(self, at: Inputs) -> Array:
+        """Variance of g without noise at each point."""
+        cross = _covariance(at, self.at, self.numbers)
+        left = _variance(at, self.numbers) - np.einsum("ij,ij->i", cross @ self._inverse, cross)
+        return np.asarray(self.spread**2 * np.maximum(left, 1e-12))
+
+    def covariance(self, at: Inputs, to: Inputs) -> Array:
+        """Covariance of g without noise between two sets of points."""
+        left = _covariance(at, self.at, self.numbers) @ self._inverse @ _covariance(self.at, to, self.numbers)
+        return np.asarray(self.spread**2 * (_covariance(at, to, self.numbers) - left))
+
+    def left_out(self) -> tuple[Array, Array]:
+        """Mean and standard deviation (noise included) of each run's g given the others, [n] (Rasmussen & Williams 2006, eq. 5.12)."""
+        variance = 1 / np.diag(self._inverse)
+        return self.response - self.spread * self._solved * variance, self.spread * np.sqrt(variance)
+
+    def cross_fitted(self) -> tuple[Array, Array]:
+        """As `left_out`, of the `judged_rows`, by lengths and variances that did not see the run.
+
+        With the lengths fitted to them, 100 runs over 17 domains are predicted too well: 84 % lay within a 90 % interval.
+        """
+        n, judged = len(self.response), judged_rows(len(self.response))
+        if len(judged) < n:
+            mean, deviation = self.left_out()
+            return mean[judged], deviation[judged]
+        part, found = np.random.default_rng(0).permutation(n) % FOLDS, np.empty((2, n))
+        start = Process.of(self.at, np.exp(self.response) + self.floor, self.numbers)
+        for fold in range(FOLDS):
+            others = np.flatnonzero(part != fold)
+            of_others = start.refitted(others[fitted_rows(len(others))])
+            found[:, part == fold] = np.array(of_others.left_out())[:, part == fold]
+        return found[0], found[1]
+
+    def and_at(self, at: Inputs) -> Process:
+        """The process with further runs that end where it expects; trend and units stay those of the runs made."""
+        both = Inputs(x=np.concatenate([self.at.x, at.x]), s=np.concatenate([self.at.s, at.s]))
+        return replace(self, at=both, response=np.concatenate([self.response, self.mean(at)]))
+
+
+def _design(s: Array) -> Array:
+    return np.column_stack([np.ones(len(s)), s])
+
+
+def fitted_rows(n: int) -> Integers:
+    """Evenly spaced rows of n that lengths and variances are fitted to."""
+    return np.unique(np.linspace(0, n - 1, MOST_ROWS).astype(np.int64))
+
+
+def judged_rows(n: int) -> Integers:
+    """Rows whose predictions from the others judge the law: those not fitted, where they are enough, else all."""
+    return np.setdiff1d(np.arange(n), fitted_rows(n)) if n >= 2 * MOST_ROWS else np.arange(n)
+
+
+def _parts(numbers: Array, m: int, q: int) -> tuple[Array, float, float, Array, Array]:
+    """Inverse lengths, v, u, c, b."""
+    inverse, (v, u, _), c, b, _ = np.split(np.exp(numbers), np.cumsum([m, 3, q, q]))
+    return inverse, float(v), float(u), c, b
+
+
+def _noise(at: Inputs, numbers: Array) -> Array:
+    """Variance of noise at each point, [p]."""
+    m, q = at.x.shape[1], at.s.shape[1]
+    return np.asarray(np.exp(numbers[m + 2] + np.clip(at.s, -1, 1) @ numbers[m + 3 + 2 * q :]) + JITTER)
+
+
+def _covariance(at: Inputs, to: Inputs, numbers: Array) -> Array:
+    inverse, v, u, c, b = _parts(numbers, at.x.shape[1], at.s.shape[1])
+    p, r = at.x * inverse, to.x * inverse
+    of_mixture = v * np.exp(-_half_squares(p, r)) + u * (1 + p @ r.T)
+    return np.asarray(of_mixture * (1 + (at.s * c) @ to.s.T) + (at.s * b) @ to.s.T)
+
+
+def _variance(at: Inputs, numbers: Array) -> Array:
+    inverse, v, u, c, b = _parts(numbers, at.x.shape[1], at.s.shape[1])
+    squares = at.s**2
+    return np.asarray((v + u * (1 + ((at.x * inverse) ** 2).sum(axis=1))) * (1 + squares @ c) + squares @ b)
+
+
+def _half_squares(p: Array, r: Array) -> Array:
+    return np.asarray(np.maximum(((p**2).sum(axis=1)[:, None] + (r**2).sum(axis=1)[None]) / 2 - p @ r.T, 0.0))
+
+
+def _negative_log_density(at: Inputs, target: Array, numbers: Array) -> tuple[float, Array]:
+    """Of the responses and the prior, up to a constant, with its gradient."""
+    from scipy.linalg import lapack
+
+    (n, m), q = at.x.shape, at.s.shape[1]
+    inverse, v, u, c, b = _parts(numbers, m, q)
+    p = at.x * inverse
+    smooth, inner = np.exp(-_half_squares(p, p)), p @ p.T
+    of_mixture, trend = v * smooth + u * (1 + inner), 1 + (at.s * c) @ at.s.T
+    noise = _noise(at, numbers)
+    kernel = of_mixture * trend + (at.s * b) @ at.s.T
+    kernel.flat[:: n + 1] += noise
+    root, failed = lapack.dpotrf(kernel, lower=1)
+    if failed:
+        return 1e10, np.zeros_like(numbers)
+    inverted = np.tril(lapack.dpotri(root, lower=1)[0])
+    inverted = inverted + np.tril(inverted, -1).T
+    solved = inverted @ target
+    about = numbers[:m] - numbers[:m].mean()
+    common, rest = numbers[:m].mean() + LENGTH, numbers[m:]
+    value = target @ solved / 2 + np.log(np.diag(root)).sum()
+    value += about @ about / (2 * LENGTH_SPREAD**2) + common**2 / 2 + 0.005 * rest @ rest
+    d_kernel = (inverted - np.outer(solved, solved)) / 2  # derivative by each entry of the kernel
+    d_mixture = d_kernel * trend
+    d_smooth = v * d_mixture * smooth
+    gradient = np.empty_like(numbers)
+    pulled = d_smooth.sum(axis=1)[:, None] * p - d_smooth @ p
+    gradient[:m] = 2 * np.einsum("aj,aj->j", p, u * (d_mixture @ p) - pulled) + about / LENGTH_SPREAD**2 + common / m
+    gradient[m] = d_smooth.sum()
+    gradient[m + 1] = u * (d_mixture * (1 + inner)).sum()
+    d_noise = (noise - JITTER) * np.diag(d_kernel)
+    gradient[m + 2] = d_noise.sum()
+    gradient[m + 3 : m + 3 + q] = c * np.einsum("aq,aq->q", at.s, (d_kernel * of_mixture) @ at.s)
+    gradient[m + 3 + q : m + 3 + 2 * q] = b * np.einsum("aq,aq->q", at.s, d_kernel @ at.s)
+    gradient[m + 3 + 2 * q :] = d_noise @ np.clip(at.s, -1, 1)
+    gradient[m:] += 0.01 * rest
+    return float(value), gradient

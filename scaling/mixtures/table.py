@@ -1,0 +1,119 @@
+"""Runs of several mixtures: weights, losses per domain, size and length, checked by name and row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.checks import numbers, require_columns, row_name
+from scaling.errors import TooFewRunsError
+from scaling.fits.runs import Table, naming, read_runs
+
+WEIGHT, LOSS = "weight_", "loss_"
+"""Beginnings of the columns' names."""
+SCALES = ("n_params", "n_tokens")
+TOLERANCE = 0.01
+"""Distance from 1 within which a mixture's weights must sum: 17 weights rounded to .001 are up to .0085 off."""
+LEAST_RUNS = 5
+"""Fewest runs that tell noise from the mixture's effect (assumed)."""
+
+Weights: TypeAlias = "Mapping[str, float] | pd.DataFrame | Array"
+"""Mixtures: one by domain, a table with a column for each domain, or an array [mixtures, domains] in the law's order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mixtures:
+    """Checked runs; domains and targets in alphabetical order, so that the order of the columns changes nothing.
+
+    Attributes:
+        domains: of the weights, m names.
+        targets: of the losses, k names.
+        weights: [n, m], each row summing to 1.
+        losses: [n, k], finite and above 0.
+        scales: n_params, n_tokens as far as the table has them; the caller's order of rows.
+    """
+
+    domains: tuple[str, ...]
+    targets: tuple[str, ...]
+    weights: Array
+    losses: Array
+    scales: pd.DataFrame
+
+
+def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS) -> Mixtures:
+    """The table's runs.
+
+    Raises:
+        ValueError: no column begins with a prefix, or a weight, loss, size or sum breaks its rule.
+        TooFewRunsError: fewer than `LEAST_RUNS` runs.
+    """
+    rows = read_runs(runs)
+    with naming(runs):
+        domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
+        weights = mixtures_of(rows, domains, weight_prefix)
+        measured = np.column_stack([numbers(rows, loss_prefix + name) for name in targets])
+        scales = {name: numbers(rows, name) for name in SCALES if name in rows}
+        if len(rows) < LEAST_RUNS:
+            raise TooFewRunsError(f"a law of mixtures needs {LEAST_RUNS} runs or more, got {len(rows)}")
+    return Mixtures(
+        domains=domains,
+        targets=targets,
+        weights=weights,
+        losses=measured,
+        scales=pd.DataFrame(scales, index=range(len(rows))),
+    )
+
+
+def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") -> Array:
+    """Weights of each row, [n, m], divided by their sum, which may be off by rounding.
+
+    Raises:
+        ValueError: a domain has no column, a weight is negative or no number, or a row's weights do not sum to 1.
+    """
+    require_columns(rows, tuple(prefix + name for name in domains))
+    weights = np.column_stack([numbers(rows, prefix + name, minimum=0, inclusive=True) for name in domains])
+    total = weights.sum(axis=1)
+    off = np.abs(total - 1) > TOLERANCE
+    if off.any():
+        first = int(np.argmax(off))
+        raise ValueError(
+            f"the weights {', '.join(prefix + name for name in domains)} must sum to 1 within {TOLERANCE:g}, "
+            f"got {total[first]:.4g} in row {row_name(rows, first)} ({off.sum()} of {len(rows)} rows break this rule)"
+        )
+    return np.asarray(weights / total[:, None])
+
+
+def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
+    """Mixtures in the law's order of domains, [mixtures, m].
+
+    Raises:
+        ValueError: as `mixtures_of`; a domain that the law does not have is named.
+    """
+    if isinstance(weights, pd.DataFrame):
+        prefixed = any(str(name).startswith(WEIGHT) for name in weights)
+        return mixtures_of(weights, domains, WEIGHT if prefixed else "")
+    if isinstance(weights, Mapping):
+        require_known("weights", weights, domains)
+        return mixtures_of(pd.DataFrame([dict.fromkeys(domains, 0.0) | dict(weights)]), domains)
+    array = np.atleast_2d(np.asarray(weights, np.float64))
+    if array.ndim != 2 or array.shape[1] != len(domains):
+        raise ValueError(f"weights must have the shape [mixtures, {len(domains)}], got {list(array.shape)}")
+    return mixtures_of(pd.DataFrame(array, columns=list(domains)), domains)
+
+
+def require_known(what: str, given: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise ValueError if a name is none of those known."""
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{what}: no domain {unknown[0]!r}; there are {', '.join(known)}")
+
+
+def _named(rows: pd.DataFrame, prefix: str) -> tuple[str, ...]:
+    found = sorted(str(name).removeprefix(prefix) for name in rows if str(name).startswith(prefix))
+    if not found:
+        raise ValueError(f"need columns {prefix}DOMAIN, got {', '.join(map(str, rows.columns))}")
+    return tuple(found)

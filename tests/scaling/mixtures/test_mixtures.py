@@ -1,0 +1,223 @@
+"""Losses per domain over mixture weights: planted laws, limits, the next runs, the public runs of RegMix, bad tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import BestMixture, MixtureFit, NextMixtures, ScalingError, fit_mixture
+
+DOMAINS = ("books", "code", "papers", "web")
+VALUE = np.array([[0.9, 0.05, 0.1, 0.3], [0.02, 1.0, 0.1, 0.1], [0.3, 0.1, 0.4, 0.9]])
+"""Of each domain's data for each target: books, code, web."""
+TARGETS = ("books", "code", "web")
+
+
+def losses(weights: np.ndarray, n_params: float = 1e7) -> np.ndarray:
+    """The planted law: a power of the data that is worth something to the target, over a floor that falls with size."""
+    return np.asarray(1.6 + (weights @ VALUE.T + 0.03) ** -0.3 * (n_params / 1e7) ** -0.15)
+
+
+def table(n: int = 60, *, seed: int = 0, noise: float = 2e-3, sizes: tuple[float, ...] = ()) -> pd.DataFrame:
+    """Runs of n drawn mixtures, at each size if there are several."""
+    rng = np.random.default_rng(seed)
+    weights = rng.dirichlet(np.full(len(DOMAINS), 0.7), size=n)
+    parts = []
+    for size in sizes or (1e7,):
+        measured = losses(weights, size) * np.exp(noise * rng.standard_normal((n, len(TARGETS))))
+        part = pd.DataFrame(np.column_stack([weights, measured]))
+        part.columns = [*(f"weight_{name}" for name in DOMAINS), *(f"loss_{name}" for name in TARGETS)]
+        parts.append(part.assign(n_params=size, n_tokens=20 * size) if sizes else part)
+    return pd.concat(parts, ignore_index=True)
+
+
+@pytest.fixture(scope="module")
+def law() -> MixtureFit:
+    return fit_mixture(table())
+
+
+def predicted(fit: MixtureFit, weights: np.ndarray, **scale: float) -> np.ndarray:
+    found = fit.predict(weights, **scale)
+    return np.asarray(found.pivot_table(index="mixture", columns="domain", values="loss")[list(TARGETS)])
+
+
+def test_a_planted_law_is_recovered(law: MixtureFit) -> None:
+    new = np.random.default_rng(1).dirichlet(np.full(4, 0.7), size=200)
+    error = np.log(predicted(law, new) / losses(new))
+    assert np.sqrt((error**2).mean()) < 0.004, "a run's noise is .002, and the losses' spread .07"
+    assert law.status == "ok"
+    assert law.effects.loc["code"].idxmin() == "code"
+    assert law.effects.loc["web"].idxmin() == "web"
+
+
+def test_intervals_cover() -> None:
+    held = []
+    for seed in range(6):
+        fit = fit_mixture(table(40, seed=seed, noise=1e-2))
+        new = table(60, seed=100 + seed, noise=1e-2)
+        for level in (0.5, 0.9):
+            found = fit.predict(new, level=level)
+            truth = new[[f"loss_{name}" for name in TARGETS]].to_numpy().ravel()
+            held.append((level, found["low"].lt(truth) & found["high"].gt(truth)))
+    shares = {level: np.mean([inside.mean() for each, inside in held if each == level]) for level in (0.5, 0.9)}
+    assert 0.83 <= shares[0.9] <= 0.97
+    assert 0.4 <= shares[0.5] <= 0.65
+
+
+def test_the_best_mixture_is_near_the_planted_one_and_within_its_limits(law: MixtureFit) -> None:
+    grid = (
+        np.array([[a, b, c, 20 - a - b - c] for a in range(21) for b in range(21 - a) for c in range(21 - a - b)]) / 20
+    )
+    wanted = {"books": 1.0, "code": 0.5, "web": 2.0}
+    true = losses(grid) @ list(wanted.values())
+    free = law.best(wanted)
+    found = np.array([free.weights[name] for name in DOMAINS])
+    assert float((losses(found[None]) @ list(wanted.values()))[0]) < true.min() + 0.03 * (np.median(true) - true.min())
+    assert found.sum() == pytest.approx(1, abs=1e-6)
+    assert (free.table["low"] <= free.table["weight"]).all()
+    assert (free.table["high"] >= free.table["weight"]).all()
+    assert free.low < float((losses(found[None]) @ list(wanted.values()))[0]) < free.high
+
+    bound = law.best(
+        wanted, bounds={"code": (0.3, 1.0)}, available_tokens={"web": 1e9}, n_tokens=2e10, max_epochs=4
+    ).weights
+    assert bound["code"] >= 0.3 - 1e-9
+    assert bound["web"] <= 0.2 + 1e-9
+    assert sum(bound.values()) == pytest.approx(1, abs=1e-6)
+    assert free.value <= law.best(wanted, bounds={"code": (0.6, 1.0)}).value
+
+
+def test_a_single_target_wants_its_own_data(law: MixtureFit) -> None:
+    assert law.best("code").weights["code"] > 0.9
+    assert law.best("code").p_better > 0.4
+
+
+def test_size_is_part_of_the_law_where_the_runs_differ_in_it() -> None:
+    fit = fit_mixture(table(30, sizes=(1e7, 4e7, 1.6e8)))
+    assert fit.varying == ("n_params", "n_tokens")
+    new = np.random.default_rng(1).dirichlet(np.full(4, 0.7), size=50)
+    error = np.log(predicted(fit, new, n_params=6.4e8, n_tokens=20 * 6.4e8) / losses(new, 6.4e8))
+    assert np.sqrt((error**2).mean()) < 0.02
+    default = predicted(fit, new)
+    assert default.tolist() == predicted(fit, new, n_params=1.6e8, n_tokens=20 * 1.6e8).tolist()
+    runs = fit.next_mixtures(2, "web").runs
+    assert set(runs["n_params"]) <= {1e7, 4e7, 1.6e8}
+    assert (runs["flops"] == 6 * runs["n_params"] * runs["n_tokens"]).all()
+
+
+def test_the_next_runs_narrow_the_objective_and_keep_the_limits() -> None:
+    rows = table(12, noise=1e-2)
+    fit = fit_mixture(rows)
+    found = fit.next_mixtures(3, "web", bounds={"papers": (0.0, 0.2)})
+    weights = found.runs[[f"weight_{name}" for name in DOMAINS]].to_numpy()
+    assert weights.sum(axis=1) == pytest.approx([1, 1, 1], abs=1e-6)
+    assert (weights[:, DOMAINS.index("papers")] <= 0.2 + 1e-9).all()
+    assert (found.runs["gain"] >= 0).all()
+    assert [found.spread, *found.runs["spread"]] == sorted([found.spread, *found.runs["spread"]], reverse=True)
+
+
+def test_the_order_of_domains_and_the_unit_of_losses_change_nothing(law: MixtureFit) -> None:
+    rows = table()
+    shuffled = rows[rows.columns[::-1]].assign(**{f"loss_{name}": rows[f"loss_{name}"] / np.log(2) for name in TARGETS})
+    again = fit_mixture(shuffled)
+    assert predicted(again, rows.iloc[:5, :4]) == pytest.approx(predicted(law, rows.iloc[:5, :4]) / np.log(2), rel=1e-6)
+    assert again.best("web").weights == pytest.approx(law.best("web").weights, abs=2e-3)
+
+
+def test_rounded_weights_are_read_as_shares(law: MixtureFit) -> None:
+    by_name = law.predict({"code": 0.5, "web": 0.503})
+    shares = law.predict(np.array([[0, 0.5 / 1.003, 0, 0.503 / 1.003]]))
+    assert by_name["loss"].tolist() == pytest.approx(shares["loss"].tolist(), rel=1e-9)
+
+
+def test_results_are_kept_as_json_and_drawn(law: MixtureFit, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    table().to_csv(path, index=False)
+    best, following = fit_mixture(path).best("web", bounds={"web": (0.0, 0.5)}), law.next_mixtures(2, "web")
+    again = MixtureFit.from_dict(law.to_dict())
+    assert str(again) == str(law)
+    assert again.predict({"web": 1.0})["low"].tolist() == law.predict({"web": 1.0})["low"].tolist()
+    assert str(BestMixture.from_dict(best.to_dict())) == str(best)
+    assert str(NextMixtures.from_dict(following.to_dict())) == str(following)
+    assert law.plot().data[0]["z"].shape == (len(TARGETS), len(DOMAINS))
+    assert [trace.name for trace in best.plot().data] == ["weight, 90% interval", "limit", "limit"]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda rows: rows.drop(columns=[f"weight_{name}" for name in DOMAINS]), ("weight_",)),
+        (lambda rows: rows.drop(columns=[f"loss_{name}" for name in TARGETS]), ("loss_",)),
+        (lambda rows: rows.assign(weight_web=rows["weight_web"] + 0.1), ("weight_web", "1.1", "row 0")),
+        (
+            lambda rows: rows.assign(weight_web=rows["weight_web"].where(rows.index != 3, -0.1)),
+            ("weight_web", "-0.1", "3"),
+        ),
+        (lambda rows: rows.assign(loss_code=rows["loss_code"].where(rows.index != 7)), ("loss_code", "nan", "7")),
+        (lambda rows: rows.assign(loss_code=0.0), ("loss_code", "0")),
+        (lambda rows: rows.assign(n_params=-1.0), ("n_params", "-1")),
+        (lambda rows: rows.head(3), ("3",)),
+    ],
+)
+def test_a_bad_table_is_named(
+    change: Callable[[pd.DataFrame], pd.DataFrame], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "runs.csv"
+    change(table(8)).to_csv(path, index=False)
+    with pytest.raises(ValueError, match="runs.csv") as raised:
+        fit_mixture(path)
+    assert all(part in str(raised.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "parts"),
+    [
+        (lambda fit: fit.predict({"prose": 1.0}), ValueError, ("prose", "papers")),
+        (lambda fit: fit.predict({"web": 0.5}), ValueError, ("0.5",)),
+        (lambda fit: fit.predict(np.ones((1, 3)) / 3), ValueError, ("[1, 3]",)),
+        (lambda fit: fit.predict({"web": 1.0}, n_params=1e9), ValueError, ("n_params", "1e+09")),
+        (lambda fit: fit.predict({"web": 1.0}, level=1.0), ValueError, ("level", "1.0")),
+        (lambda fit: fit.best({"prose": 1.0}), ValueError, ("objective", "prose")),
+        (lambda fit: fit.best({"web": -1.0}), ValueError, ("objective", "-1")),
+        (lambda fit: fit.best(bounds={"web": (0.5, 0.2)}), ValueError, ("web", "0.5")),
+        (lambda fit: fit.best(available_tokens={"web": 1e9}), ValueError, ("n_tokens",)),
+        (lambda fit: fit.best(bounds=dict.fromkeys(DOMAINS, (0.0, 0.2))), ScalingError, ("0.8",)),
+        (lambda fit: fit.best(bounds=dict.fromkeys(DOMAINS, (0.4, 1.0))), ScalingError, ("1.6",)),
+        (lambda fit: fit.next_mixtures(0), ValueError, ("n ", "0")),
+    ],
+)
+def test_a_bad_question_is_named(
+    law: MixtureFit, ask: Callable[[MixtureFit], object], error: type[Exception], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as raised:
+        ask(law)
+    assert all(part in str(raised.value) for part in parts)
+
+
+def test_few_runs_of_noise_are_doubtful() -> None:
+    rows = table(7)
+    rows[[f"loss_{name}" for name in TARGETS]] = np.random.default_rng(0).uniform(2, 3, (7, 3))
+    fit = fit_mixture(rows)
+    assert fit.status == "doubtful"
+    assert "7 runs for 4 domains" in fit.warnings[0]
+
+
+def test_regmix_mixtures_are_put_in_order_at_their_size_and_sixty_times_it(
+    public_table: Callable[[str], pd.DataFrame],
+) -> None:
+    small, large = public_table("regmix_1m"), public_table("regmix_60m_ids1to128")
+    targets = ["loss_pile_cc", "loss_hackernews"]
+    others = [name for name in small if name.startswith("loss_") and name not in targets]
+    fit = fit_mixture(small[small["split"] == "train"].drop(columns=others))
+    test = small[small["split"] == "test"]
+    for runs, least in ((test, (0.99, 0.99)), (large, (0.985, 0.98))):
+        found = fit.predict(runs)
+        for target, bound in zip(targets, least, strict=True):
+            own = found[found["domain"] == target.removeprefix("loss_")].set_index(runs.index)
+            assert own["loss"].corr(runs[target], method="spearman") > bound
+            if runs is test:
+                assert 0.85 < ((own["low"] < runs[target]) & (runs[target] < own["high"])).mean() < 0.99
