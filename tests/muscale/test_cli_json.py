@@ -15,7 +15,7 @@ from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
-HERE = {"check", "compare", "continue", "train", "init", "doctor", "wheel", "import-space"}
+HERE = {"check", "compare", "mixture", "continue", "train", "init", "doctor", "wheel", "import-space"}
 SERVES = {"ui"}  # and prints no result
 
 
@@ -57,6 +57,14 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     variants.write_text("\n".join(["variant,compute_flops,loss", *rows]))
     compared = json_output(capfd, "compare", variants, "--target-flops", "100")
     assert [row["verdict"] for row in compared["table"]] == ["promote"]
+    mixtures = tmp_path / "mixtures.csv"
+    weights = [i / 8 for i in range(9)]
+    rows = [f"{w},{1 - w},{3 - w - w * w}" for w in weights]
+    mixtures.write_text("\n".join(["weight_web,weight_code,loss_web", *rows]))
+    mixed = json_output(capfd, "mixture", mixtures, "--objective", "web=1", "--at-most", "web=0.5", "--next", "1")
+    assert mixed["best"]["table"][1]["weight"] == 0.5
+    assert len(mixed["next_mixtures"]["runs"]) == 1
+    assert len(json_output(capfd, "mixture", mixtures, "--predict", mixtures)["predictions"]) == 9
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         "method: random\nparameters: {learning_rate: {min: 0.001, max: 0.01, distribution: log_uniform_values}}\n"

@@ -3,8 +3,20 @@
 Exit codes are in `muscale.cli.application`. Nothing heavy is imported before a command runs.
 """
 
-from muscale.cli import bundles, full_run, importers, law, ledger, machine, monitoring, search
+from muscale.cli import bundles, full_run, importers, law, ledger, machine, mixture, monitoring, search
 from muscale.cli.application import app
 from muscale.cli.entry import main
 
-__all__ = ["app", "bundles", "full_run", "importers", "law", "ledger", "machine", "main", "monitoring", "search"]
+__all__ = [
+    "app",
+    "bundles",
+    "full_run",
+    "importers",
+    "law",
+    "ledger",
+    "machine",
+    "main",
+    "mixture",
+    "monitoring",
+    "search",
+]

@@ -1,0 +1,106 @@
+"""The command of data mixtures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muscale.cli.application import LAW, command
+from muscale.cli.options import AsJson, Words
+from muscale.cli.running import result_alone, show
+from muscale.errors import StageError, StudyFileError
+
+if TYPE_CHECKING:
+    from scaling import MixtureFit
+    from scaling.mixtures.simplex import Limits
+
+
+@command(LAW, example="muscale mixture runs.csv --objective pile_cc=1 --at-most github=0.3 --next 4")
+def mixture(
+    runs: Path,
+    *,
+    objective: Words = (),
+    at_least: Words = (),
+    at_most: Words = (),
+    available_tokens: Words = (),
+    n_tokens: float | None = None,
+    max_epochs: float = 4.0,
+    n_params: float | None = None,
+    next: int = 4,
+    predict: Path | None = None,
+    weight_prefix: str = "weight_",
+    loss_prefix: str = "loss_",
+    json: AsJson = False,
+) -> int:
+    """Fit each domain's loss over mixture weights; print the best mixture within limits, and the mixtures to train next.
+
+    Args:
+        runs: A CSV, TSV, Parquet or JSON Lines file of finished runs: weight_DOMAIN (summing to 1), loss_DOMAIN, and n_params
+            and n_tokens where runs differ in them.
+        objective: What is minimised, `DOMAIN=WEIGHT`; may be repeated. By default the mean of all losses.
+        at_least: A bound, `DOMAIN=WEIGHT`; may be repeated.
+        at_most: A bound, `DOMAIN=WEIGHT`; may be repeated.
+        available_tokens: Tokens that there are of a domain, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
+        n_tokens: Tokens of the run that is planned.
+        max_epochs: Epochs of any domain at most.
+        n_params: Size of the run that is planned, where the runs differ in size.
+        next: Number of mixtures to suggest; 0 for none.
+        predict: Instead, a table of mixtures (weight_DOMAIN) whose losses to print.
+        weight_prefix: Beginning of the names of the weights' columns.
+        loss_prefix: Beginning of the names of the losses' columns.
+        json: Print the result as JSON, and nothing else on standard output.
+    """
+    from scaling import ScalingError, fit_mixture
+
+    low, high = _numbers("at-least", at_least), _numbers("at-most", at_most)
+    limits: Limits = {
+        "bounds": {name: (low.get(name, 0.0), high.get(name, 1.0)) for name in {**low, **high}},
+        "available_tokens": _numbers("available-tokens", available_tokens),
+        "n_tokens": n_tokens,
+        "max_epochs": max_epochs,
+        "n_params": n_params,
+    }
+    wanted = _numbers("objective", objective) or None
+    with result_alone(json):
+        try:
+            fit = fit_mixture(runs, weight_prefix=weight_prefix, loss_prefix=loss_prefix)
+            found: dict[str, Any] = {"fit": fit}
+            if predict:
+                found["predictions"] = _predictions(fit, predict, n_params, n_tokens)
+            else:
+                found["best"] = fit.best(wanted, **limits)
+                if next:
+                    found["next_mixtures"] = fit.next_mixtures(next, wanted, **limits)
+        except (ScalingError, ValueError) as error:
+            raise StageError(f"mixture: {error}") from error
+    if json:
+        show({name: _plain(each) for name, each in found.items()}, as_json=True)
+    else:
+        for number, each in enumerate(found.values()):
+            print(end="\n" if number else "")
+            show(each, as_json=False)
+    return 0
+
+
+def _predictions(fit: MixtureFit, path: Path, n_params: float | None, n_tokens: float | None) -> Any:
+    from scaling.fits.runs import naming, read_table
+
+    table = read_table(path)
+    with naming(path):
+        return fit.predict(table, n_params, n_tokens)
+
+
+def _numbers(option: str, words: tuple[str, ...]) -> dict[str, float]:
+    """`NAME=NUMBER` words as numbers by name."""
+    found = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            raise StudyFileError(f"mixture: --{option} must be NAME=NUMBER, got {word!r}") from None
+    return found
+
+
+def _plain(each: Any) -> Any:
+    return each.to_dict("records") if hasattr(each, "to_string") else each.to_dict()
