@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import sqlalchemy as sa
 
+from muscale.errors import StudyDirectoryError
 from muscale.proxies import comparison, ladder, transfer
 from muscale.search.sweep import budget, trial_plan
 from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
+from muscale.store.read_only import open_read_only
+from muscale.store.tables import runs, segments
 from proxy_models.training.numerics import Numerics
 
 _IN_TURN = ("sweep", "transfer", "ladder")
@@ -40,6 +45,36 @@ def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
         command, config = command.removesuffix(_ONE_SIZE), config.at_one_size()
     stages = estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
     return pd.concat([stages[:-1], _variants(config)], ignore_index=True) if command == "compare" else stages
+
+
+def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) -> pd.DataFrame:
+    """The table with `device_hours`, at the speed of the runs that the study has trained; as it is where there are none.
+
+    Args:
+        table: With `compute_flops`.
+        config: The study file.
+        source: Its path.
+    """
+    try:
+        with open_read_only(source) as (_, read):
+            flops, seconds = read(_trained_so_far)
+    except (
+        StudyDirectoryError
+    ):  # the study has not begun, or its ledger is not readable here, as the command itself will say
+        return table
+    if not (flops and seconds):
+        return table
+    resources = config.resources
+    devices = resources.ranks_per_trial * (resources.gpus_per_worker or resources.cpus_per_worker)
+    return table.assign(device_hours=table["compute_flops"] / flops * seconds / 3600 * devices)
+
+
+def _trained_so_far(connection: sa.Connection) -> tuple[float | None, float | None]:
+    """FLOPs and worker seconds of the last segments of all proxy runs."""
+    flops = 6.0 * runs.c.n_params * (segments.c.tokens - segments.c.trained_from)
+    query = sa.select(sa.func.sum(flops), sa.func.sum(segments.c.seconds)).where(runs.c.purpose != "full")
+    row = connection.execute(query.join(segments, runs.c.key == segments.c.key)).one()
+    return row[0], row[1]
 
 
 def estimate(config: StudyConfig) -> pd.DataFrame:

@@ -10,12 +10,13 @@ import pytest
 
 from muscale import Study, StudyConfig
 from muscale.cli import app
-from muscale.plans.costs import cost_of, estimate
+from muscale.plans.costs import cost_of, estimate, with_device_hours
 from muscale.proxies import ladder
 from muscale.proxies.comparison import Comparison
 from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
 from proxy_models.training.numerics import Numerics
 from tests.muscale.planted import planted_horizon
+from tests.muscale.planted_ledger import add_run
 
 MakeStudy = Callable[..., Path]
 SMALL = {
@@ -103,6 +104,16 @@ def test_the_cost_is_known_before_anything_is_trained(make_study: MakeStudy) -> 
         "compare: damaged, width 32",
     ]
     assert estimate(StudyConfig.read(path)).set_index("stage").loc["compare", "runs"] == 0
+
+
+def test_hours_are_those_of_what_was_trained_so_far(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, quiet=True)
+    table = cost_of("ladder", study.config)
+    assert "device_hours" not in with_device_hours(table, study.config, path)
+    add_run(study.ledger, 0, 2.0)  # of one parameter, whose last segment says that it trained 5,120 tokens in a second
+    priced = with_device_hours(table, study.config, path)
+    assert priced["device_hours"].tolist() == pytest.approx((table["compute_flops"] / (6 * 5120) / 3600).tolist())
 
 
 def test_two_variants_from_end_to_end(
