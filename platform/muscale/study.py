@@ -37,6 +37,7 @@ from muscale.progress import Display, following
 from muscale.proxies import comparison, ladder, transfer
 from muscale.proxies.check import known_check, run_check
 from muscale.proxies.comparison import Comparison
+from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.sweep import Sweep, run_sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
@@ -459,7 +460,13 @@ class Study(Result):
 
         with staying_cluster(), cancellable(self.ledger):
             best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
-            return comparison.compare(config, self._numerics, best, horizon, self.ledger, train)
+            with self._display.stage("corpora of the variants") as update:
+
+                def on_progress(done: int, total: int) -> None:
+                    update(done, total, "bytes read")
+
+                corpora = variant_corpora(config, self.corpus, self.directory, on_progress)
+            return comparison.compare(config, self._numerics, best, horizon, self.ledger, train, corpora)
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
         """Dry run of `promote` with the gate's state; trains nothing and registers no forecast.

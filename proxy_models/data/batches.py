@@ -249,11 +249,12 @@ def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[
     """Return fixed held-out sequences of each source, equally many of each, by the source's name.
 
     A single source has weight 1 and all `n_tokens`; each source of a mixture has an equal part of them, and as weight its
-    share in the last stage, the one that a finished model is for.
+    share in the last stage, the one that a finished model is for. They are those of `corpus.held_out`, where it is set.
 
     Raises:
         ValueError: If a source's validation split is shorter than asked for.
     """
+    corpus = corpus.held_out or corpus
     n_each = n_tokens // len(corpus.sources)
     sets = {}
     for name, weight in corpus.evaluation_weights.items():

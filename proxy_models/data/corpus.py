@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,12 +72,14 @@ class Corpus:
         manifest: The content of its manifest.json.
         sources: The token files of each source, by name; one source is named "corpus". None: a program reads its own data.
         mixture: The proportions of the sources, or None with one source.
+        held_out: The corpus whose held-out splits are evaluated in the place of its own; None: its own.
     """
 
     folder: Path
     manifest: dict[str, Any]
     sources: dict[str, TokenFiles]
     mixture: Mixture | None = None
+    held_out: Corpus | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -111,7 +113,12 @@ class Corpus:
     @property
     def key(self) -> str:
         """Hash of the content: of all token files, how they were made, and the proportions; not of where they lie."""
-        return str(self.manifest["key"])
+        own = str(self.manifest["key"])
+        return content_key([own, {"held_out": self.held_out.key}]) if self.held_out else own
+
+    def evaluated_on(self, held_out: Corpus) -> Self:
+        """Return the same training data, evaluated on the held-out splits of another corpus in the same tokens."""
+        return replace(self, held_out=held_out)
 
     @property
     def vocab_size(self) -> int:

@@ -77,7 +77,7 @@ class SegmentResult:
 
 
 class Trainer:
-    """Trains segments of any shape on one corpus; reusing it for another run changes no bit of that run."""
+    """Trains segments of any shape on one corpus at a time; reusing it for another run changes no bit of that run."""
 
     def __init__(
         self,
@@ -123,6 +123,11 @@ class Trainer:
         self._warm = WarmModels(self.device, limit=idle, mesh=mesh)
         self._rank, self._ranks = (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)
         self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
+
+    def read(self, corpus: Corpus) -> None:
+        """Train on another corpus from now on, with the models that are warm."""
+        self.corpus = corpus
+        self._evaluation.clear()
 
     def train(
         self,
@@ -197,7 +202,7 @@ class Trainer:
         return SegmentResult(
             state=end,
             loss=loss,
-            source_losses=source_losses if self.corpus.mixture else {},
+            source_losses=source_losses if (self.corpus.held_out or self.corpus).mixture else {},
             averaged_loss=losses.pop(Tail(), None),
             average_losses=losses,
             curve=recorder.curve(),

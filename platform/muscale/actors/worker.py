@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muscale.actors.corpora import open_corpus
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
@@ -85,6 +86,7 @@ class Worker:
 
     def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
         """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
+        self._read_corpus(chain.numerics.corpus_key)
         state = self._nearest_state(chain)
         if state is None and chain.parent:
             state = self._state(chain.parent)
@@ -101,6 +103,12 @@ class Worker:
             return start, self.trainer.train(
                 chain.numerics, remainder, state, averaged=averaged, on_step=on_step, moves=moves
             )
+
+    def _read_corpus(self, key: str) -> None:
+        """Turn to the corpus of a chain; one that the study does not know is the trainer's to refuse."""
+        trainer = self.trainer
+        if isinstance(trainer, Trainer) and key != trainer.corpus.key and (corpus := open_corpus(self.directory, key)):
+            trainer.read(corpus)
 
     def _nearest_state(self, chain: Chain) -> TrainState | None:
         """The last kept state on the chain's own line that its training can resume from."""

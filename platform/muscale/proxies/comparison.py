@@ -6,7 +6,7 @@ What is wanted next follows from the ledger's runs alone, so the same command co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from muscale.settings.plan import Stem
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, VariantComparison, compare_variants
@@ -71,7 +72,13 @@ class Comparison(JsonResult):
 
 
 def compare(
-    config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw, ledger: Ledger, train: Train
+    config: StudyConfig,
+    numerics: Numerics,
+    best: Hyperparameters,
+    horizon: HorizonLaw,
+    ledger: Ledger,
+    train: Train,
+    corpora: Mapping[str, Corpus],
 ) -> Comparison:
     """Tune every variant, train size after size those that are undecided, and record the comparison.
 
@@ -81,13 +88,14 @@ def compare(
         best, horizon: Of the study's sweep and transfer check.
         ledger: Of the study.
         train: Called with the runs of each step, known ones among them.
+        corpora: Of the variants with data of their own.
 
     Raises:
         StageError: There are no variants, or the runs can't be compared.
     """
     if not config.variants:
         raise StageError("compare: the study file has no variants; add a table [variants.NAME] with what differs")
-    found, rates = _tuned(config, variants(config, numerics, best), ledger, train)
+    found, rates = _tuned(config, variants(config, numerics, best, corpora), ledger, train)
     study, *others = found
     if study.log2_rate is None:
         raise StageError("compare: no rate of the study's own grid trains at every width; see `muscale transfer`")

@@ -7,8 +7,9 @@ across size and the horizon law across tokens, moved by the octaves between its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, fit_optimum
@@ -87,18 +89,23 @@ class Variant:
         return replace(self, log2_rate=found.log2_rate, at_end=found.log2_rate in found.tested)
 
 
-def variants(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Variant]:
+def variants(
+    config: StudyConfig, numerics: Numerics, best: Hyperparameters, corpora: Mapping[str, Corpus] = MappingProxyType({})
+) -> list[Variant]:
     """The study and its variants, in the file's order.
 
     Args:
         config: The study file.
         numerics: The study's, at its base shape.
         best: Of the study's sweep.
+        corpora: Of the variants with data of their own, evaluated on the study's.
     """
     found = [Variant(name=BASELINE, numerics=numerics, best=best)]
     for name, settings in config.variants.items():
         model = settings.model_of(config.model)
         own = replace(numerics, model=model, base=model)
+        if corpus := corpora.get(name):
+            own = replace(own, corpus_key=corpus.key, stages_by_fraction=corpus.stages_by_fraction)
         found.append(Variant(name=name, numerics=own, best=settings.hyperparameters_of(best)))
     return found
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, TypeVar, cast
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from muscale.settings.corpus import CorpusSettings
 from muscale.settings.plan import Stem
-from muscale.settings.strict import StrictTable, build_strictly
+from muscale.settings.strict import StrictTable, build_strictly, format_errors
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
@@ -26,6 +27,8 @@ _SHARED = (
     "context_length",
     "document_separator",
 )  # of the model: else losses are of other held-out tokens
+_SHARED_DATA = ("tokenizer", "end_of_document", "validation_fraction", "evaluation_tokens")
+_ONE_SOURCE = ("source", "kind", "field", "dtype", "vocab_size")
 _Changed = TypeVar("_Changed", Member, Hyperparameters)
 
 
@@ -34,6 +37,7 @@ class VariantSettings(StrictTable):
 
     model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]
     hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of its own rate grid
+    corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out split
 
     def model_of(self, base: Member) -> Member:
         """The variant's model at the base shape."""
@@ -42,6 +46,17 @@ class VariantSettings(StrictTable):
     def hyperparameters_of(self, base: Hyperparameters) -> Hyperparameters:
         """The variant's hyperparameters, its rate the centre of its grid."""
         return changed(base, self.hyperparameters)
+
+    def corpus_of(self, base: CorpusSettings) -> CorpusSettings:
+        """The variant's corpus: the study's with other keys, in the study's tokens, which its writer sees to.
+
+        Raises:
+            ValidationError: If a value breaks its rule.
+        """
+        own = base.model_dump(exclude_unset=True, exclude={"tokenizer", "end_of_document"})
+        dropped = _ONE_SOURCE if "sources" in self.corpus else ("sources", "stages") if "source" in self.corpus else ()
+        kept = {key: value for key, value in own.items() if key not in dropped}
+        return CorpusSettings(**_merged(kept, self.corpus))
 
 
 class CompareSettings(StrictTable):
@@ -78,6 +93,28 @@ def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
     if problems:
         raise ValueError("\n".join(problem.lstrip(".: ") for problem in problems))
     return cast(_Changed, made)
+
+
+def _merged(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables merged key by key; any other value is replaced."""
+    both = {
+        key: _merged(own[key], value) if isinstance(value, dict) and isinstance(own.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    return {**own, **both}
+
+
+def corpus_errors(name: str, variant: VariantSettings, base: CorpusSettings, vocab_size: int) -> list[str]:
+    """Broken rules of a variant's corpus, a line each; reads no file."""
+    where = f"variants.{name}.corpus"
+    if kept := [key for key in _SHARED_DATA if key in variant.corpus]:
+        rule = "must stay the study's, as losses are compared on its held-out tokens"
+        return [f"{where}.{key}: {rule}, got {variant.corpus[key]!r}" for key in kept]
+    try:
+        settings = variant.corpus_of(base)
+    except pydantic.ValidationError as error:
+        return format_errors(error, where, CorpusSettings, separator=".")
+    return [f"variants.{name}.{line}" for line in settings.cross_field_errors(vocab_size) if line.startswith("corpus")]
 
 
 def variant_errors(

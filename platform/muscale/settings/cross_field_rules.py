@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from muscale.settings.compare import variant_errors
+from muscale.settings.compare import corpus_errors, variant_errors
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import CheckSettings, StudyTables
@@ -113,6 +113,12 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     stems = config.compare.stems or config.ladder.stems
     for name, variant in config.variants.items():
         problems += variant_errors(name, variant, model, h, stems, config.compare.widths or config.transfer.widths)
+        if variant.corpus and trainer:
+            problems.append(f"variants.{name}.corpus: the [trainer] program reads its own data; leave it out")
+        elif variant.corpus and (ranks := config.resources.ranks_per_trial) > 1:
+            problems.append(f"variants.{name}.corpus: needs resources.ranks_per_trial = 1, got {ranks}")
+        elif variant.corpus:
+            problems += corpus_errors(name, variant, config.corpus, model.vocab_size)
     largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
     if (budget := config.plan.budget).compute_flops <= largest:
         key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ SMALL = {
     ],
     "variants.same": {},
     "variants.damaged": {"hyperparameters": {"init_scale": 8.0}},
+    "variants.noise": {"corpus": {"source": "noise.txt"}},
 }
 
 
@@ -92,7 +94,7 @@ def test_the_cost_is_known_before_anything_is_trained(make_study: MakeStudy) -> 
     table = cost_of("compare", config)
     assert table["stage"].tolist()[:2] == ["sweep", "transfer"]
     parts = table["stage"].str.partition(": ")[2].str.split(", ", expand=True)[2:]
-    assert set(parts[0]) == {"baseline", "same", "damaged"}
+    assert set(parts[0]) == {"baseline", "same", "damaged", "noise"}
     assert set(parts[1]) == {"rates", "width 16", "width 32", "width 48"}
     largest = table.set_index("stage").loc["compare: damaged, width 48"]
     assert (largest["runs"], largest["n_tokens"]) == (2, 2 * 16384)
@@ -120,11 +122,13 @@ def test_two_variants_from_end_to_end(
     make_study: MakeStudy, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_study()
+    (path.parent / "noise.txt").write_text("".join(random.Random(0).choices("abcdefghijklmnop ", k=40_000)))
     study = Study.open(path, SMALL, quiet=True)
     found = study.compare()
     table = found.outcome.table.set_index("variant")
     assert table.loc["damaged", "verdict"] == "reject"
     assert table.loc["damaged", "look"] == 1, "its other size is not trained"
+    assert table.loc["noise", "verdict"] == "reject", "it is held against text"
     assert table.loc["same", "verdict"] == "undecided"
     assert table.loc["same", "multiplier"] == pytest.approx(1.0)
     trained = study.runs()
@@ -137,7 +141,8 @@ def test_two_variants_from_end_to_end(
     settings = [part for key, value in SMALL.items() for part in ("--set", f"{key}={_toml(value)}")]
     assert app(["compare", str(path), "--one-size", "--json", *settings], result_action="return_value") == 0
     one = json.loads(capsys.readouterr().out)["outcome"]
-    assert {(row["variant"], row["verdict"]) for row in one["table"]} == {("same", "undecided"), ("damaged", "reject")}
+    verdicts = {row["variant"]: row["verdict"] for row in one["table"]}
+    assert verdicts == {"same": "undecided", "damaged": "reject", "noise": "reject"}
     assert one["n_sizes"] == 1
 
 

@@ -89,7 +89,11 @@ compare.seeds=[1, 1] => compare.seeds | differ
 compare.rates=2 => compare.rates | got 2
 compare.widths=[20] => compare.widths | head_dim=16 | got 20
 variants.baseline={{}} => variants.baseline | another
-variants.a.corpus={{source="b"}} => variants.a.corpus | allowed are model, hyperparameters
+variants.a.trainer={{}} => variants.a.trainer | allowed are model, hyperparameters
+variants.a.corpus={{sauce="b"}} => variants.a.corpus.sauce | source?
+variants.a.corpus={{tokenizer="bytes"}} => variants.a.corpus.tokenizer | 'bytes'
+variants.a.corpus={{sources={{a={{path="b"}}}}}} => variants.a.corpus.sources.a.weight
+variants.a.corpus={{source="b"}} ;; resources.ranks_per_trial=2 => variants.a.corpus | got 2
 variants.a.model={{tide=true}} => variants.a.model | tide | tied?
 variants.a.model={{d_model=20}} => variants.a.model | head_dim=16 | got 20
 variants.a.model={{context_length=64}} => variants.a.model.context_length | held-out | got 64

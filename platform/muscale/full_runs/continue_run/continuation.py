@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
-from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out, write_corpus
+from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out
 from muscale.full_runs.continue_run.lineage import (
     LineageSegment,
     Parent,
@@ -22,6 +22,7 @@ from muscale.layout import FULL_RUNS
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.settings.corpus import CorpusSettings
+from muscale.settings.further_corpus import write_corpus
 from muscale.settings.own_model import require_same_family
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger

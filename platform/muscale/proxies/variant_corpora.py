@@ -1,0 +1,61 @@
+"""The corpora of variants: written in the study's tokens, evaluated on its held-out text, of which they may not hold more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from muscale.actors.corpora import note, noted
+from muscale.actors.corpus_hashes import require_unchanged
+from muscale.errors import StageError
+from muscale.settings.config import StudyConfig
+from muscale.settings.further_corpus import write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.overlap import overlap
+
+MOST_SHARED = 0.01
+"""Share of the held-out text that a variant may train on beyond what the study's own data repeat of it (assumed)."""
+
+
+def variant_corpora(
+    config: StudyConfig, first: Corpus, directory: Path, on_progress: Callable[[int, int], None]
+) -> dict[str, Corpus]:
+    """The corpora of the variants that have one, by name; written or opened.
+
+    Args:
+        config: The study file.
+        first: The study's own corpus.
+        directory: The study's.
+        on_progress: Called with bytes read and all bytes.
+
+    Raises:
+        StageError: Data can't be used, changed since, or hold held-out text of the study.
+    """
+    found = {}
+    for name, settings in config.variants.items():
+        if not settings.corpus:
+            continue
+        wanted = settings.corpus_of(config.corpus)
+        size = config.model.vocab_size
+        try:
+            written = write_corpus(
+                wanted, first, base=directory, directory=directory, vocab_size=size, on_progress=on_progress
+            )
+        except StageError as error:
+            raise StageError(f"variants.{name}.{error}") from error
+        require_unchanged(written.folder)
+        found[name] = written.evaluated_on(first)
+        if not noted(directory, found[name].key):
+            _require_apart(name, first, written)
+            note(directory, found[name])
+    return found
+
+
+def _require_apart(name: str, first: Corpus, written: Corpus) -> None:
+    """Refuse a corpus that would be trained on what is evaluated."""
+    shared, own = overlap(first, written), overlap(first, first)
+    if shared > own + MOST_SHARED:
+        raise StageError(
+            f"variants.{name}.corpus: trains on {shared:.1%} of the study's held-out text, of which the study's own training data "
+            f"repeat {own:.1%}: its losses would be flattered; give it the same files, whose held-out part is left out, or others"
+        )

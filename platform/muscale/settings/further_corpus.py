@@ -1,0 +1,90 @@
+"""A corpus beside the study's own and in the same tokens: of a continuation, or of a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from muscale.errors import StageError
+from muscale.layout import CORPORA
+from muscale.settings import corpus as data
+from muscale.settings.corpus import CorpusSettings
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.kept_tokenizer import TOKENIZER
+from proxy_models.data.sources import at_home
+from proxy_models.data.token_files import STATED
+from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
+from proxy_models.hashing import content_key
+
+SAME = "a further corpus must have the tokenizer of the study's"
+
+
+def write_corpus(
+    settings: CorpusSettings,
+    first: Corpus,
+    *,
+    base: Path,
+    directory: Path,
+    vocab_size: int,
+    on_progress: Callable[[int, int], None],
+) -> Corpus:
+    """Write a further corpus into a folder of the study, or open it; its tokenizer is that of the study's corpus.
+
+    Args:
+        settings: Of the corpus.
+        first: The study's own corpus.
+        base: Folder to which its paths are relative.
+        directory: The study's.
+        vocab_size: The model's.
+        on_progress: Called with bytes written and all bytes.
+
+    Raises:
+        StageError: If the data can't be used, or have another tokenizer.
+    """
+    try:
+        settings = _encoded_as(first, settings, base)
+        data.check(settings, base, vocab_size)
+        identity = [settings.identity(), str(base.resolve())]
+        folder = directory / CORPORA / content_key(identity)
+        corpus = data.write(settings, base, folder, vocab_size, on_progress)
+    except ValueError as error:
+        raise StageError(str(error) if str(error).startswith("corpus") else f"corpus: {error}") from error
+    _require(_tokenizers(corpus), first)
+    if corpus.vocab_size > vocab_size:
+        raise StageError(f"corpus: {SAME}: ids below {vocab_size}, got {corpus.vocab_size}")
+    return corpus
+
+
+def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSettings:
+    """The settings with the tokenizer of the first corpus, if they name none; another one is refused."""
+    texts = [source for source in data.sources(settings, base).values() if source.kind != "tokens"]
+    if not texts:
+        return settings
+    if "tokenizer" in settings.model_fields_set:
+        if settings.tokenizer == "bpe":
+            raise StageError(f'corpus.tokenizer: {SAME}, and "bpe" would train a new one; leave corpus.tokenizer out')
+        path = base / at_home(settings.tokenizer)
+        named: Tokenizer = (
+            BytesTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(path, settings.end_of_document)
+        )
+        _require({named.key}, first)
+        return settings
+    if not _tokenizers(first) - {STATED}:
+        raise StageError(f"corpus: {SAME}, whose data was given as tokens, so text can't be encoded; give tokens")
+    tokenizer = first.tokenizer()
+    if isinstance(tokenizer, FileTokenizer):
+        kept = {"tokenizer": str((first.folder / TOKENIZER).resolve()), "end_of_document": tokenizer.end_name}
+        return settings.model_copy(update=kept)
+    return settings
+
+
+def _tokenizers(corpus: Corpus) -> set[str]:
+    return {str(files.manifest["tokenizer"]) for files in corpus.sources.values()}
+
+
+def _require(found: set[str], first: Corpus) -> None:
+    if more := found - (known := _tokenizers(first)):
+        hint = "give text instead of tokens" if more == {STATED} else "leave corpus.tokenizer out"
+        raise StageError(
+            f"corpus.tokenizer: {SAME}: hash {', '.join(sorted(known))}, got {', '.join(sorted(more))}; {hint}"
+        )
