@@ -42,7 +42,7 @@ def train_together(prepared: str, log: Path) -> str:
             while ranks.poll() is None and time.monotonic() < deadline:
                 assert leaking_processes() == []
                 most = max(most, len(psutil.Process(ranks.pid).children(recursive=True)))
-                time.sleep(0.2)
+                time.sleep(1)
         finally:
             ranks.terminate()  # nothing, if they have ended
             ranks.wait(timeout=60)
