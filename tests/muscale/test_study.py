@@ -288,6 +288,7 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
         code = driver.wait(timeout=60)
     finally:
         driver.kill()  # nothing, if it has ended
+        driver.wait()
         log.close()
     if how == signal.SIGINT:
         assert code == 130
