@@ -3,18 +3,23 @@
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from muscale import Study, StudyConfig
+from muscale.actors.jobs import Job
+from muscale.actors.worker import Worker
 from muscale.cli import app
 from muscale.plans.costs import cost_of, estimate, with_device_hours
 from muscale.proxies import ladder
-from muscale.proxies.comparison import Comparison
+from muscale.proxies.comparison import Comparison, compare
 from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
+from muscale.store.ledger import find
 from proxy_models.training.numerics import Numerics
 from tests.muscale.planted import planted_horizon
 from tests.muscale.planted_ledger import add_run
@@ -116,6 +121,55 @@ def test_hours_are_those_of_what_was_trained_so_far(make_study: MakeStudy) -> No
     add_run(study.ledger, 0, 2.0)  # of one parameter, whose last segment says that it trained 5,120 tokens in a second
     priced = with_device_hours(table, study.config, path)
     assert priced["device_hours"].tolist() == pytest.approx((table["compute_flops"] / (6 * 5120) / 3600).tolist())
+
+
+TINY = {
+    "transfer.n_tokens": 4096,
+    "transfer.rates": 5,
+    "compare.stems": [{"width": 16, "n_tokens": 4096}, {"width": 32, "n_tokens": 4096}],
+    "variants.damaged": {"hyperparameters": {"init_scale": 8.0}},
+}
+
+
+def compared_here(path: Path, interruptions: list[int]) -> tuple[dict[str, Any], dict[str, float]]:
+    """A comparison that a worker in this process trains, begun again after each interruption; and the losses of its segments.
+
+    Args:
+        path: The study file.
+        interruptions: Runs after which it is interrupted.
+    """
+    study = Study.open(path, TINY, quiet=True)
+    corpus, best = study.corpus, study.config.hyperparameters
+    worker, reached = Worker(study.ledger, compiled=False), set[str]()
+
+    def train(_what: str, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            worker.reach(job.chain)
+            reached.add(job.chain.key)
+            if interruptions and len(reached) > interruptions[0]:
+                interruptions.pop(0)
+                raise KeyboardInterrupt
+
+    while True:
+        try:
+            numerics = study.config.shared_numerics(corpus)
+            found = compare(study.config, numerics, best, planted_horizon(), study.ledger, train, {})
+        except KeyboardInterrupt:
+            continue
+        segments = study.ledger.read(find, "segments")
+        study.ledger.close()
+        return found.to_dict(), {row["key"]: row["loss"] for row in segments}
+
+
+def test_an_interrupted_comparison_ends_as_an_undisturbed_one(make_study: MakeStudy) -> None:
+    """Interrupted among the rates and among the sizes."""
+    torch.set_num_threads(1)
+    moments = [3, 15]
+    undisturbed, losses = compared_here(make_study("undisturbed"), [])
+    interrupted, losses_of_both = compared_here(make_study("interrupted"), moments)
+    assert not moments, "it was interrupted twice"
+    assert interrupted == undisturbed
+    assert losses_of_both == losses, "and nothing else was trained"
 
 
 def test_two_variants_from_end_to_end(
