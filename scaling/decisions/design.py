@@ -19,10 +19,11 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
-from scaling.fits.ensemble import PRIOR, Ensemble
+from scaling.fits.ensemble import Ensemble
 from scaling.fits.identification import LEAST_NOISE
+from scaling.fits.prior import precision
 from scaling.forms.law import compute_flops
-from scaling.forms.powers import Joint, JointPowers
+from scaling.forms.powers import JointPowers
 from scaling.minimizers.bootstrap import noise_weights
 
 MISFIT_PER_DECADE = 0.01
@@ -58,7 +59,7 @@ class Design:
         )
         theta = _theta(ensemble, law)
         jacobian = law.linearise(theta[None])[1][0]
-        prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0.0 for name in Joint.parameters])
+        prior = precision()
         blank = cls(
             law=law,
             theta=theta,

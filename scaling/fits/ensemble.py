@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
+from scaling.fits.prior import PRIOR, precision, shifts
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
@@ -26,12 +27,6 @@ from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, ste
 from scaling.minimizers.newton import Prior, minimize
 from scaling.minimizers.starts import screened
 
-PRIOR = {"E": (0.7, 0.6), "alpha": (0.3, 0.35), "beta": (0.27, 0.4), "g": (0.46, 0.45)}
-"""Centre (of E: as a share of the least loss) and standard deviation of the logarithm, the same for every ladder.
-
-Centres are the geometric means over nine families of public ladders, deviations theirs (.24, .30, .40, .39) rounded up, most for
-E, whose share is less in ladders of small models. `tests/benchmarks/forecast.py` has the errors with each family left out.
-"""
 TUNING = 1.345
 """Huber's threshold in standard deviations of the residual: 95 % efficiency under normal noise (Huber 1981, sec. 4.5)."""
 L1_DELTA = 1e-3
@@ -54,7 +49,7 @@ class Ensemble:
     Attributes:
         variants: of which the forecast is the mean in log loss, by name; the first is the base.
         squares: the base under squared residuals: far from the others where single rows decide.
-        draws: the base under resampled stems, parameters in the form's order, [n_draws, 6].
+        draws: the base under resampled stems and priors that lie elsewhere, parameters in the form's order, [n_draws, 6].
         widening: by how much `moves` draws them apart (`minimizers.bootstrap`); the forecast's own scale was calibrated to the
             draws as they are.
         residual: recency-weighted rms of the base's log residuals.
@@ -126,17 +121,10 @@ def fit_ensemble(
         raise ScalingError(
             f"a forecast's fits have {wanted - 1} parameters: need at least {wanted} distinct (N, D), got {points}"
         )
-    log_loss = np.log(rows["loss"].to_numpy())
     n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
     log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
-    weights = noise_weights(rows)
-    fits = _Fits(
-        Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss),
-        log_loss,
-        weights,
-        n_params_convention,
-        loss_unit,
-    )
+    fits = BaseFits.of(rows, n_params_convention=n_params_convention, loss_unit=loss_unit)
+    log_loss, weights = fits.log_loss, fits.weights
     usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
     base, sigma = fits.adaptive()
     residual = fits.residual(base)
@@ -162,7 +150,8 @@ def fit_ensemble(
     )
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, N_DRAWS, seed)
-    draws, _ = refit(fits.problem, log_loss, resampled, base, (robust,), fits.prior(sigma**2))
+    moved = fits.prior(sigma**2, shifts(N_DRAWS, seed))
+    draws, _ = refit(fits.problem, log_loss, resampled, base, (robust,), moved)
 
     telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
     telling = telling if telling.any() else np.ones(len(rows), dtype=bool)
@@ -178,7 +167,7 @@ def fit_ensemble(
 
 
 @dataclass(frozen=True)
-class _Fits:
+class BaseFits:
     """Fits of the joint form to one ladder, under the prior; rows have weights of mean one, and a scale that goes with them."""
 
     problem: Problem
@@ -187,14 +176,19 @@ class _Fits:
     n_params_convention: str
     loss_unit: str
 
-    def prior(self, variance: float) -> Prior:
-        """Prior in the units of an objective whose residuals have a variance."""
+    @classmethod
+    def of(cls, rows: pd.DataFrame, *, n_params_convention: str = "", loss_unit: str = NATS) -> BaseFits:
+        """Fits of rows with n_params, n_tokens and loss; what `noise` they have weighs them."""
+        log_loss = np.log(rows["loss"].to_numpy())
+        columns = {name: rows[name].to_numpy() for name in Joint().columns}
+        return cls(Joint().problem(columns, log_loss), log_loss, noise_weights(rows), n_params_convention, loss_unit)
+
+    def prior(self, variance: float, shift: Array | float = 0.0) -> Prior:
+        """Prior in the units of an objective whose residuals have a variance, its mean moved by a shift, [P] or [J, P]."""
         centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
         centres["E"] += float(self.log_loss.min())
-        return Prior(
-            mean=np.array([centres.get(name, 0.0) for name in Joint.parameters]),
-            precision=np.array([variance / PRIOR[name][1] ** 2 if name in PRIOR else 0.0 for name in Joint.parameters]),
-        )
+        mean = np.array([centres.get(name, 0.0) for name in Joint.parameters])
+        return Prior(mean=mean + shift, precision=variance * precision())
 
     def adaptive(self) -> tuple[Array, float]:
         """Huber's fit and the scale of its residuals, found in turn."""

@@ -34,7 +34,7 @@ MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
 mid-schedule: 2.1–5.4 %, where forecasts fail."""
 LEAST_SHARE = 0.3
 """Share of the least loss below which E is warned of; it is .43 to 1.02 on every public ladder but one in mid-schedule. The
-forecast's prior expects .6: where E was planted near .1 of the least loss, its 90 % intervals held 57 %."""
+forecast's prior expects .73: by an earlier one, where E was planted near .1 of the least loss, its 90 % intervals held 57 %."""
 MAX_CONDITION = 1e3
 """Condition number of the Jacobian with columns of length one. Public ladders: 15–80; N and D in strict proportion: 1e16."""
 

@@ -11,8 +11,9 @@ for the variants' disagreement and one that grows with the extrapolation:
     q  standard deviation of the log point over the variants and a fit of squares
     h  log10(C_target / C_max), at least 0;   W  decades of compute in the fit, at least .3
 
-with k = 1.93 at 90 % and 2.39 at 95 %. The coefficients were found on 18 public ladders of nine families, leaving one family
-out; `tests/benchmarks/forecast.py` holds them against every ladder that it has, and RESULTS.md keeps what it found.
+with k = 2 at 95 %. The coefficients were found on 18 public ladders of nine families, leaving one family out; k likewise, once
+the prior's covariance had made the draws surer of what they show. `tests/benchmarks/forecast.py` holds them against every ladder
+that it has, and RESULTS.md keeps what it found.
 """
 
 import math
@@ -142,12 +143,12 @@ def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> A
 
 
 def interval_factor(level: float) -> float:
-    """Factor k of the interval: 1.93·t(level)/t(.90), t the two-sided quantile of Student's t with 8 degrees of freedom.
+    """Factor k of the interval: the two-sided quantile of Student's t with 8 degrees of freedom, scaled to 2 at 95 %.
 
-    That curve goes through both measured values (1.93 at 90 %, 2.39 at 95 %); elsewhere it is our interpolation.
+    Its ratio of 95 to 90 % is that measured on the public ladders; elsewhere the curve is our interpolation.
     """
     from scipy.special import stdtrit
 
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    return float(1.93 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.95))
+    return float(2 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.975))

@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.fits.ensemble import PRIOR
+from scaling.fits.prior import PRIOR, precision
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, compute_flops
-from scaling.forms.powers import Joint, JointPowers
+from scaling.forms.powers import JointPowers
 from scaling.presentation import span
 
 MOST_FACTOR = 10.0
@@ -109,8 +109,7 @@ def _factor(n_params: Array, n_tokens: Array, log_loss: Array, noise: float, flo
     terms = np.log([reducible ** (1 / g) * beta / total, reducible ** (1 / g) * alpha / total]) * g
     theta = np.array([math.log(E), *terms, *np.log([alpha, beta, g])])
     jacobian = law.linearise(theta[None])[1][0]
-    prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else _WEAK for name in Joint.parameters])
-    covariance = np.linalg.inv(jacobian.T @ jacobian / max(noise, LEAST_NOISE) ** 2 + prior)
+    covariance = np.linalg.inv(jacobian.T @ jacobian / max(noise, LEAST_NOISE) ** 2 + precision(_WEAK))
     # log N* = (g·log(alpha/beta) + a − b + beta·c) / (alpha + beta), c = log C/6, all about the centre; rho* = c − 2·log N*.
     c = math.log(flops / FLOPS_PER_PARAM_TOKEN) - sum(law.terms.centre)
     best = beta * c / total

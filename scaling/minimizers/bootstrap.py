@@ -54,8 +54,8 @@ def refit(
     converged = np.empty(len(weights), dtype=bool)
     for first in range(0, len(weights), BATCH):
         part = slice(first, first + BATCH)
-        starts = np.tile(start, (len(weights[part]), 1))
-        theta[part], _, converged[part] = minimize(problem, log_loss, weights[part], starts, deltas, prior)
+        starts, own = np.tile(start, (len(weights[part]), 1)), prior and prior.of(part)
+        theta[part], _, converged[part] = minimize(problem, log_loss, weights[part], starts, deltas, own)
     return theta, converged
 
 

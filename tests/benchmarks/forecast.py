@@ -6,7 +6,7 @@ Each ladder is fitted to its runs with C < Cmax/cut and held against those above
 Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
 mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
 forecast's five fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
-family's ladders is centred on the other families'.
+family's ladders has the centres and correlations of the other families (`prior.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import pandas as pd
 
 from scaling import compute_flops
 from scaling.fits.backtest import backtest
-from scaling.fits.ensemble import PRIOR, fit_ensemble
+from scaling.fits.ensemble import fit_ensemble
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
+from scaling.fits.prior import CORRELATIONS, PRIOR
 from tests.benchmarks.ladders import Ladder, ladders
+from tests.benchmarks.prior import left_out
 
 LEVELS = (0.9, 0.95)
 
@@ -40,29 +42,6 @@ def measure(ladder: Ladder, cuts: list[float]) -> tuple[pd.DataFrame, pd.DataFra
     ]
     table = pd.concat([found.table(), pd.DataFrame(best)], ignore_index=True)
     return table.assign(**labels, seconds=seconds), found.predictions.assign(**labels)
-
-
-def centres() -> pd.DataFrame:
-    """Logarithms of the prior's parameters (E as a share of the least loss) by family, of all runs under a prior thrice as wide."""
-    wide = {name: (centre, 3 * deviation) for name, (centre, deviation) in PRIOR.items()}
-    with patch.dict(PRIOR, wide):
-        fits = {
-            (ladder.family, ladder.name): {
-                **next(iter(fit_ensemble(ladder.runs).variants.values())).parameters,
-                "least": ladder.runs["loss"].min(),
-            }
-            for ladder in ladders()
-            if ladder.annealed
-        }
-    found = pd.DataFrame(fits).T.rename_axis(["family", "ladder"])
-    found["E"] /= found["least"]
-    return np.log(found[[*PRIOR]]).groupby("family").median()
-
-
-def without(family: str, found: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """The prior centred on the other families, as wide as it is."""
-    means = np.exp(found.drop(index=family, errors="ignore").mean())
-    return {name: (float(means[name]), deviation) for name, (_, deviation) in PRIOR.items()}
 
 
 def hindsight(runs: pd.DataFrame, cut: float) -> float:
@@ -144,14 +123,17 @@ def main() -> None:
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--few-runs", action="store_true", help="also forecast from few runs drawn at random")
-    parser.add_argument("--left-out", action="store_true", help="centre the prior on the other families")
+    parser.add_argument(
+        "--left-out", action="store_true", help="centres and correlations of the prior by the other families"
+    )
     options = parser.parse_args()
     chosen = [ladder for ladder in ladders() if not options.ladders or ladder.name in options.ladders]
-    parts, found = [], centres()
-    print(f"geometric means over {len(found)} families {np.exp(found.mean()).round(3).to_dict()}")
-    print(f"standard deviations of their logarithms {found.std().round(2).to_dict()}")
+    parts, priors = [], {}
+    if options.left_out:
+        priors = {family: left_out(family) for family in {ladder.family for ladder in chosen}}
     for ladder in chosen:
-        with patch.dict(PRIOR, without(ladder.family, found) if options.left_out else {}):
+        centres, correlations = priors.get(ladder.family, ({}, {}))
+        with patch.dict(PRIOR, centres), patch.dict(CORRELATIONS, correlations):
             parts.append(measure(ladder, options.cuts))
     table, predictions = pd.concat([t for t, _ in parts]), pd.concat([p for _, p in parts])
     if options.csv:

@@ -11,9 +11,9 @@ import pytest
 
 from scaling import Law, ScalingFit, candidate_runs, compute_flops, fit, next_runs
 from scaling.decisions.design import MISFIT_PER_DECADE, Design
-from scaling.fits.ensemble import PRIOR
 from scaling.fits.forecast import interval_factor
 from scaling.fits.identification import LEAST_NOISE
+from scaling.fits.prior import precision
 from scaling.forms.powers import Joint, JointPowers
 
 TARGET = (2e9, 4e10)
@@ -72,7 +72,7 @@ def test_variance_is_that_of_least_squares_with_a_prior(fitted: ScalingFit, desi
     jacobian = np.array(
         [numeric_gradient(fitted, design.law, n, d) for n, d in zip(rows["n_params"], rows["n_tokens"], strict=True)]
     )
-    prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0 for name in Joint.parameters])
+    prior = precision()
     noise = max(fitted.ensemble.residual, LEAST_NOISE)
     decades = np.log10(compute_flops(*TARGET) / compute_flops(rows["n_params"], rows["n_tokens"]))
     variance = noise**2 + (MISFIT_PER_DECADE * decades) ** 2

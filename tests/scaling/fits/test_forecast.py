@@ -19,8 +19,8 @@ def result(ladder: Ladder) -> ScalingFit:
 
 
 def test_factor_goes_through_the_measured_values() -> None:
-    assert interval_factor(0.90) == pytest.approx(1.93, abs=1e-12)
-    assert interval_factor(0.95) == pytest.approx(2.39, abs=0.005)
+    assert interval_factor(0.90) == pytest.approx(1.613, abs=0.001)
+    assert interval_factor(0.95) == pytest.approx(2.0, abs=1e-12)
     for level in (0, 1):
         with pytest.raises(ValueError, match=f"level .*got {level}"):
             interval_factor(level)
@@ -35,8 +35,8 @@ def test_scale_of_a_noise_free_fit_is_its_floor_and_the_extrapolation(ladder: La
     assert inside.log_scale == pytest.approx(0.0053, rel=1e-4)
     steps = math.log10(beyond.compute_flops / high) / math.log10(high / low)
     assert beyond.log_scale == pytest.approx(math.hypot(0.0053, 0.0089 * steps), rel=1e-4)
-    assert beyond.high / beyond.loss == pytest.approx(math.exp(1.93 * beyond.log_scale))
-    assert beyond.loss / beyond.low == pytest.approx(math.exp(1.93 * beyond.log_scale))
+    assert beyond.high / beyond.loss == pytest.approx(math.exp(interval_factor(0.9) * beyond.log_scale))
+    assert beyond.loss / beyond.low == pytest.approx(math.exp(interval_factor(0.9) * beyond.log_scale))
 
 
 def test_every_term_of_the_scale_has_its_measured_coefficient(result: ScalingFit) -> None:
@@ -68,15 +68,15 @@ def test_coverage_where_the_form_is_true(ladder: Ladder, planted: Law) -> None:
 
 
 def test_held_out_decade_of_the_reference_problem(reference: pd.DataFrame) -> None:
-    """Fitted to C < Cmax/10, the 90 % interval holds most of the losses above, and the mean error is about 1 %."""
+    """Fitted to C < Cmax/10, the 90 % interval holds most of the losses above, and the mean error is below 1 %."""
     compute = reference["n_params"] * reference["n_tokens"]
     held_out = reference[compute > compute.max() / 10]
     result = fit(reference.drop(held_out.index), n_params_convention="total")
     forecasts = [result.forecast(row.n_params, row.n_tokens) for row in held_out.itertuples()]
     error = [abs(f.loss / loss - 1) for f, loss in zip(forecasts, held_out["loss"], strict=True)]
     covered = [f.low <= loss <= f.high for f, loss in zip(forecasts, held_out["loss"], strict=True)]
-    assert sum(error) / len(error) < 0.0125
-    assert sum(covered) / len(covered) > 0.8
+    assert sum(error) / len(error) < 0.01
+    assert sum(covered) / len(covered) > 0.75, "one ladder's targets share one error"
 
 
 def test_bad_target(result: ScalingFit) -> None:

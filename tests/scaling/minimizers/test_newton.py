@@ -62,12 +62,15 @@ def test_members_of_a_batch_do_not_influence_each_other(points: tuple[SumOfPower
 def test_a_prior_weighs_as_a_normal_one(points: tuple[SumOfPowers, Array]) -> None:
     """The objective written out once more, and minimised by scipy: its minimum lies between the runs' and the prior's."""
     form, log_loss = points
-    prior = Prior(mean=THETA[0], precision=np.array([0.0, 0.0, 0.0, 0.2, 0.05]))
+    precision = np.diag([0.0, 0.0, 0.0, 0.2, 0.05])
+    precision[3, 4] = precision[4, 3] = -0.06
+    prior = Prior(mean=THETA[0], precision=precision)
 
     def written_out(theta: Array, precision: Array) -> float:
         residual = np.abs(form.log_loss(theta[None])[0] - log_loss)
         runs = np.where(residual <= DELTA, residual**2 / 2, DELTA * (residual - DELTA / 2)).sum()
-        return float(runs + sum(p * (t - m) ** 2 for p, t, m in zip(precision, theta, prior.mean, strict=True)) / 2)
+        off = theta - THETA[0]
+        return float(runs + sum(precision[i, j] * off[i] * off[j] for i in range(5) for j in range(5)) / 2)
 
     one = np.ones((1, log_loss.size))
     assert objective(form, log_loss, one, THETA[1:], DELTA, prior)[0] == pytest.approx(
@@ -86,3 +89,14 @@ def test_a_prior_weighs_as_a_normal_one(points: tuple[SumOfPowers, Array]) -> No
     for i in (3, 4):
         low, high = sorted((free[0, i], prior.mean[i]))
         assert low < theta[0, i] < high
+
+
+def test_members_of_a_batch_may_have_priors_of_their_own(points: tuple[SumOfPowers, Array]) -> None:
+    form, log_loss = points
+    means, precision = THETA[0] + np.outer([0.0, 0.3], np.ones(5)), np.eye(5)
+    starts, weights = THETA[[0, 0]], np.ones((2, log_loss.size))
+    together, _, _ = minimize(form, log_loss, weights, starts, (DELTA,), Prior(mean=means, precision=precision))
+    for i in range(2):
+        prior = Prior(mean=means[i], precision=precision)
+        alone, _, _ = minimize(form, log_loss, weights[:1], starts[:1], (DELTA,), prior)
+        np.testing.assert_allclose(together[i], alone[0], atol=1e-6)
