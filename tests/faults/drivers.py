@@ -38,9 +38,9 @@ class Undisturbed:
 
 
 class Driver:
-    """A sweep of a study, in a process group of its own."""
+    """A sweep of a study, or a Python program that is given it, in a process group of its own."""
 
-    def __init__(self, study: Path, *settings: str, command: str = "sweep") -> None:
+    def __init__(self, study: Path, *settings: str, command: str = "sweep", program: Path | None = None) -> None:
         self.study = study
         self.log = study.parent / f"driver-{time.monotonic_ns()}.log"
         chosen = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
@@ -49,7 +49,10 @@ class Driver:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "muscale", command, str(study), *chosen],
+                [
+                    sys.executable,
+                    *([str(program), str(study)] if program else ["-m", "muscale", command, str(study), *chosen]),
+                ],
                 stdout=log,
                 stderr=log,
                 env=environment,

@@ -25,6 +25,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FIGURE = "application/vnd.plotly.v1+json"
 ITS_OWN_RAY = ("06_cluster",)
 """Starts a cluster, and draws nothing."""
+LONG = ("07_from_tune",)
+"""Searches a space of its own, so it trains every stage anew."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in ITS_OWN_RAY else ())
+        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in ITS_OWN_RAY + LONG else ())
         for path in NOTEBOOKS
     ],
 )

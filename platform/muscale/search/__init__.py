@@ -16,12 +16,12 @@ from proxy_models.lazy import lazily
 if TYPE_CHECKING:
     from muscale.search.protocols import GoOn, Known, Observation, Scheduler, Searcher, Start
     from muscale.search.record import Record
-    from muscale.search.searchers import OptunaSearcher
+    from muscale.search.searchers import Grid, OptunaSearcher
 
-__all__ = ["GoOn", "Known", "Observation", "OptunaSearcher", "Record", "Scheduler", "Searcher", "Start"]
+__all__ = ["GoOn", "Grid", "Known", "Observation", "OptunaSearcher", "Record", "Scheduler", "Searcher", "Start"]
 
 _PROTOCOLS = ("GoOn", "Known", "Observation", "Scheduler", "Searcher", "Start")
 __getattr__ = lazily(
     "muscale.search",
-    {"OptunaSearcher": "searchers", "Record": "record", **dict.fromkeys(_PROTOCOLS, "protocols")},
+    {"Grid": "searchers", "OptunaSearcher": "searchers", "Record": "record", **dict.fromkeys(_PROTOCOLS, "protocols")},
 )

@@ -59,11 +59,23 @@ def _of_definition(where: str, defined: Any) -> dict[str, Any]:
             f"got {defined.__module__}.{defined.__qualname__}"
         )
     written = defined.__mro__ if isinstance(defined, type) else (defined,)
-    try:
-        source = [inspect.getsource(each) for each in written if each.__module__.partition(".")[0] not in _BELOW]
-    except (OSError, TypeError) as error:
-        raise StageError(f"sweep: {where}: its source is part of the sweep's key and can't be read: {error}") from error
+    source = [_source_of(each) for each in written if each.__module__.partition(".")[0] not in _BELOW]
+    if not all(source):
+        raise StageError(
+            f"sweep: {where}: its source is part of the sweep's key and can't be read; got {defined.__module__}.{defined.__qualname__}"
+        )
     return {"name": f"{defined.__module__}:{defined.__qualname__}", "source": content_key(source)}
+
+
+def _source_of(defined: Any) -> str:
+    """The source of a class or function; of a class in a notebook, which has no file, of its methods. "" if there is none."""
+    try:
+        return inspect.getsource(defined)
+    except (OSError, TypeError):
+        methods = (
+            [each for each in vars(defined).values() if inspect.isfunction(each)] if isinstance(defined, type) else []
+        )
+        return "".join(map(_source_of, methods))
 
 
 def _plain(where: str, value: Any) -> Any:

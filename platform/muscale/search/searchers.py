@@ -34,7 +34,7 @@ SIGMA = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every combination of a grid, in order."""
+    """Configurations that are given, in order: every combination of a grid, or what another tool has found."""
 
     configs: Sequence[Config]
     first: int = 0  # trial that is given the first point

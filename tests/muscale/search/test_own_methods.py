@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pandas as pd
@@ -186,6 +189,35 @@ def test_methods_are_known_by_their_classes_and_values() -> None:
     assert all(identities[a] != identities[b] for a in range(4) for b in range(a))
     assert identities[3]["fields"]["make"]["name"].endswith(":random_sampler")
     assert identities[3]["fields"]["space"] == SPACE.to_dict()
+
+
+CELL = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Same:
+    value: float
+
+    def propose(self, number, known):
+        return {"learning_rate": self.value * 1}
+"""
+
+
+def test_a_class_of_a_notebook_is_known_by_its_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    def defined(text: str, cell: str) -> Any:
+        """An object of a class that a cell defines, whose module has no file."""
+        module = ModuleType("a_notebook")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(linecache.cache, cell, (len(text), None, text.splitlines(keepends=True), cell))
+        exec(compile(text, cell, "exec"), vars(module))
+        return vars(module)["Same"](0.01)
+
+    first, again, edited = (
+        identity_of("searcher", defined(text, f"<cell {n}>"))
+        for n, text in enumerate((CELL, CELL, CELL.replace("* 1", "* 2")))
+    )
+    assert first == again
+    assert first["source"] != edited["source"]
 
 
 @pytest.mark.parametrize(
