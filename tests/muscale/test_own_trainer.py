@@ -132,8 +132,10 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
     assert starts(path) == before, "started again"
 
     law, plan = opened.fit(), opened.plan()
-    planted = {"E": 0.2, "alpha": 0.5, "beta": 0.5 / 1.2}
-    assert {name: law.law.parameters[name] for name in planted} == pytest.approx(planted, abs=0.1)
+    fitted = law.law.parameters
+    assert fitted["E"] == pytest.approx(0.2, abs=0.05)
+    assert fitted["alpha"] == pytest.approx(0.5, abs=0.1)
+    assert fitted["beta"] == pytest.approx(0.5 / 1.2, abs=0.15)
     verdict = opened.transfer()
     assert verdict.passed, "the best rate does not depend on the width"
     assert opened.sweep().best.learning_rate == pytest.approx(0.6), "of 0.15, 0.3, 0.6 and 1.2; the minimum is at 0.62"
