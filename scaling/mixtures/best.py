@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Unpack
 
@@ -25,6 +26,7 @@ CANDIDATES = 400
 """Functions drawn from the posterior, and mixtures among which each one's best is found."""
 _FAR = 3.0  # standard deviations above the best, beyond which a mixture is seldom the best of a function drawn
 _TRIED, _EXCHANGES = 3000, 6
+_WIDEST = 300.0  # its exponential is finite yet
 _SHOWN = 0.0005  # least weight that is not printed as 0
 
 
@@ -180,7 +182,8 @@ def best_mixture(
     found = mixtures[drawn.argmin(axis=1)]
     ends = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0)
     value = float(wanted.mean(point[None])[0])
-    half = wanted.widening(level) * float(wanted.deviation(point[None])[0])
+    half = wanted.widening(level) * float(wanted.deviation(point[None])[0]) / value
+    half = min(half, _WIDEST)  # of the logarithm
     table = pd.DataFrame(
         {
             "domain": fit.domains,
@@ -201,8 +204,8 @@ def best_mixture(
         table=table,
         losses=predicted[predicted["domain"].isin(chosen)].reset_index(drop=True),
         value=value,
-        low=value - half,
-        high=value + half,
+        low=value * math.exp(-half),
+        high=value * math.exp(half),
         best_run=best_run,
         best_run_value=float(values[best_run]),
         p_better=float((drawn[:, 0] < drawn[:, -1]).mean()),

@@ -42,7 +42,7 @@ class MixtureFit(MixtureLaw):
         rows = {}
         for name, own in self.left_out.groupby("domain", sort=False):
             error = float(np.sqrt((np.log(own["predicted"] / own["loss"]) ** 2).mean()))
-            rows[name] = {"error": error, "order": float(own["predicted"].corr(own["loss"], method="spearman"))}
+            rows[name] = {"error": error, "order": _order(own["predicted"], own["loss"])}
         return pd.DataFrame.from_dict(rows, orient="index")
 
     @property
@@ -150,6 +150,11 @@ def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = 
         expected=np.column_stack(expected),
         deviations=np.column_stack(deviations),
     )
+
+
+def _order(predicted: pd.Series[float], loss: pd.Series[float]) -> float:
+    """Rank correlation; NaN where the predictions are all the same."""
+    return float(predicted.corr(loss, method="spearman")) if min(np.ptp(predicted), np.ptp(loss)) > 0 else np.nan
 
 
 def _most(effects: pd.Series[float]) -> str:

@@ -62,7 +62,7 @@ class MixtureLaw(JsonResult):
         rows, tables = judged_rows(len(self.losses)), []
         for i, (name, process) in enumerate(zip(self.targets, self.processes, strict=True)):
             z = (process.response[rows] - self.expected[:, i]) / self.deviations[:, i]
-            predicted = process.floor + np.exp(self.expected[:, i])
+            predicted = process.loss(self.expected[:, i])
             columns = {"loss": self.losses[rows, i], "predicted": predicted, "z": z}
             tables.append(pd.DataFrame({"row": rows, "domain": name, **columns}))
         return pd.concat(tables, ignore_index=True)
@@ -91,7 +91,7 @@ class MixtureLaw(JsonResult):
     def means(self, weights: Array, scale: Mapping[str, float]) -> Array:
         """Predicted losses of mixtures [p, m], [p, k]: medians of the posterior."""
         at = self.inputs(weights, scale)
-        return np.column_stack([process.floor + np.exp(process.mean(at)) for process in self.processes])
+        return np.column_stack([process.loss(process.mean(at)) for process in self.processes])
 
     @single_threaded
     def predict(
@@ -120,7 +120,7 @@ class MixtureLaw(JsonResult):
         for name, process in zip(self.targets, self.processes, strict=True):
             mean = process.mean(at)
             half = self.widening(name, level) * np.sqrt(process.variance(at) + process.noise(at))
-            loss, low, high = (process.floor + np.exp(mean + shift) for shift in (0.0, -half, half))
+            loss, low, high = (process.loss(mean + shift) for shift in (0.0, -half, half))
             number = range(len(mixtures))
             tables.append(pd.DataFrame({"mixture": number, "domain": name, "loss": loss, "low": low, "high": high}))
         return pd.concat(tables, ignore_index=True).sort_values("mixture", kind="stable", ignore_index=True)

@@ -49,7 +49,7 @@ class Objective:
     def mean(self, weights: Array) -> Array:
         """Of mixtures [p, m], [p]."""
         at = self.at(weights)
-        parts = [c * (p.floor + np.exp(p.mean(at))) for c, p in zip(self._shares, self.processes, strict=True)]
+        parts = [c * p.loss(p.mean(at)) for c, p in zip(self._shares, self.processes, strict=True)]
         return np.asarray(np.sum(parts, axis=0))
 
     def deviation(self, weights: Array, *, of_run: bool = True) -> Array:
@@ -96,7 +96,7 @@ class Objective:
         for i, (c, p) in enumerate(zip(self._shares, self.processes, strict=True)):
             values, axes = np.linalg.eigh(p.covariance(at, at))  # differences of large numbers: some come out below 0
             shift = normal[..., i] @ (axes * np.sqrt(np.maximum(values, 0.0))).T
-            total += c * (p.floor + np.exp(p.mean(at) + shift))
+            total += c * p.loss(p.mean(at) + shift)
         return total
 
     def normal(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:

@@ -12,13 +12,15 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns, row_name
 from scaling.errors import TooFewRunsError
-from scaling.fits.runs import Table, naming, read_runs
+from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
 
 WEIGHT, LOSS = "weight_", "loss_"
 """Beginnings of the columns' names."""
 SCALES = ("n_params", "n_tokens")
 TOLERANCE = 0.01
 """Distance from 1 within which a mixture's weights must sum: 17 weights rounded to .001 are up to .0085 off."""
+SPAN = 1e3
+"""Largest loss of a target over its smallest: no mixture does more (assumed; RegMix's losses lie within 3.6)."""
 LEAST_RUNS = 5
 """Fewest runs that tell noise from the mixture's effect (assumed)."""
 
@@ -50,7 +52,7 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
 
     Raises:
         ValueError: no column begins with a prefix, or a weight, loss, size or sum breaks its rule.
-        TooFewRunsError: fewer than `LEAST_RUNS` runs.
+        TooFewRunsError: fewer than `LEAST_RUNS` runs, or one mixture or loss in all of them.
     """
     rows = read_runs(runs)
     with naming(runs):
@@ -60,6 +62,16 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
         scales = {name: numbers(rows, name) for name in SCALES if name in rows}
         if len(rows) < LEAST_RUNS:
             raise TooFewRunsError(f"a law of mixtures needs {LEAST_RUNS} runs or more, got {len(rows)}")
+        for name, values in scales.items():
+            _require_within(name, values, 0.0, MOST_COUNT)
+        for name, loss in zip(targets, measured.T, strict=True):
+            _require_within(loss_prefix + name, loss, max(LEAST_LOSS, loss.max() / SPAN), 1 / LEAST_LOSS)
+            if loss.min() == loss.max():
+                raise TooFewRunsError(
+                    f"{loss_prefix}{name} must differ between runs, got {loss[0]:g} in all {len(rows)}"
+                )
+        if (weights == weights[0]).all():
+            raise TooFewRunsError(f"the mixture must differ between runs, got the same in all {len(rows)}")
     return Mixtures(
         domains=domains,
         targets=targets,
@@ -110,6 +122,13 @@ def require_known(what: str, given: Mapping[str, object], known: tuple[str, ...]
     """Raise ValueError if a name is none of those known."""
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"{what}: no domain {unknown[0]!r}; there are {', '.join(known)}")
+
+
+def _require_within(name: str, values: Array, least: float, most: float) -> None:
+    if values.min() < least or values.max() > most:
+        raise ValueError(
+            f"{name} must lie from {least:g} to {most:g}, losses within a factor of {SPAN:g}; got {values.min():g} to {values.max():g}"
+        )
 
 
 def _named(rows: pd.DataFrame, prefix: str) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.corpus import Corpus, CorpusError, write_corpus
 from proxy_models.hashing import file_sha256
 from proxy_models.training.numerics import Numerics
+from scaling import fit_mixture
 from search_spaces import Choice, LogUniform, Space
 from tests.muscale.conftest import MICRO
 from tests.muscale.monitoring.test_calibration import RUN as PROMOTED
@@ -193,6 +194,14 @@ def ladder(folder: Path) -> Target:
     table.assign(stem=[f"r{k // 3}" for k in range(12)], annealed=True).to_csv(text, index=False)
     seed = text.getvalue().encode()
     return Target(file, lambda: str(fit_runs(file, n_params_convention="total")), (StageError,), [seed])
+
+
+def mixtures(folder: Path) -> Target:
+    weights = np.arange(7) / 6
+    table = pd.DataFrame({"weight_web": weights, "weight_code": 1 - weights, "loss_web": 3 - weights})
+    file, text = folder / "mixtures.csv", io.StringIO()
+    table.to_csv(text, index=False)
+    return Target(file, lambda: str(fit_mixture(file)), (ValueError,), [text.getvalue().encode()], readings=20)
 
 
 def external_losses(folder: Path) -> Target:
@@ -395,6 +404,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "wandb": wandb_sweep,
     "tune": tune_script,
     "ladder": ladder,
+    "mixtures": mixtures,
     "losses": external_losses,
     "tokens": token_manifest,
     "record": checkpoint_record,

@@ -161,6 +161,8 @@ def test_results_are_kept_as_json_and_drawn(law: MixtureFit, tmp_path: Path) -> 
         (lambda rows: rows.assign(loss_code=0.0), ("loss_code", "0")),
         (lambda rows: rows.assign(n_params=-1.0), ("n_params", "-1")),
         (lambda rows: rows.head(3), ("3",)),
+        (lambda rows: rows.assign(loss_code=2.0), ("loss_code", "8")),
+        (lambda rows: rows.assign(**rows.loc[0, rows.columns[:4]].to_dict()), ("mixture", "8")),
     ],
 )
 def test_a_bad_table_is_named(
