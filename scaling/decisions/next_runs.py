@@ -234,7 +234,7 @@ class _Later(Ensemble):
     @classmethod
     def of(cls, now: Ensemble, share: float, compute_range: tuple[float, float]) -> "_Later":
         fits = {name: getattr(now, name) for name in Ensemble.__dataclass_fields__}
-        return cls(**(fits | {"share": share, "compute_range": compute_range}))
+        return cls(**(fits | {"refits": lambda: now.draws, "share": share, "compute_range": compute_range}))
 
     def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         return super().form_spread(n_params, n_tokens) * math.sqrt(self.share)

@@ -31,25 +31,28 @@ def rows_in_bits(n_params: Array, n_tokens: Array, loss: Array) -> NDArray[np.bo
     """
     if len(loss) < LEAST_ROWS:
         return None
+    # By projection off the smooth surface, as in a regression of what is left of each (Frisch and Waugh 1933).
+    basis = np.linalg.qr(_smooth(np.log(n_params), np.log(n_tokens)))[0]
     target = np.log(loss)
-    smooth = _smooth(np.log(n_params), np.log(n_tokens))
-    one = target - smooth @ np.linalg.lstsq(smooth, target)[0]
+    one = target - basis @ (basis.T @ target)
+    firsts = np.unique(np.linspace(2, len(loss) - 2, _STARTS).astype(int))
+    # Rows in bits stand out of the surface, or out of the losses.
+    ranks = np.stack([np.argsort(np.argsort(-values)) for values in (one, target)])
+    above = (ranks[:, None] < firsts[:, None]).reshape(-1, len(loss))
     best, apart, found = math.inf, 0.0, np.zeros(len(loss), bool)
-    orders = (np.argsort(-one), np.argsort(-target))  # rows in bits stand out of the surface, or out of the losses
-    for order in orders:
-        for first in np.unique(np.linspace(2, len(loss) - 2, _STARTS).astype(int)):
-            above = np.zeros(len(loss), bool)
-            above[order[:first]] = True
-            for _ in range(_STEPS):
-                design = np.column_stack([smooth, above])
-                numbers = np.linalg.lstsq(design, target)[0]
-                rest = target - design @ numbers
-                if float(rest @ rest) < best:
-                    best, apart, found = float(rest @ rest), float(numbers[-1]), above
-                nearer = target - smooth @ numbers[:-1] > numbers[-1] / 2
-                if (nearer == above).all() or not 2 <= nearer.sum() <= len(loss) - 2:
-                    break
-                above = nearer
+    for _ in range(_STEPS):
+        left = above - (above @ basis) @ basis.T
+        distance = left @ one / np.maximum((left * left).sum(axis=1), 1e-300)
+        rest = one - distance[:, None] * left
+        squares = (rest * rest).sum(axis=1)
+        least = int(squares.argmin())
+        if squares[least] < best:
+            best, apart, found = float(squares[least]), float(distance[least]), above[least]
+        nearer = rest + distance[:, None] * above > distance[:, None] / 2
+        open_ = (nearer != above).any(axis=1) & (nearer.sum(axis=1) >= 2) & (nearer.sum(axis=1) <= len(loss) - 2)
+        if not open_.any():
+            break
+        above = nearer[open_]
     spread = math.sqrt(best / len(loss))
     found_two = (
         abs(apart / OFFSET - 1) <= _CLOSE

@@ -281,6 +281,27 @@ class JointPowers(Problem):
         jacobian[..., 5] = of_sum * g * (inner - of_params * u - of_tokens * v)
         return value, jacobian
 
+    def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
+        """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, 6, 6], for weights [J, K].
+
+        T = g·S is homogeneous of degree one in P = g·u, Q = g·v and g, so its Hessian in them is pq/g · ww' with
+        w = ∇P − ∇Q − (u − v)·∇g, p and q the shares of the inner terms; log L = log(exp(e) + exp(T)) with s the share of exp(T) adds
+        s(1 − s) · (∇T − ∇e)(∇T − ∇e)'. What is left is the curvature of alpha, beta and g in their own logarithms.
+        """
+        e, g, u, v = self._inner(theta)
+        inner = np.logaddexp(u, v)
+        p, q, s = np.exp(u - inner), np.exp(v - inner), 1 / (1 + np.exp(np.minimum(e - g * inner, 700.0)))
+        by_x, by_y = (np.exp(theta[:, i, None]) * z for i, z in ((3, self.terms.x), (4, self.terms.y)))
+        of_shape = g * (inner - p * u - q * v)
+        one = np.ones_like(p)
+        apart = np.stack([0 * one, one, -one, -by_x, by_y, -g * (u - v)], axis=-1)
+        above = np.stack([-one, p, q, -by_x * p, -by_y * q, of_shape], axis=-1)
+        hessian = np.swapaxes(apart, 1, 2) @ (apart * (weights * s * p * q / g)[..., None])
+        hessian += np.swapaxes(above, 1, 2) @ (above * (weights * s * (1 - s))[..., None])
+        for i, own in ((3, -by_x * p), (4, -by_y * q), (5, of_shape)):
+            hessian[:, i, i] += (weights * s * own).sum(axis=-1)
+        return np.asarray(hessian)
+
     def starts(self, log_loss: Array) -> Array:
         """Chinchilla's, and the same with the two terms merged more and less sharply, [S, 6]."""
         plain = self.terms.starts(log_loss)
