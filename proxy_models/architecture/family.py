@@ -75,7 +75,7 @@ class Family(ABC):
 
     @classmethod
     def source(cls) -> dict[str, bytes]:
-        """The files that define the family, by name; of one in a notebook, its class.
+        """The files that define the family, by name; of one in a notebook, the cell that has its `build`.
 
         Raises:
             TypeError, OSError: If they can't be read.
@@ -84,7 +84,9 @@ class Family(ABC):
             file = Path(inspect.getfile(cls))
             return {file.name: file.read_bytes()}
         except (TypeError, OSError):
-            return {f"{cls.__name__}.py": inspect.getsource(cls).encode()}
+            # Of a class in a cell, Python finds the source from 3.13 on; of its method always.
+            lines, _ = inspect.findsource(vars(cls).get("build", cls))
+            return {f"{cls.__name__}.py": "".join(lines).encode()}
 
     def tensor_classes(self, width: int, depth: int) -> dict[str, TensorClass]:
         """Classes of parameters by name, where they are not those that the shapes tell."""

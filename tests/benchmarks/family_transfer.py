@@ -1,10 +1,11 @@
 """Does the best learning rate of a family from transformers' configs stay put over 8× in width?
 
-    python tests/benchmarks/family_transfer.py [--seeds 2] [--configs Qwen3Config GPT2Config] [--folder runs/benchmarks/families]
+    python tests/benchmarks/family_transfer.py [--seeds 2] [--families Qwen3Config GPT2Config] [--folder runs/benchmarks/families]
 
-Two layers, heads of 8 coordinates (Qwen3's in pairs that share keys), bytes, context 64; 200 steps of 8 sequences on the
-standard library's own source at a grid of rates. Base width 32. The optimum of each width is the minimum of a parabola in
-log2(rate). Every finished run is kept in the folder; the same command goes on where it was.
+The decoder has GPT-2's variants, to hold transformers' against. Two layers, heads of 8 coordinates (Qwen3's in pairs that share
+keys), bytes, context 64; 200 steps of 8 sequences on the standard library's own source at a grid of rates. Base width 32. The optimum
+of each width is the minimum of a parabola in log2(rate). Every finished run is kept in the folder; the same command goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 import pandas as pd
 
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
 from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import EMBEDDED, write_corpus
@@ -29,6 +32,16 @@ from tests.proxy_models.families import TRANSFORMERS
 CONTEXT, BATCH_TOKENS = 64, 8 * 64
 N_TOKENS = 200 * BATCH_TOKENS
 BASE, WIDTHS = 32, (16, 32, 64, 128)
+FAMILIES = ("Qwen3Config", "GPT2Config", "GPT2Config untied", "decoder")
+LIKE_GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "activation": "gelu",
+    "positions": "learned",
+    "biases": True,
+    "tied": True,
+    "mlp_ratio": 4.0,
+    "head_dim": 8,
+}
 RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
 
 
@@ -36,15 +49,19 @@ RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
 class Task:
     """One run."""
 
-    experiment: str  # name of the configuration class
+    experiment: str  # the family
     size: int  # width
     log2_rate: float
     seed: int
 
     def member(self, width: int) -> Member:
         """The family's member of two layers."""
-        family = load(f"transformers:{self.experiment}")
-        return family(vocab_size=256, context_length=CONTEXT, **TRANSFORMERS[self.experiment]).member(width, 2)
+        sizes: dict[str, Any] = {"vocab_size": 256, "context_length": CONTEXT}
+        if self.experiment == "decoder":
+            return DecoderFamily.of(ModelConfig(d_model=BASE, n_layers=2, **LIKE_GPT2, **sizes)).member(width, 2)
+        name, _, untied = self.experiment.partition(" ")
+        args = {**TRANSFORMERS[name], **({"tie_word_embeddings": False} if untied else {})}
+        return load(f"transformers:{name}")(**args, **sizes).member(width, 2)
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
@@ -60,23 +77,23 @@ def main() -> None:
     """Train and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--configs", nargs="+", default=["Qwen3Config", "GPT2Config"])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/families"))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = write_corpus(options.folder / "corpus", EMBEDDED)
     wanted = [
-        Task(experiment=config, size=width, log2_rate=rate, seed=seed)
+        Task(experiment=family, size=width, log2_rate=rate, seed=seed)
         for seed in range(options.seeds)
-        for config in options.configs
+        for family in options.families
         for width in WIDTHS
         for rate in RATES
     ]
     kept = options.folder / "runs.jsonl"
     rows = pd.DataFrame(do_missing(wanted, partial(train, corpus.folder), kept, workers=options.workers))
-    for config in options.configs:
-        report(rows, config)
+    for family in options.families:
+        report(rows, family)
 
 
 if __name__ == "__main__":

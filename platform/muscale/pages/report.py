@@ -103,7 +103,10 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             command="check",
             about="Every activation must move by the same amount at every width; otherwise values tuned small do not transfer.",
             result=str(contents.check) if contents.check else None,
-            drawings=drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
+            drawings=drawn(
+                contents.check and contents.check.plot(),
+                "sizes of activations and norms of matrices against width, by step",
+            ),
         ),
         *running_section(contents.so_far, contents.sweep),
         *kept(search_sections, contents.sweep),

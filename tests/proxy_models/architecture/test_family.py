@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import linecache
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -13,7 +17,7 @@ from torch import Tensor, nn
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import ModelFamily, build, family_of, load
-from proxy_models.architecture.family import Family, count_member
+from proxy_models.architecture.family import Family, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.parametrization import TensorClass
 from proxy_models.coordinates.measurement import coordinate_check
@@ -113,6 +117,15 @@ def test_a_family_of_another_source_is_refused() -> None:
         ValueError, match=r"the source of tests.proxy_models.families:Recurrent is .* here, and 'other' where"
     ):
         family_of(replace(SCALED.base, source="other"))
+
+
+def test_a_family_of_a_notebook_is_known_by_the_cell_that_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "from tests.proxy_models.families import Recurrent\n\n\nclass OfACell(Recurrent):\n    build = lambda self, *sizes: None\n"
+    monkeypatch.setitem(linecache.cache, "<cell>", (len(cell), None, cell.splitlines(keepends=True), "<cell>"))
+    kernel = ModuleType("kernel")  # without a file
+    monkeypatch.setitem(sys.modules, "kernel", kernel)
+    exec(compile(cell, "<cell>", "exec"), kernel.__dict__)
+    assert source_hash(kernel.OfACell) == hashlib.sha256(cell.encode()).hexdigest()
 
 
 def test_a_family_that_was_not_imported_is_refused_and_not_imported() -> None:
