@@ -94,7 +94,7 @@ class VariantComparison(JsonResult):
     def about(self) -> str:
         """What the table rests on, and the runs that would decide."""
         table = self.table
-        looked = f", over {self.n_looks} looks" if self.n_looks > 1 else ""
+        looked = f" over {self.n_looks} looks" if self.n_looks > 1 else ""
         about = {
             "at": f"{self.target_flops:.3g} FLOPs, where {self.baseline} has a loss of {self.baseline_loss:.4f}",
             "loss there": f"against {self.baseline} at the same compute, {self.level:.0%} interval",
