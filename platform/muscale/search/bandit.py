@@ -55,7 +55,7 @@ class Bandit:
         return candidates[int(np.argmax(bound))]
 
     def _candidates(self, copied: Config, rung: int, trial: int) -> list[Config]:
-        """Random configurations with which a copy of `copied` may go on."""
+        """Random configurations with which a copy of `copied` may continue."""
         generator, names = np.random.default_rng([self.seed, rung, trial]), changeable(self.space)
         drawn = generator.random((CANDIDATES, len(names)))
         values = (

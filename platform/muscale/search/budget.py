@@ -17,7 +17,7 @@ class Budget:
             are owed. Hours are those of the devices of a worker, of its GPUs, or of its CPUs where it has none, at the speed so far.
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
-        top_k: Trials of each rung that are annealed beside those that go on.
+        top_k: Trials of each rung that are annealed beside those that advance.
         n_finalists: Trials that are repeated over seeds in the end, for which tokens are kept.
         repeat_tokens: Of the repetitions of one of them.
         repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
@@ -93,7 +93,7 @@ class Budget:
         """Tokens of the branches from a rung: of the trials that were continued, `more` of them than now, and of the best ones."""
         if rung < 0:
             return 0
-        arrived, gone = len(record.ranking(rung)), record.n_went_on.get(rung, 0) + more
+        arrived, gone = len(record.ranking(rung)), record.n_advanced.get(rung, 0) + more
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
     def _in_flight(self, record: Record) -> int:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from search_spaces import Config
 
 ConfigHistory: TypeAlias = "tuple[tuple[int, Config], ...]"
-"""(first rung, configuration) pairs: from the state at the rung before, training goes on with that configuration."""
+"""(first rung, configuration) pairs: from the state at the rung before, training continues with that configuration."""
 
 
 def history_of(config: Mapping[str, Any]) -> ConfigHistory:

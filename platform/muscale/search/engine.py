@@ -13,7 +13,7 @@ from muscale.errors import StageError
 from muscale.search.budget import Budget
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.population import may_follow
-from muscale.search.protocols import GoOn, Scheduler, Searcher, Start
+from muscale.search.protocols import Advance, Scheduler, Searcher, Start
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from search_spaces import Config, SpaceError
@@ -29,7 +29,7 @@ class Engine:
         on_result: Called with each new result.
         anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
-        copies: Whether trials may go on from each other's states.
+        copies: Whether trials may continue from each other's states.
 
     Attributes:
         interrupted: Once set, nothing is begun.
@@ -124,7 +124,7 @@ class Engine:
         match self._move():
             case Start(until=until):
                 return self._segment(record.start(self._proposed(), until))
-            case GoOn() as move:
+            case Advance() as move:
                 record.go_on(move.trial, move.until, move.path, move.donor)
                 return self._segment(move.trial)
         return None
@@ -142,14 +142,14 @@ class Engine:
         self._in_flight.add(job)
         return job
 
-    def _move(self) -> Start | GoOn | None:
+    def _move(self) -> Start | Advance | None:
         """The scheduler's next segment, if the budget allows it; where it allows no new trial, one of the trials that are there."""
         move = self._next_move(may_start=self.budget.allows_trial(self.record))
         if isinstance(move, Start) and not self._allows(move):
             move = self._next_move(may_start=False)
         return move if move and self._allows(move) else None
 
-    def _next_move(self, *, may_start: bool) -> Start | GoOn | None:
+    def _next_move(self, *, may_start: bool) -> Start | Advance | None:
         """The scheduler's move.
 
         Raises:
@@ -160,22 +160,22 @@ class Engine:
             raise StageError(f"sweep: scheduler {type(self._scheduler).__name__}: {fault}; got {move}")
         return move
 
-    def _fault(self, move: Start | GoOn, *, may_start: bool) -> str:
+    def _fault(self, move: Start | Advance, *, may_start: bool) -> str:
         """The rule that a move breaks, "" if none."""
         record, top = self.record, self._top
         if isinstance(move, Start):
             if not may_start:
                 return "no trial may be started where may_start is false"
             return "" if 0 <= move.until <= top else f"rungs go from 0 to {top}"
-        if not isinstance(move, GoOn):
-            return "next returns a Start, a GoOn or None"
+        if not isinstance(move, Advance):
+            return "next returns a Start, a Advance or None"
         if move.trial not in record.configs or move.trial in record.open or move.trial in record.cancelled:
-            return "only a trial that waits at a rung can go on"
+            return "only a trial that waits at a rung can advance"
         rung = record.last_rung(move.trial)
         if not rung < move.until <= top:
-            return f"the trial is at rung {rung} of {top}, and goes on to a higher one"
+            return f"the trial is at rung {rung} of {top}, and advances to a higher one"
         if move.path is None:
-            return "" if math.isfinite(record.loss(move.trial, rung)) else "a trial that diverged can't go on"
+            return "" if math.isfinite(record.loss(move.trial, rung)) else "a trial that diverged cannot advance"
         if not self._copies or move.donor is None:
             return 'a copy names its donor, and needs sweep.scheduler = "pbt" in the study file, whose rules a population keeps'
         *before, (first, config) = move.path
@@ -205,8 +205,8 @@ class Engine:
             ) from error
         return config
 
-    def _allows(self, move: Start | GoOn) -> bool:
-        rung = self.record.last_rung(move.trial) if isinstance(move, GoOn) else -1
+    def _allows(self, move: Start | Advance) -> bool:
+        rung = self.record.last_rung(move.trial) if isinstance(move, Advance) else -1
         return self.budget.allows(self.record, rung, move.until)
 
     def _segment(self, trial: int) -> TrialSegment:

@@ -25,7 +25,7 @@ def identity_of(role: str, method: object) -> dict[str, Any]:
     """Plain values by which the ledger knows an object: the name and the source of its class, and its fields.
 
     A searcher or scheduler is a function of the record, so equal values make an equal sweep. Of a class of muscale's own the name
-    alone counts, so that a new version goes on with the sweep.
+    alone counts, so that a new version continues the sweep.
 
     Args:
         role: "searcher" or "scheduler".

@@ -1,4 +1,4 @@
-"""Population-based training: the worst members go on from the best ones' states, with other hyperparameters.
+"""Population-based training: the worst members continue from the best ones' states, with other hyperparameters.
 
 Generations are synchronous: nobody is judged before all members have arrived, so who copies whom depends neither on the
 order of arrival nor on the number of workers. A copy is a path in the record; the state that it starts from is the donor's
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from muscale.search.protocols import GoOn, Start
+from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
@@ -45,7 +45,7 @@ class Population:
     explore: Explore
     seed: int
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A new member, or the next generation of one."""
         if may_start:
             return Start(until=0)
@@ -56,24 +56,24 @@ class Population:
             if any((member, rung) not in record.results for member in members):
                 return None
             for member in members:
-                if (member, rung) not in record.went_on:
+                if (member, rung) not in record.advanced:
                     return self._decision(record, members, member, rung)
             record.settled.add(rung)
         return None
 
-    def _decision(self, record: Record, members: Sequence[int], member: int, rung: int) -> GoOn | None:
+    def _decision(self, record: Record, members: Sequence[int], member: int, rung: int) -> Advance | None:
         ranking = sorted((record.loss(trial, rung), trial) for trial in members)
         n = max(1, int(len(ranking) * self.share)) if len(ranking) > 1 else 0
         best = [trial for loss, trial in ranking[:n] if math.isfinite(loss)]
         worst = [trial for _, trial in ranking[len(ranking) - n :]]
         if math.isfinite(record.loss(member, rung)) and (member not in worst or member in best):
-            return GoOn(trial=member, until=rung + 1)
+            return Advance(trial=member, until=rung + 1)
         if not best:
             return None  # everybody diverged
         donor = int(_generator(self.seed, rung, member).choice(best))
         config = self.explore.changed(record, member, rung, donor)
         path = (*record.path_towards(donor, rung), (rung + 1, config))
-        return GoOn(trial=member, until=rung + 1, path=path, donor=donor)
+        return Advance(trial=member, until=rung + 1, path=path, donor=donor)
 
 
 def members_of(record: Record) -> list[int]:
@@ -126,7 +126,7 @@ def completed(space: Space, config: Mapping[str, Value], generator: np.random.Ge
 
 
 def may_follow(space: Space, config: Config, copied: Config) -> bool:
-    """Whether a copy may go on with a configuration: one of the space that leaves what can't change in mid-run as it was."""
+    """Whether a copy may continue with a configuration: one of the space that leaves what can't change in mid-run as it was."""
     fixed = {*space} - {*changeable(space)}
     return space.contains(config) and all(config.get(name) == copied.get(name) for name in fixed)
 

@@ -1,6 +1,6 @@
 """Protocols of a searcher and of a scheduler, and what passes between them and the engine.
 
-Both are functions of the record: they hold no state between calls, so a sweep that was interrupted goes on from its rows.
+Both are functions of the record: they hold no state between calls, so a sweep that was interrupted continues from its rows.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoOn:
+class Advance:
     """Train a trial that waits at a rung up to a higher one.
 
     Attributes:
         trial: Its number.
         until: The rung where it ends.
-        path: In a population, the configurations that it goes on with: those of the donor up to this rung, and a new one.
-        donor: In a population, the trial whose state it goes on from.
+        path: In a population, the configurations that it continues with: those of the donor up to this rung, and a new one.
+        donor: In a population, the trial whose state it continues from.
     """
 
     trial: int
@@ -78,7 +78,7 @@ class GoOn:
 class Scheduler(Protocol):
     """Early stopping, or a population: says which trial is trained next, and how far. Whatever it never continues is stopped."""
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """The next move, or None if nothing can be done before another result arrives, or at all.
 
         Args:

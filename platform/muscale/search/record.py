@@ -58,8 +58,8 @@ class Record:
         self.results: dict[tuple[int, int], RungResult] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
         self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
-        self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
-        self.n_went_on: dict[int, int] = {}  # by rung
+        self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
+        self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
         self.settled: set[int] = (
             set()
@@ -67,7 +67,7 @@ class Record:
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
-        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may go on
+        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may advance
         self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
@@ -248,9 +248,9 @@ class Record:
             self.donors[trial, rung] = donor
 
     def _passed(self, trial: int, rung: int) -> None:
-        self.went_on.add((trial, rung))
+        self.advanced.add((trial, rung))
         self._waits_no_more(trial, rung)
-        self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
+        self.n_advanced[rung] = self.n_advanced.get(rung, 0) + 1
 
     def _changed(self, trial: int, rung: int) -> bool:
         """Whether it came to this rung and to the next with a loss: a member that diverged may continue as another's copy."""
@@ -261,7 +261,7 @@ class Record:
         return math.log(self.loss(trial, rung + 1) / self.loss(trial, rung))
 
     def _waits(self, loss: float, trial: int, rung: int) -> bool:
-        return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.went_on
+        return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.advanced
 
     def _waits_no_more(self, trial: int, rung: int) -> None:
         if not self._is_read or (trial, rung) not in self.results:

@@ -40,7 +40,7 @@ class RecordView:
     def observations(self) -> list[Observation]:
         """Every trial that arrived somewhere, oldest first; one that waits at a lower rung with its loss corrected to the last.
 
-        The correction is the median change of log loss from rung to rung of the trials that went on, so losses of different
+        The correction is the median change of log loss from rung to rung of the trials that advanced, so losses of different
         horizons are not mixed. Of the ways tried it has the least error (.048 of log loss, where a rung's loss as it is has .28);
         to tell nothing of stopped trials is the worst for what is suggested next (tests/benchmarks/rungs.py).
         """

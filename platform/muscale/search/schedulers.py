@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import takewhile
 
-from muscale.search.protocols import GoOn, Start
+from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
 
 MIN_PEERS = 3
@@ -24,7 +24,7 @@ class ToTheEnd:
 
     top: int
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A new trial, to the last rung."""
         return Start(until=self.top) if may_start else None
 
@@ -33,50 +33,50 @@ class ToTheEnd:
 class Asha:
     """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials, and stops none.
 
-    A trial goes on from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
-    the highest rung with such a one is served. At the end, when nothing is left to begin, the best of a rung goes on even
+    A trial advances from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
+    the highest rung with such a one is served. At the end, when nothing is left to begin, the best of a rung advances even
     where fewer than eta arrived, so that one trial at least comes to the last rung.
 
     Attributes:
         top: The last rung.
-        eta: Of the trials at a rung, one in eta goes on.
+        eta: Of the trials at a rung, one in eta advances.
     """
 
     top: int
     eta: float
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A trial that advances to the next rung, or else a new one."""
         for rung in reversed(range(self.top)):
             ranking = record.ranking(rung)
             if (trial := _next_of(record, rung, int(len(ranking) / self.eta))) is not None:
-                return GoOn(trial=trial, until=rung + 1)
+                return Advance(trial=trial, until=rung + 1)
         if may_start:
             return Start(until=0)
         return None if record.open else self._last_move(record)
 
-    def _last_move(self, record: Record) -> GoOn | None:
-        """The continuation of the best of those that came furthest, while none that has a loss and may go on is at the end."""
+    def _last_move(self, record: Record) -> Advance | None:
+        """The continuation of the best of those that came furthest, while none that has a loss and may advance is at the end."""
         if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(self.top)):
             return None
         waiting = ((rung, record.waiting(rung)) for rung in reversed(range(self.top)))
-        return next((GoOn(trial=best[0][1], until=rung + 1) for rung, best in waiting if best), None)
+        return next((Advance(trial=best[0][1], until=rung + 1) for rung, best in waiting if best), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedianStopping:
     """The median rule (Golovin et al., KDD 2017, section 3.2.2).
 
-    A trial goes on while its best loss so far is no worse than the median of the other trials' mean losses up to its rung.
+    A trial advances while its best loss so far is no worse than the median of the other trials' mean losses up to its rung.
     """
 
     top: int
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A trial that may be continued, or else a new one."""
         for rung in reversed(range(self.top)):
             if (trial := self._passing(record, rung)) is not None:
-                return GoOn(trial=trial, until=rung + 1)
+                return Advance(trial=trial, until=rung + 1)
         return Start(until=0) if may_start else None
 
     def _passing(self, record: Record, rung: int) -> int | None:
@@ -100,7 +100,7 @@ class Hyperband:
     """Brackets of successive halving (Li et al., arXiv 1603.06560, algorithm 1), one after the other in the order of trials.
 
     Bracket s begins at rung top − s with ceil((top + 1)/(s + 1) · eta^s) trials; when all of them have arrived, the best
-    1/eta go on to the next rung together. After the last bracket the first begins again, as long as trials are left.
+    1/eta advance to the next rung together. After the last bracket the first begins again, as long as trials are left.
     """
 
     top: int
@@ -112,7 +112,7 @@ class Hyperband:
             (self.top - s, math.ceil((self.top + 1) / (s + 1) * self.eta**s)) for s in reversed(range(self.top + 1))
         ]
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A trial that advances within a full bracket, or else a new one."""
         started = len(record.configs)
         first, sizes = 0, self.sizes()
@@ -132,7 +132,7 @@ class Hyperband:
         rung, _ = sizes[bracket % len(sizes)] if first == started else sizes[(bracket - 1) % len(sizes)]
         return Start(until=rung)
 
-    def _advance(self, record: Record, rung: int, members: range) -> GoOn | None:
+    def _advance(self, record: Record, rung: int, members: range) -> Advance | None:
         """The best of those that came to the bracket's current rung, once all of them have."""
         field = list(members)
         for here in range(rung, self.top):
@@ -142,8 +142,8 @@ class Hyperband:
             ranked = sorted((record.loss(trial, here), trial) for trial in live if (trial, here) in record.results)
             kept = [trial for loss, trial in ranked if math.isfinite(loss)][: max(1, int(len(field) / self.eta))]
             for trial in kept:
-                if (trial, here) not in record.went_on:
-                    return GoOn(trial=trial, until=here + 1)
+                if (trial, here) not in record.advanced:
+                    return Advance(trial=trial, until=here + 1)
             field = kept
         return None
 

@@ -58,7 +58,7 @@ _HOW_MUCH = (
     "cost_weight",
     "learn_from",
 )
-"""Settings that say how much is searched, or what is made of it: with another value the same sweep goes on."""
+"""Settings that say how much is searched, or what is made of it: with another value the same sweep continues."""
 
 
 def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
@@ -257,13 +257,13 @@ class Sweep:
         return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
     def branches(self, record: Record) -> list[tuple[AnnealJob, Job]]:
-        """The runs that end from rungs: of every trial that went on, and of each rung's best."""
+        """The runs that end from rungs: of every trial that advanced, and of each rung's best."""
         wanted: list[tuple[int, int]] = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
                 alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
                 arrived = [trial for trial in alive if trial not in record.cancelled]
-                gone = {trial for trial in arrived if (trial, rung) in record.went_on}
+                gone = {trial for trial in arrived if (trial, rung) in record.advanced}
                 wanted += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
         return [self._anneal_job(record, trial, rung) for trial, rung in wanted]
 
@@ -298,9 +298,9 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
-            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep goes on by one that
+            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep continues by one that
             is not given.
-        LeaseLostError: If this process was away for so long that another one goes on with the sweep.
+        LeaseLostError: If this process was away for so long that another one continues the sweep.
     """
     with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
         record = Record(sweep.ledger.under(name, token), sweep.key)
@@ -346,7 +346,7 @@ def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepRe
     if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, _how_much(sweep, record)):
         given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
         raise StageError(
-            f"sweep: this study's was begun by study.sweep({given}), and goes on only where that is given again; another value of a "
+            f"sweep: this study's was begun by study.sweep({given}), and continues only where that is given again; another value of a "
             "key of [sweep] begins another sweep"
         )
     return collect(sweep, record)

@@ -224,7 +224,7 @@ def draw_lineage(data: pd.DataFrame, name: str) -> go.Figure:
     figure = go.Figure()
     edges = data.dropna(subset="from_trial")
     looks = {
-        "goes on": (edges[(edges["series"] == "own") & ~edges["on_path"]], {"color": GREY, "width": 1}),
+        "continues": (edges[(edges["series"] == "own") & ~edges["on_path"]], {"color": GREY, "width": 1}),
         "copies": (
             edges[(edges["series"] == "copy") & ~edges["on_path"]],
             {"color": "#808488", "width": 1, "dash": "dot"},

@@ -115,7 +115,7 @@ class SweepResult:
         return pareto_front(self.annealed, cost)
 
     def plot_survivors(self) -> go.Figure:
-        """Each trial's loss from rung to rung; those that went on stand out."""
+        """Each trial's loss from rung to rung; those that advanced stand out."""
         from muscale.search.sweep_figures import draw_survivors, survivors_data
 
         return draw_survivors(survivors_data(self.rungs, self.winner))

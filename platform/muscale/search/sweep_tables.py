@@ -23,7 +23,7 @@ COST = "cost_flops"
 def rungs_table(plan: TrialPlan, record: Record) -> pd.DataFrame:
     """A row for each result at a rung, in order of arrival.
 
-    Columns: trial, rung, n_tokens (of the rung), loss (that trials are ranked by, nats per token; NaN: diverged), went_on,
+    Columns: trial, rung, n_tokens (of the rung), loss (that trials are ranked by, nats per token; NaN: diverged), advanced,
     parent (the trial whose state it went on from: itself unless it copied another, −1 at the first rung), the configuration
     that it was trained with, spent_flops and spent_seconds (of all stems up to this result).
     """
@@ -36,7 +36,7 @@ def rungs_table(plan: TrialPlan, record: Record) -> pd.DataFrame:
                 "rung": rung,
                 "n_tokens": plan.rung_tokens[rung],
                 "loss": math.nan if result.loss is None else result.loss,
-                "went_on": (trial, rung) in record.went_on or record.last_rung(trial) > rung,
+                "advanced": (trial, rung) in record.advanced or record.last_rung(trial) > rung,
                 "parent": record.donors.get((trial, rung - 1), trial) if rung else -1,
                 **record.config_at(trial, rung),
                 "spent_flops": _flops(plan, tokens),

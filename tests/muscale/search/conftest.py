@@ -184,7 +184,7 @@ def planted_result(
     rows = []
     for rung, at in enumerate(tokens):
         finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
-        chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
+        chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.advanced]
         rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
     annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
     leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.n_finalists, "loss")["trial"].tolist()

@@ -51,7 +51,7 @@ def test_nothing_more_is_trained_of_a_cancelled_trial(
     drive(engine, loss_at)
     assert engine.is_finished
     assert engine.record.last_rung(0) == 0
-    assert (0, 0) not in engine.record.went_on
+    assert (0, 0) not in engine.record.advanced
     again = make_engine(settings(scheduler=scheduler))
     assert again.is_finished, "a later run has nothing to do either"
     assert again.record.cancelled == {0: "it is in the way"}

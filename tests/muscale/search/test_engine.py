@@ -87,7 +87,7 @@ def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEng
         engine = make_engine(settings(scheduler=scheduler), scheduler)
         drive(engine, loss_at, workers=3, n_segments=14)
         again = make_engine(settings(scheduler=scheduler), scheduler).record
-        for name in ("configs", "paths", "results", "donors", "open", "went_on", "n_went_on", "tokens", "seconds"):
+        for name in ("configs", "paths", "results", "donors", "open", "advanced", "n_advanced", "tokens", "seconds"):
             assert getattr(again, name) == getattr(engine.record, name), f"{scheduler}: {name}"
         assert [again.ranking(rung) for rung in range(4)] == [engine.record.ranking(rung) for rung in range(4)]
 
@@ -121,7 +121,7 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
         record, owed = engine.record, 0
         for rung in range(4):
             best = {trial for _, trial in record.ranking(rung)[:1]}
-            gone = {trial for trial in record.configs if (trial, rung) in record.went_on}
+            gone = {trial for trial in record.configs if (trial, rung) in record.advanced}
             owed += len(best | gone) * 1000 * 2**rung // 10
         assert 8_000 < record.tokens + owed <= engine.budget.spent(record) <= limit
 

@@ -16,7 +16,7 @@ import pytest
 
 from muscale import StageError, Study
 from muscale.layout import CURVES
-from muscale.search import GoOn, Known, OptunaSearcher, Record, Start
+from muscale.search import Advance, Known, OptunaSearcher, Record, Start
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.search.own_methods import identity_of
@@ -59,11 +59,11 @@ class Halving:
 
     top: int
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         for rung in reversed(range(self.top)):
             for _, trial in record.waiting(rung)[:1]:
                 if record.place(trial, rung) < len(record.ranking(rung)) / 2:
-                    return GoOn(trial=trial, until=rung + 1)
+                    return Advance(trial=trial, until=rung + 1)
         return Start(until=0) if may_start else None
 
 
@@ -73,7 +73,7 @@ class Moves:
 
     moves: list[Any] = field(default_factory=list)
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         return self.moves[len(record.results)] if len(record.results) < len(self.moves) else None
 
 
@@ -138,11 +138,11 @@ WAITING = [Start(until=0)]
     ("moves", "rule"),
     [
         ([Start(until=4)], "rungs go from 0 to 3"),
-        (["start"], "a Start, a GoOn or None"),
-        ([GoOn(trial=0, until=1)], "only a trial that waits"),
-        ([*WAITING, GoOn(trial=0, until=0)], "at rung 0 of 3"),
-        ([*WAITING, GoOn(trial=0, until=4)], "at rung 0 of 3"),
-        ([*WAITING, GoOn(trial=0, until=1, path=((0, {}), (1, {})), donor=0)], 'sweep.scheduler = "pbt"'),
+        (["start"], "a Start, a Advance or None"),
+        ([Advance(trial=0, until=1)], "only a trial that waits"),
+        ([*WAITING, Advance(trial=0, until=0)], "at rung 0 of 3"),
+        ([*WAITING, Advance(trial=0, until=4)], "at rung 0 of 3"),
+        ([*WAITING, Advance(trial=0, until=1, path=((0, {}), (1, {})), donor=0)], 'sweep.scheduler = "pbt"'),
     ],
 )
 def test_a_move_that_the_record_does_not_allow_is_refused(
@@ -158,7 +158,7 @@ def test_a_copy_in_a_population_changes_only_what_can_change(make_engine: MakeEn
     config = searched.draw(0, 0)
     for name, fits in (("learning_rate", True), ("init_scale", False)):
         copied = {**config, name: searched[name].decode([0.5])}
-        moves = [Start(until=0), GoOn(trial=0, until=1, path=((0, config), (1, copied)), donor=0)]
+        moves = [Start(until=0), Advance(trial=0, until=1, path=((0, config), (1, copied)), donor=0)]
         engine = make_engine(chosen, name, searcher=Draws(0), scheduler=Moves(moves))
         if fits:
             drive(engine, loss_at, workers=1)

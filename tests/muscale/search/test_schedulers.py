@@ -13,7 +13,7 @@ import pytest
 
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
-from muscale.search.protocols import GoOn, Scheduler, Start
+from muscale.search.protocols import Advance, Scheduler, Start
 from muscale.search.record import Record
 from muscale.search.record_view import RecordView
 from muscale.search.schedulers import MIN_PEERS, Hyperband
@@ -51,7 +51,7 @@ def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(
     best = min(record.configs, key=lambda trial: cast(float, record.configs[trial]["learning_rate"]))
     assert record.ranking(3)[0][1] == best
     for rung in range(3):
-        gone = [trial for _, trial in record.ranking(rung) if (trial, rung) in record.went_on]
+        gone = [trial for _, trial in record.ranking(rung) if (trial, rung) in record.advanced]
         at_least = max(1, len(record.ranking(rung)) // 2)
         assert at_least <= len(gone) <= len(record.ranking(rung))
         top = [trial for _, trial in record.ranking(rung)[:at_least]]
@@ -76,7 +76,7 @@ def test_a_divergence_is_never_sent_on(make_engine: MakeEngine, drive: Drive) ->
     for scheduler in ("asha", "hyperband", "median", "pbt"):
         engine = make_engine(settings(scheduler=scheduler), scheduler)
         drive(engine, lambda segment, rung: None if segment.trial % 3 == 0 else in_order(segment, rung))
-        gone = {trial for trial, _ in engine.record.went_on if (trial, _) not in engine.record.donors}
+        gone = {trial for trial, _ in engine.record.advanced if (trial, _) not in engine.record.donors}
         assert gone
         assert all(trial % 3 for trial in gone)
 
@@ -93,11 +93,11 @@ def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: 
     drive(engine, shuffled, workers=3)
     record = engine.record
     first = [(record.loss(trial, 0), trial) for trial in range(4)]
-    gone = {trial for trial in range(4) if (trial, 0) in record.went_on}
+    gone = {trial for trial in range(4) if (trial, 0) in record.advanced}
     assert gone == {trial for _, trial in sorted(first)[:2]}
-    final = [trial for trial in gone if (trial, 1) in record.went_on]
+    final = [trial for trial in gone if (trial, 1) in record.advanced]
     assert final == [min(gone, key=lambda trial: record.loss(trial, 1))]
-    assert sum((trial, 1) in record.went_on for trial in range(4, 7)) == 1
+    assert sum((trial, 1) in record.advanced for trial in range(4, 7)) == 1
     assert all((trial, 2) in record.results for trial in range(7, 10))
 
 
@@ -126,24 +126,24 @@ class Compared:
     """A rule whose every move is held against what one who looks at all trials would do."""
 
     rule: Scheduler
-    wanted: Callable[[Record, bool], Start | GoOn | None]
+    wanted: Callable[[Record, bool], Start | Advance | None]
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         move = self.rule.next(record, may_start=may_start)
         assert move == self.wanted(record, may_start)
         return move
 
 
-def by_the_median(record: Record, may_start: bool) -> Start | GoOn | None:
+def by_the_median(record: Record, may_start: bool) -> Start | Advance | None:
     """The median rule word by word, over four rungs."""
     for rung in (2, 1, 0):
         alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
         for trial in alive:
-            if (trial, rung) in record.went_on or trial in record.cancelled:
+            if (trial, rung) in record.advanced or trial in record.cancelled:
                 continue
             means = [statistics.fmean(record.losses(other, rung)) for other in alive if other != trial]
             if len(means) < MIN_PEERS or min(record.losses(trial, rung)) <= statistics.median(means):
-                return GoOn(trial=trial, until=rung + 1)
+                return Advance(trial=trial, until=rung + 1)
     return Start(until=0) if may_start else None
 
 
@@ -172,7 +172,7 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
     engine = make_engine(settings(scheduler="hyperband", trials=80))
     rule, record = engine._scheduler, engine.record
 
-    def anew(record: Record, may_start: bool) -> Start | GoOn | None:
+    def anew(record: Record, may_start: bool) -> Start | Advance | None:
         known, record.settled = record.settled, set()
         move = rule.next(record, may_start=may_start)
         record.settled = known

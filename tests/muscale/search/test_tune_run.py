@@ -20,7 +20,7 @@ from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import LEDGER, STALLS
 from muscale.search import config_history
 from muscale.search.engine import Engine
-from muscale.search.protocols import GoOn, Start
+from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
 from muscale.search.trainable import SweepTrainable
 from muscale.search.tune_run import places_on_driver_node, run_engine
@@ -236,11 +236,11 @@ def test_workers_that_wait_for_the_last_job_of_a_generation_stay(run: Run, tmp_p
 class FirstGoesOn:
     """All trials to the first rung, then the first alone."""
 
-    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A new trial, or once all have arrived the first one's next rung."""
         if len(record.configs) < TRIALS:
             return Start(until=0)
-        return GoOn(trial=0, until=1) if len(record.results) == TRIALS and not record.open else None
+        return Advance(trial=0, until=1) if len(record.results) == TRIALS and not record.open else None
 
 
 @pytest.mark.soak

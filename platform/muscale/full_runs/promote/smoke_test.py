@@ -75,7 +75,7 @@ class SmokeTest(Recorded):
         step_seconds: Median of the steps that were followed by nothing else.
         evaluation_seconds, save_seconds: That training waited for one.
         start_seconds: Of a launch that resumes, before its first step and after its last.
-        resumed_from: Tokens that the second launch went on from.
+        resumed_from: Tokens that the second launch resumed from.
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
         estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone; None for another family's.
         losses: Training loss of each step, nats per token.
@@ -281,7 +281,7 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: di
         batch * (step + 1) for step in range(2 * steps)
     ]:
         raise StageError(
-            f"smoke test: the second launch went on from {result['resumed_from']} tokens, the first saved after "
+            f"smoke test: the second launch resumed from {result['resumed_from']} tokens, the first saved after "
             f"{steps * batch}; the records are in {directory}"
         )
     stamps = [row["seconds"] for row in rows]

@@ -129,7 +129,7 @@ def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, t
         for file in scratch.glob("checkpoints/*/manifest.json"):
             file.unlink()
 
-    with pytest.raises(StageError, match=r"went on from 0 tokens, the first saved after 1280"):
+    with pytest.raises(StageError, match=r"from 0 tokens, .* 1280"):
         smoke_test(run, scratch, forgets, steps=5, **given)
 
 
