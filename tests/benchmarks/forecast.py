@@ -6,7 +6,7 @@ Each ladder is fitted to its runs with C < Cmax/cut and held against those above
 Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
 mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
 forecast's five fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
-family's ladders has the centres and correlations of the other families (`prior.py`).
+family's ladders has the centres of the other families (`prior.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scaling import compute_flops
 from scaling.fits.backtest import backtest
 from scaling.fits.ensemble import fit_ensemble
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
-from scaling.fits.prior import CORRELATIONS, PRIOR
+from scaling.fits.prior import PRIOR
 from tests.benchmarks.ladders import Ladder, ladders
 from tests.benchmarks.prior import left_out
 
@@ -123,17 +123,14 @@ def main() -> None:
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--few-runs", action="store_true", help="also forecast from few runs drawn at random")
-    parser.add_argument(
-        "--left-out", action="store_true", help="centres and correlations of the prior by the other families"
-    )
+    parser.add_argument("--left-out", action="store_true", help="centres of the prior by the other families")
     options = parser.parse_args()
     chosen = [ladder for ladder in ladders() if not options.ladders or ladder.name in options.ladders]
     parts, priors = [], {}
     if options.left_out:
         priors = {family: left_out(family) for family in {ladder.family for ladder in chosen}}
     for ladder in chosen:
-        centres, correlations = priors.get(ladder.family, ({}, {}))
-        with patch.dict(PRIOR, centres), patch.dict(CORRELATIONS, correlations):
+        with patch.dict(PRIOR, priors.get(ladder.family, {})):
             parts.append(measure(ladder, options.cuts))
     table, predictions = pd.concat([t for t, _ in parts]), pd.concat([p for _, p in parts])
     if options.csv:

@@ -19,8 +19,8 @@ def result(ladder: Ladder) -> ScalingFit:
 
 
 def test_factor_goes_through_the_measured_values() -> None:
-    assert interval_factor(0.90) == pytest.approx(1.613, abs=0.001)
-    assert interval_factor(0.95) == pytest.approx(2.0, abs=1e-12)
+    assert interval_factor(0.90) == pytest.approx(1.734, abs=0.001)
+    assert interval_factor(0.95) == pytest.approx(2.15, abs=1e-12)
     for level in (0, 1):
         with pytest.raises(ValueError, match=f"level .*got {level}"):
             interval_factor(level)
@@ -76,7 +76,7 @@ def test_held_out_decade_of_the_reference_problem(reference: pd.DataFrame) -> No
     error = [abs(f.loss / loss - 1) for f, loss in zip(forecasts, held_out["loss"], strict=True)]
     covered = [f.low <= loss <= f.high for f, loss in zip(forecasts, held_out["loss"], strict=True)]
     assert sum(error) / len(error) < 0.01
-    assert sum(covered) / len(covered) > 0.75, "one ladder's targets share one error"
+    assert sum(covered) / len(covered) > 0.8, "one ladder's targets share one error"
 
 
 def test_bad_target(result: ScalingFit) -> None:
