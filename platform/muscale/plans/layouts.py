@@ -24,7 +24,6 @@ from proxy_models.architecture.memory import (
     training_memory,
 )
 from proxy_models.data.corpus import Corpus
-from proxy_models.training.attended import attended_length
 from scaling import Accelerator, accelerator
 
 NO_ESTIMATE = "memory and time of a step are estimated for the built-in decoder alone"
@@ -135,6 +134,8 @@ def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, 
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
         return None
+    from proxy_models.training.attended import attended_length  # with torch, which reading a study needs not
+
     return {
         "workers": config.promote.workers,
         "batch_tokens": plan.hyperparameters.batch_tokens,
