@@ -42,7 +42,7 @@ _COUNT = re.compile(
 _HEADER = re.compile(r"(?:(.+?)_(?:in_)?)(k|m|b|g|t|thousand|million|billion|trillion)s?_*")
 _PF_DAYS = re.compile(r"(?:.*_)?(?:pf|pflops?|petaflops?)(?:_s)?_?days?_*")
 _RATIO = ("tokens_per_param", "tokens_per_parameter", "d_n")
-_COMPUTE = ("compute_flops", "flops", "total_flops", "train_flops", "training_flops", "compute", "c")
+COMPUTE = ("compute_flops", "flops", "total_flops", "train_flops", "training_flops", "compute", "c")
 
 
 def as_found(table: pd.DataFrame) -> pd.DataFrame:
@@ -129,7 +129,7 @@ def _tokens_of_others(table: pd.DataFrame, notes: list[str]) -> None:
     without = table["n_tokens"].isna() if "n_tokens" in table else pd.Series(True, table.index)
     names = {name: plain(str(name)).strip("_") for name in table.columns}
     by_unit = {name: PF_DAY for name, text in names.items() if _PF_DAYS.fullmatch(text)}
-    by_unit |= {name: 1.0 for name, text in names.items() if text in _COMPUTE}
+    by_unit |= {name: 1.0 for name, text in names.items() if text in COMPUTE}
     ratios = [name for name, text in names.items() if text in _RATIO]
     if not without.any() or len(by_unit) + len(ratios) != 1:
         return

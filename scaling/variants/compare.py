@@ -16,8 +16,9 @@ from typing import Any
 
 import pandas as pd
 
-from scaling.checks import losses, numbers, require_columns
+from scaling.checks import losses, numbers, plain, require_columns
 from scaling.errors import ScalingError
+from scaling.fits.as_found import COMPUTE
 from scaling.fits.runs import Table, naming, read_runs
 from scaling.forms.law import compute_flops
 from scaling.variants.comparison import VariantComparison
@@ -122,8 +123,16 @@ def _require(*, level: float, worth: float, error: float, noise: tuple[float, fl
         raise ValueError(f"noise must be a positive standard deviation and positive degrees of freedom, got {noise!r}")
 
 
+_OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer"), "compute_flops": COMPUTE}
+"""Names under which other tables have a column, capitals and punctuation aside."""
+
+
 def _read(rows: pd.DataFrame) -> pd.DataFrame:
     """The columns variant, size ("" without labels), flops, loss, and seed if there are any."""
+    for column, others in _OTHER_NAMES.items():
+        named = [name for name in rows if plain(str(name)) in others]
+        if column not in rows and len(named) == 1:
+            rows = rows.rename(columns={named[0]: column})
     require_columns(rows, ("variant", "loss"))
     if "compute_flops" in rows:
         flops = numbers(rows, "compute_flops")

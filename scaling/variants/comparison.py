@@ -39,8 +39,8 @@ class VariantComparison(JsonResult):
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant, as long as it was undecided: multiplier, low, high, p_better, p_worth, verdict.
         next_runs: by undecided variant, none dearer than the target: the cheapest runs that would decide with a probability of
-            .5, or those with the highest: compute_flops and seeds of the variant, cost (FLOPs, the baseline's seeds included),
-            p_decided.
+            .5, or those with the highest, if that is .05 or more: compute_flops and seeds of the variant, cost (FLOPs, the
+            baseline's seeds included), p_decided.
     """
 
     baseline: str

@@ -11,6 +11,8 @@ from scaling.variants.posterior import Baseline, Gains, Mixture, normal_quantile
 
 LIKELY = 0.5
 """Probability of deciding from which the cheapest next runs are advised."""
+HARDLY = 0.05
+"""Probability of deciding below which none are."""
 
 
 def cheapest_next(
@@ -18,7 +20,7 @@ def cheapest_next(
 ) -> dict[str, Any] | None:
     """The cheapest measurement that is likely to decide, or the likeliest: its compute, seeds, cost and probability.
 
-    None where all cost more than the target itself.
+    None where all cost more than the target itself, or hardly decide.
 
     Candidates are the baseline's sizes and 2, 4 … times its largest, below the target, with 1, 2 or 4 seeds of variant and
     baseline each. The posterior's mean after it is normal about today's, with the variance that it takes away (Raiffa &
@@ -44,7 +46,7 @@ def cheapest_next(
             rejected = ndtr((math.log1p(worth) - edge * left - mean) / moves)
             found = {"compute_flops": math.exp(x), "seeds": seeds, "cost": 2 * seeds * math.exp(x)}
             found["p_decided"] = min(float(promoted + rejected), 1.0)
-            if found["cost"] <= target:
+            if found["cost"] <= target and found["p_decided"] >= HARDLY:
                 candidates.append(found)
     if not candidates:
         return None

@@ -211,3 +211,10 @@ def test_no_public_variant_is_promoted_or_rejected_wrongly(public_table: Callabl
             assert not (verdict == "reject" and largest[name] > 1.02), (depth, name)
     assert found.verdict("van_constant") == "reject", "it wins at depth 6 and 8"
     assert found.verdict("k2") == "promote"
+
+
+def test_columns_may_have_the_names_that_other_tables_give_them() -> None:
+    runs = planted(0, {"a": 1.2})
+    other = runs.rename(columns={"variant": "Arm", "compute_flops": "FLOPs"})
+    found = [compare_variants(table, "baseline", target_flops=TARGET) for table in (runs, other)]
+    assert found[0].to_dict() == found[1].to_dict()
