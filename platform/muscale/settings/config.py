@@ -107,7 +107,7 @@ class StudyConfig(StudyTables):
         config._own_model = own if trains else None
         problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
-            raise StudyFileError("\n".join(problems))
+            raise StudyFileError("\n".join(dict.fromkeys(problems)))
         return config
 
 
