@@ -25,12 +25,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale.full_runs.lightning_import import import_lightning
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.products import MKL_IS_SLOW, Linear, product
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
@@ -136,6 +137,12 @@ def decoder(config: ModelConfig, setting: Setting) -> Decoder:
     return model
 
 
+def loss_of_logits(model: torch.nn.Module, sequences: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, as one writes it over a model's logits."""
+    logits = model(sequences[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
 def adamw(model: torch.nn.Module, setting: Setting) -> torch.optim.Optimizer:
     """AdamW as one has it by default on the device."""
     return torch.optim.AdamW(
@@ -148,9 +155,8 @@ def plain(corpus: Corpus, setting: Setting, *, compiled: bool = False) -> Loop:
 
     @cache
     def warm(config: ModelConfig) -> tuple[Decoder, Callable[[Decoder, Tensor], Tensor]]:
-        return decoder(config, setting).to(setting.device), torch.compile(
-            next_token_loss, dynamic=False
-        ) if compiled else next_token_loss
+        loss = torch.compile(loss_of_logits, dynamic=False) if compiled else loss_of_logits
+        return decoder(config, setting).to(setting.device), loss
 
     def run(config: ModelConfig, n_steps: int) -> float:
         model, loss_of = warm(config)
@@ -195,7 +201,7 @@ class Module(L.LightningModule):  # type: ignore[misc,name-defined]
         if index in (0, self.trainer.max_steps - 1):
             wait(self.device)
             self.marks.append(time.perf_counter())
-        loss = next_token_loss(self.model, batch)
+        loss = loss_of_logits(self.model, batch)
         self.log("train_loss", loss)
         return loss
 

@@ -154,9 +154,8 @@ def train_with_lightning(rate: float, folder: Path) -> float:
 
     from muscale.full_runs.lightning_import import import_lightning
     from proxy_models.architecture.config import ModelConfig
-    from proxy_models.architecture.decoder import next_token_loss
     from proxy_models.data.corpus import Corpus
-    from tests.benchmarks.proxy_speed import Module, Windows, cpu_setting
+    from tests.benchmarks.proxy_speed import Module, Windows, cpu_setting, loss_of_logits
 
     torch.set_num_threads(1)
     L = import_lightning()
@@ -169,7 +168,7 @@ def train_with_lightning(rate: float, folder: Path) -> float:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
         def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
-            self.log("loss", next_token_loss(self.model, batch[0]))
+            self.log("loss", loss_of_logits(self.model, batch[0]))
 
     corpus = Corpus.open(folder / "corpus")
     held_out = [
