@@ -151,7 +151,7 @@ def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused
     nodes.job("submit", "--submission-id", "relative", *shipped, "--", *SWEEP, "study.toml")
     assert nodes.ends("other")["status"] == nodes.ends("relative")["status"] == "FAILED"
     assert "this process runs muscale" in nodes.job("logs", "other").stdout
-    assert "give the study file by its absolute path" in nodes.job("logs", "relative").stdout
+    assert "study.toml: must be an absolute path" in nodes.job("logs", "relative").stdout
 
 
 @pytest.mark.soak

@@ -30,9 +30,19 @@ LONG = ("07_from_tune",)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout's `notebooks` and `runs`; each notebook reuses what an earlier one trained."""
-    root = tmp_path_factory.mktemp("checkout")
+def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The place where each notebook reuses what an earlier one trained."""
+    return checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def place(path: Path, shared_place: Path, tmp_path: Path) -> Path:
+    """The place of a notebook: its own, where it has another ledger or another space than the others."""
+    return checkout(tmp_path) if path.stem in ITS_OWN_RAY + LONG else shared_place
+
+
+def checkout(root: Path) -> Path:
+    """The `notebooks` of a checkout that has `notebooks` and `runs`."""
     shutil.copytree(FOLDER, root / "notebooks")
     write_text(root / "runs/quickstart/text")
     (root / "runs/quickstart/study.toml").write_text(MICRO)
