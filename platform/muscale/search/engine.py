@@ -168,7 +168,7 @@ class Engine:
                 return "no trial may be started where may_start is false"
             return "" if 0 <= move.until <= top else f"rungs go from 0 to {top}"
         if not isinstance(move, Advance):
-            return "next returns a Start, a Advance or None"
+            return "next returns a Start, an Advance or None"
         if move.trial not in record.configs or move.trial in record.open or move.trial in record.cancelled:
             return "only a trial that waits at a rung can advance"
         rung = record.last_rung(move.trial)

@@ -78,7 +78,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
         try:
             chain(h, h.whole_batches(n_tokens))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             problems.append(f"{key}: {error}")
     for name in config.sweep.space:
         if name not in {field.name for field in dataclasses.fields(Hyperparameters)}:
