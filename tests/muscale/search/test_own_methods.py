@@ -138,7 +138,7 @@ WAITING = [Start(until=0)]
     ("moves", "rule"),
     [
         ([Start(until=4)], "rungs go from 0 to 3"),
-        (["start"], "a Start, a Advance or None"),
+        (["start"], "Start, an Advance"),
         ([Advance(trial=0, until=1)], "only a trial that waits"),
         ([*WAITING, Advance(trial=0, until=0)], "at rung 0 of 3"),
         ([*WAITING, Advance(trial=0, until=4)], "at rung 0 of 3"),
