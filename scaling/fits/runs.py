@@ -315,7 +315,8 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
     alike = np.append(same, False) | np.append(False, same)
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
         yield f"{repeated} rows repeat another in every column: they count as further evidence"
-    precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
+    with np.errstate(over="ignore"):  # of a loss near the end of float64
+        precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:
         yield f"{copies - repeated} rows have N, D and loss of another under another name: the same run twice, as further evidence?"
     if "stem" not in runs:
