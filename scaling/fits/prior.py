@@ -2,8 +2,8 @@
 
 Normal in the logarithms of the exponents, of g, and of E as a share of the least loss. In the families E, alpha and beta go together
 (correlations .75 to .8), but a prior that binds them, and E as near to its centre as they do, was most wrong where it was needed: of
-ladders planted with E at .05 to .3 of the least loss its 90 % intervals held 0 to 36 %, and its floor, drawn to .4 and above, told
-nothing of it (`tests/benchmarks/low_floor.py` has the figures of this one).
+ladders planted with E at .05 to .3 of the least loss its 90 % intervals held 0 to 36 %, and its floor, drawn to .4 and above, did
+not show it (`tests/benchmarks/low_floor.py` has the figures of this one).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Steps:
         return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
 
 
-# Not Adafactor, which counts its steps on the host: on a fake CPU that can't be told from a read of the device.
+# Not Adafactor, which counts its steps on the host: on a fake CPU that can't be distinguished from a read of the device.
 CASES = (
     *(Steps(layout=layout, guarded=True) for layout in LAYOUTS),
     Steps(optimizer="lion"),

@@ -134,7 +134,7 @@ def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, 
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
         return None
-    from proxy_models.training.attended import attended_length  # with torch, which reading a study needs not
+    from proxy_models.training.attended import attended_length  # imports torch, which readers of a study do without
 
     return {
         "workers": config.promote.workers,

@@ -165,8 +165,8 @@ Worker(trained.ledger, compiled=False, stall_seconds=6.0).reach(trained.chain(80
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "study")], check=False, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (told,) = (tmp_path / "study" / STALLS).iterdir()
-    assert "took no step for 6 s" in told.read_text()
+    (report,) = (tmp_path / "study" / STALLS).iterdir()
+    assert "took no step for 6 s" in report.read_text()
     (left,) = (tmp_path / "study" / PROGRAM_RUNS).iterdir()
     pid, created = json.loads((left / "process.json").read_text())
     if sys.platform == "linux":
