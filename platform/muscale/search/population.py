@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from muscale.search.protocols import Advance, Start
-from muscale.search.record import Record
+from muscale.search.record import Generation, Record
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 from search_spaces.base import Scalar, Value
@@ -49,20 +49,20 @@ class Population:
         """A new member, or the next generation of one."""
         if may_start:
             return Start(until=0)
-        members = members_of(record)
         for rung in range(self.top):
             if rung in record.settled:
                 continue
-            if any((member, rung) not in record.results for member in members):
+            generation = _generation(record, rung)
+            if generation is None:
                 return None
+            members, ranking = generation
             for member in members:
                 if (member, rung) not in record.advanced:
-                    return self._decision(record, members, member, rung)
+                    return self._decision(record, ranking, member, rung)
             record.settled.add(rung)
         return None
 
-    def _decision(self, record: Record, members: Sequence[int], member: int, rung: int) -> Advance | None:
-        ranking = sorted((record.loss(trial, rung), trial) for trial in members)
+    def _decision(self, record: Record, ranking: Sequence[tuple[float, int]], member: int, rung: int) -> Advance | None:
         n = max(1, int(len(ranking) * self.share)) if len(ranking) > 1 else 0
         best = [trial for loss, trial in ranking[:n] if math.isfinite(loss)]
         worst = [trial for _, trial in ranking[len(ranking) - n :]]
@@ -74,6 +74,20 @@ class Population:
         config = self.explore.changed(record, member, rung, donor)
         path = (*record.path_towards(donor, rung), (rung + 1, config))
         return Advance(trial=member, until=rung + 1, path=path, donor=donor)
+
+
+def _generation(record: Record, rung: int) -> Generation | None:
+    """The members that have all arrived at a rung, and their ranking; None until then.
+
+    It is kept with the record for as long as the members are the same, since each of them asks for it.
+    """
+    of = (rung, record.rounds[-1].first_trial, len(record.configs), len(record.cancelled))
+    if of not in record.generations:
+        members = members_of(record)
+        if any((member, rung) not in record.results for member in members):
+            return None
+        record.generations = {of: (members, sorted((record.loss(trial, rung), trial) for trial in members))}
+    return record.generations[of]
 
 
 def members_of(record: Record) -> list[int]:

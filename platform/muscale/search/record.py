@@ -46,6 +46,10 @@ class Round:
     narrowed: dict[str, Any] | None = None
 
 
+Generation = tuple[list[int], list[tuple[float, int]]]
+"""Members of a population, and (loss, trial) of them at a rung, best first."""
+
+
 class Record:
     """Rows of a sweep in memory, read from the ledger once and written through to it."""
 
@@ -61,9 +65,11 @@ class Record:
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
         self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
-        self.settled: set[int] = (
-            set()
-        )  # first trials of brackets that a scheduler found to be over; a cancelled trial may change that
+        # First trials of brackets that a scheduler found to be over; a cancelled trial may change that.
+        self.settled: set[int] = set()
+        self.generations: dict[
+            tuple[int, ...], Generation
+        ] = {}  # what a population knows of the one that is over, by its members
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
