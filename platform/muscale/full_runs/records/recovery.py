@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from muscale import json_lines
-from muscale.errors import MuscaleError, PreemptedError, StageError
+from muscale.errors import MuscaleError, PreemptedError, StageError, of_storage
 from muscale.full_runs.records.goodput import ATTEMPTS
 
 Kind = Literal["preempted", "lost", "device", "program", "unknown"]
@@ -136,7 +136,8 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             if reason["kind"] != "preempted" or stopped <= reached:
                 count += 1
             reached = max(reached, stopped)
-            cause = f"{reason['error']}; the run's records are in {directory}"
+            text = of_storage(root_causes(error)[0]) or reason["error"]
+            cause = f"{text}; the run's records are in {directory}"
             if not is_retryable(error, history):
                 raise StageError(f"promote: another attempt would end in the same way: {cause}") from error
             if count > max_failures:

@@ -1,5 +1,6 @@
 """What is tried again and what is not; what incidents mean for the steps to come; where the wall time went."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,9 @@ def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypat
     with pytest.raises(StageError, match="failed 3 times"):
         outcome("nowhere", (1, leave), (1, leave), (1, leave), (1, leave))
     assert [failure.attempt for failure in failures(tmp_path / "lost")] == [1, 2]
+    full = [(step, OSError(errno.ENOSPC, "No space left on device", "run.json")) for step in (3, 5, 7)]
+    with pytest.raises(StageError, match=r"run.json: no space .*run the same command again to resume"):
+        outcome("disk", *full)
 
 
 def test_positions_left_out_join_and_lie_at_whole_batches_of_a_ramp() -> None:
