@@ -32,7 +32,7 @@ _KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray w
 
 @contextmanager
 def connected(resources: ResourceSettings) -> Iterator[None]:
-    """Ray within the block: the cluster this process is connected to or that RAY_ADDRESS names, else our own on this machine.
+    """Ray within the block: what `join` finds or starts; a cluster that this process was connected to before stays connected.
 
     Raises:
         StageError: If Ray can't be started, or the cluster not be joined.
@@ -43,6 +43,19 @@ def connected(resources: ResourceSettings) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    own = join(resources)
+    try:
+        yield
+    finally:
+        _leave(own=own)
+
+
+def join(resources: ResourceSettings) -> bool:
+    """Join the cluster that RAY_ADDRESS names, or start one of our own on this machine; returns whether it is our own.
+
+    Raises:
+        StageError: If Ray can't be started, or the cluster not be joined.
+    """
     local: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         n_ranks = resources.workers * resources.ranks_per_trial
@@ -52,17 +65,13 @@ def connected(resources: ResourceSettings) -> Iterator[None]:
         _make_token()
     try:
         connect(**local)
-    except (
-        Exception
-    ) as error:  # Ray raises bare ones, too: a machine too busy to start it, a head that is gone, a wrong token
+    # Ray raises bare ones, too: a machine too busy to start it, a head that is gone, a wrong token.
+    except Exception as error:
         what = "Ray can't be started on this machine"
         if where := os.environ.get("RAY_ADDRESS"):
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
         raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
-    try:
-        yield
-    finally:
-        _leave(own=bool(local))
+    return bool(local)
 
 
 def _make_token() -> None:

@@ -21,6 +21,7 @@ from muscale.fingerprint import package_fingerprint
 from muscale.importers.tune_space import space_of
 from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
+from muscale.ray_connection import join
 from muscale.search.sweep import Sweep
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Uniform
 
@@ -36,11 +37,11 @@ def trainable(study: Study) -> Any:
     It reports loss (what [sweep] rank_by says), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. What
     the ledger knows is returned, not trained. A diverged trial ends with 10 ln V: every loss above that is a divergence. A
     checkpoint names segments of the ledger: a trial that is restored from another's with other values, as PBT does it, is a new
-    segment that continues from there. Each trial takes the resources of one worker of [resources]; Ray is started if it is not
-    connected.
+    segment that continues from there. Each trial takes the resources of one worker of [resources]. Unless this process is
+    connected to Ray, it joins the cluster at RAY_ADDRESS or starts one on this machine, and stays connected.
 
     Raises:
-        StageError: If files of the corpus changed since they were written.
+        StageError: If files of the corpus changed since they were written, or if Ray can't be started or joined.
     """
     with defer_sigint():
         import ray
@@ -50,10 +51,8 @@ def trainable(study: Study) -> Any:
 
     sweep, resources = Sweep.of(study.config, study.ledger, study.corpus), study.config.resources
     require_unchanged(study.ledger.directory / CORPUS)
-    if (
-        not ray.is_initialized()
-    ):  # parameters go to the object store: the ledger's password belongs into no file of Tune's
-        ray.init()
+    if not ray.is_initialized():
+        join(resources)  # parameters go to the object store: the ledger's password belongs into no file of Tune's
     parameters = {
         "plan": sweep.plan,
         "settings": study.config.sweep,
