@@ -20,9 +20,8 @@ def append(file: Path, *records: dict[str, Any]) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             end = os.fstat(descriptor).st_size
-            if (
-                end and os.pread(descriptor, 1, end - 1) != b"\n"
-            ):  # torn: a record appended to that line would be lost too
+            # A torn line: a record appended to it would be lost, too.
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 content = b"\n" + content
             while content:  # a full disk takes only some of it
                 content = content[os.write(descriptor, content) :]

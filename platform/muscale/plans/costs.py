@@ -58,9 +58,7 @@ def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) ->
     try:
         with open_read_only(source) as (_, read):
             flops, seconds = read(_trained_so_far)
-    except (
-        StudyDirectoryError
-    ):  # the study has not begun, or its ledger is not readable here, as the command itself will say
+    except StudyDirectoryError:  # not begun, or a ledger that can't be read here, as the command itself will say
         return table
     if not (flops and seconds):
         return table

@@ -130,9 +130,8 @@ class Engine:
         return None
 
     def _next_anneal_job(self) -> AnnealJob | None:
-        if (
-            not self._in_flight and not self._queue and not self.record.open
-        ):  # a segment that failed is run by the next command first
+        # A segment that failed is run by the next command first.
+        if not self._in_flight and not self._queue and not self.record.open:
             self._queue.extend(job for job in self._anneal_jobs() if job not in self.failures)
         while self._queue and self._queue[0].trial in self.record.cancelled:
             self._queue.popleft()

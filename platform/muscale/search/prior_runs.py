@@ -78,12 +78,7 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
         if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
             try:
                 values = values_of(row, space.searched)
-            except (
-                LookupError,
-                TypeError,
-                ValueError,
-                ArithmeticError,
-            ) as error:  # of a ledger that somebody else wrote
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # somebody else wrote the ledger
                 raise StudyDirectoryError(
                     f"{runs.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
                     f"{type(error).__name__}: {' '.join(str(error).split())}"

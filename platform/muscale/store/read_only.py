@@ -120,12 +120,7 @@ def _refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             raise StudyDirectoryError(f"{name}: can't be read as a ledger: {first_line(error)}") from None
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            RecursionError,
-        ) as error:  # JSON that is none, or holds something else
+        except (ValueError, TypeError, LookupError, RecursionError) as error:  # what should be JSON, or in it, is not
             raise StudyDirectoryError(f"{name}: can't be read as a ledger: {type(error).__name__}: {error}") from None
 
     return checked

@@ -153,9 +153,8 @@ class Mirror:
             ordered = sorted((row for new in rows.values() for row in new), key=lambda row: row.at)
             tracker.show(run, ordered, summary="summary" in marks, files=files)
             sent.note(run, rows, marks)
-        except (
-            Exception
-        ) as error:  # the one place: a library's own, its transport's, the disk's; no run ends by any of them
+        # The one place that catches all: a library's errors, its transport's, the disk's; no run ends by any of them.
+        except Exception as error:
             _, rest = self._rests.get(tracker.name, (0.0, FIRST_REST_SECONDS))
             self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, LONGEST_REST_SECONDS)
             self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")

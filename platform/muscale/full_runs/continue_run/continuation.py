@@ -247,9 +247,7 @@ def plan_continuation(
             on_spike=config.promote.spike_policy,
             directory=ledger.directory,
         )
-        if (
-            ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None
-        ):  # a continuation that has started does not need it
+        if ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None:  # one that has started needs none
             require_checkpoint(parent)
     except StageError as error:
         raise StageError(f"{path}: {error}") from error
