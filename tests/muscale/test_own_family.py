@@ -16,7 +16,7 @@ from muscale import StageError, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.cli import entry
 from muscale.layout import MEMBERS
 from muscale.new_study import FAMILY, write_study
-from muscale.settings.own_model import require_same_family
+from muscale.settings.own_model import announce, require_same_family
 from muscale.study import Study
 from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig
@@ -269,6 +269,17 @@ def test_a_damaged_record_is_one_sentence(own_study: Path, text: str) -> None:
     (own_study.parent / MEMBERS).write_text(text)
     with pytest.raises(StudyFileError, match=rf"{MEMBERS}: not a record of members: "):
         StudyConfig.read(own_study)
+
+
+def test_a_family_in_nested_folders_without_init_files_is_announced_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "inner" / "models.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    announce("outer.inner.models:Recurrent")
+    assert capfd.readouterr().err.endswith(f"from {tmp_path / 'outer/inner/models.py'}\n")
+    assert "outer" not in sys.modules
 
 
 def test_an_entry_point_is_a_name(own_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,19 +27,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch import nn
 
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
 from muscale.settings.own_model import announce
+from proxy_models.architecture.causal_lm import CausalLM
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import import_family, parameter_shapes, with_weights
 from proxy_models.architecture.llama import NotLlamaError, write_llama
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.architecture.pretrained import NotFoldableError, write_pretrained
 from proxy_models.data.corpus import CorpusError
 from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
@@ -50,6 +52,8 @@ from proxy_models.training.state import TrainState
 from scaling.presentation import Result
 
 T = TypeVar("T")
+Layout = Literal["llama", "transformers"]
+"""Layouts that a model is exported to."""
 
 CARD = "README.md"
 WEIGHTS = "weights.safetensors"
@@ -182,21 +186,40 @@ class Bundle(Result):
         except (CorpusError, OSError, ValueError, KeyError) as error:
             raise BundleError(f"{self.path / TOKENIZER_FOLDER}: the tokenizer can't be read ({error})") from error
 
-    def export(self, folder: str | Path, *, averaged: bool = False) -> Path:
-        """Write the model in Hugging Face's Llama layout, whole or not at all, with the model card beside it.
+    def export(self, folder: str | Path, *, to: Layout = "llama", averaged: bool = False) -> Path:
+        """Write the model in a layout of Hugging Face's, whole or not at all, with the model card beside it.
 
-        One tensor at a time is in memory; more than 5 GB lie in several files, with an index.
+        Args:
+            folder: An empty or new folder.
+            to: "llama" of the built-in decoder: one tensor at a time is in memory, more than 5 GB lie in several files, with an
+                index. "transformers" of a model of one of transformers' configuration classes: as that class saves it; imports
+                transformers.
+            averaged: As for `decoder`.
 
         Raises:
-            BundleError: If Llama's layout has no place for the architecture, or there is something in the folder.
+            BundleError: If the layout has no place for the model, or there is something in the folder.
         """
         try:
             card = (self.path / CARD).read_text(encoding="utf-8")
-            model, weights = self._decoder_weights(averaged)
-            write_llama(model, self._multipliers, weights, Path(folder), self.tokenizer(), card=card)
-        except (NotLlamaError, FileExistsError) as error:
+            if to == "transformers":
+                self._write_pretrained(Path(folder), card, averaged)
+            else:
+                model, weights = self._decoder_weights(averaged)
+                write_llama(model, self._multipliers, weights, Path(folder), self.tokenizer(), card=card)
+        except (NotLlamaError, NotFoldableError, FileExistsError) as error:
             raise BundleError(f"export: {error}") from error
         return Path(folder)
+
+    def _write_pretrained(self, folder: Path, card: str, averaged: bool) -> None:
+        member = self.numerics.model
+        if not isinstance(member, ModuleConfig):
+            raise BundleError(f"{self.path}: the built-in decoder has no class in transformers; export it to llama")
+        model = self.module(averaged=averaged)
+        if not isinstance(model, CausalLM):
+            raise BundleError(
+                f"{self.path}: {member} has no class in transformers; `Bundle.module()` is the model itself"
+            )
+        write_pretrained(model, folder, self.tokenizer(), context_length=member.context_length, card=card)
 
     def generate(
         self,
@@ -252,7 +275,7 @@ class Bundle(Result):
         if isinstance(model := self.numerics.model, ModuleConfig):
             raise BundleError(
                 f"{self.path}: the model must be the built-in decoder, got {model}; `Bundle.module()` imports that family, and so "
-                "runs its code"
+                "runs its code, as does `export --to transformers` of a class of transformers"
             )
         return as_decoder(model), self._weights(averaged)
 

@@ -53,7 +53,7 @@ def export(
     bundle: Path,
     folder: Path,
     *,
-    to: Literal["llama"],
+    to: Literal["llama", "transformers"],
     averaged: Flag = False,
     json: AsJson = False,
 ) -> int:
@@ -62,14 +62,15 @@ def export(
     Args:
         bundle: Directory of the bundle.
         folder: An empty or new folder.
-        to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load.
+        to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load; "transformers" the one of the
+            model's own class, for a model of `family = "transformers:…"`.
         averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle import Bundle
 
     with result_alone(json):
-        written = Bundle.open(bundle).export(folder, averaged=averaged)
+        written = Bundle.open(bundle).export(folder, to=to, averaged=averaged)
     show({"model": str(written)} if json else f"wrote {written}", as_json=json)
     if not json:
         print_ending(Ending(wrote={"model": Path(written)}))

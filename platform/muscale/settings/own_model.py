@@ -138,9 +138,9 @@ def _file_of(name: str) -> str:
     first, *inner = name.partition(":")[0].split(".")
     try:
         spec = find_spec(first)
+        # Without the names around it: in a folder without __init__.py it would only be found through an imported parent.
         for part in inner:
-            first = f"{first}.{part}"
-            spec = PathFinder.find_spec(first, spec.submodule_search_locations) if spec else None
+            spec = PathFinder.find_spec(part, spec.submodule_search_locations) if spec else None
     except (ImportError, ValueError):  # an empty part of a name, or a module that was put together by hand
         spec = None
     return (spec and spec.origin) or "an unknown file"

@@ -37,6 +37,7 @@ from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.decoder_family import DecoderFamily
+from proxy_models.architecture.families import load
 from proxy_models.architecture.family import Family
 from proxy_models.data.corpus import write_corpus
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
@@ -51,7 +52,7 @@ from proxy_models.training.state import capture
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from scaling import Forecast
-from tests.proxy_models.families import Recurrent
+from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
 BATCH, STEPS = 256, 24
 NUMBERS: dict[str, Any] = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
@@ -75,6 +76,7 @@ def finish(
     options: dict[str, Any] | None = None,
     guard: GuardSettings | None = None,
     family: Family | None = None,
+    depth: int = 2,
 ) -> FinishedRun:
     """A real run in one process, with what a plan and a promotion would say of it."""
     text = folder / "text"
@@ -86,7 +88,7 @@ def finish(
     corpus = write_corpus(folder / "corpus", str(text), tokenizer=tokenizer)
     shape = {"context_length": 32, "vocab_size": 300, **(options or {})}
     family = family or DecoderFamily.of(ModelConfig(d_model=32, n_layers=2, **shape))
-    model, base = (family.member(width, depth) for width, depth in ((32, 2), (16, 1)))
+    model, base = (family.member(width, depth) for width, depth in ((32, depth), (16, 1)))
     numerics = Numerics(
         model=model, base=base, corpus_key=corpus.key, seed=3, evaluation_tokens=1024, guard=guard, depth_exponent=0.75
     )
@@ -380,11 +382,32 @@ def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_a
     again = held_out_loss(opened.module(), run.corpus, run.chain.numerics)
     assert again == pytest.approx(run.promotion.loss, rel=1e-6)
     assert Recurrent.__module__ in sys.modules
+    with pytest.raises(BundleError, match="width 32, depth 2 of .*:Recurrent has no class in transformers"):
+        opened.export(tmp_path / "exported", to="transformers")
     values = json.loads((written.path / parts.MODEL).read_text())
     values["numerics"]["model"]["source"] = "0" * 64
     tamper(written.path, parts.MODEL, json.dumps(values).encode())
     with pytest.raises(BundleError, match="the source of .*:Recurrent is .* here"):
         Bundle.open(written.path).module()
+
+
+def test_a_config_of_transformers_is_exported_as_its_class_saves_it(tmp_path: Path, transformers: ModuleType) -> None:
+    gpt2 = load("transformers:GPT2Config")(vocab_size=300, context_length=32, **TRANSFORMERS["GPT2Config"])
+    opened = Bundle.open(write_bundle(finish(tmp_path, family=gpt2, depth=1), tmp_path / "bundle").path)
+    folder = opened.export(tmp_path / "gpt2", to="transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = transformers.AutoTokenizer.from_pretrained(folder)("abcd efgh", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, opened.module()(ids), atol=1e-4, rtol=0)
+    assert (folder / parts.CARD).read_text() == (opened.path / parts.CARD).read_text()
+    with pytest.raises(BundleError, match="must be the built-in decoder, got width 32"):
+        opened.export(tmp_path / "llama")
+
+
+def test_what_has_no_class_in_transformers_is_not_exported_as_one(copied: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="the built-in decoder has no class in transformers"):
+        Bundle.open(copied).export(tmp_path / "exported", to="transformers")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:
