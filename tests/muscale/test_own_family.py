@@ -152,6 +152,7 @@ def written_study(make_study: MakeStudy, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_module_on_pythonpath_reaches_ray_s_workers(written_study: Path) -> None:

@@ -161,6 +161,7 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
     assert starts(path) == before, "a reader ran it"
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
