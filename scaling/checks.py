@@ -59,7 +59,12 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
             if (found := [name for name in got if plain(name) in OTHER_NAMES.get(column, "").split()])
         ]
         raise ValueError(
-            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}", *meant])
+            "; ".join(
+                [
+                    f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}",
+                    *(meant or ["rename the one that holds it"]),
+                ]
+            )
         )
     if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
         raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")

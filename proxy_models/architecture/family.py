@@ -41,6 +41,10 @@ Loss: TypeAlias = "Callable[[Any, Tensor], Tensor]"
 """A plain function of a model and sequences (batch, time + 1), in nats per token."""
 
 
+class FamilyError(ValueError):
+    """A model that does not keep to the protocol of its family."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
     """How to build a model of any width and depth; subclasses are frozen dataclasses whose fields are `model.args`.
@@ -283,6 +287,12 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
 
     with torch.device("meta"):
         target, base, delta = (family.build(size, depth) for size in (width, base_width, 2 * base_width))
+    for attribute, name in (("readout", family.readout), ("blocks", family.blocks)):
+        if name not in (modules := dict(target.named_modules())):
+            found = ", ".join(child for child in modules if child and "." not in child) or "none"
+            raise FamilyError(
+                f"{type(family).__name__}.{attribute} must name a module of {type(target).__name__}, got {name!r}; it has {found}"
+            )
     weight = target.get_submodule(family.readout).weight
     return module_shapes(
         target,

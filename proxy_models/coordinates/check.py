@@ -113,7 +113,7 @@ class Finding:
             if math.isfinite(self.slope)
             else "no finite slope, the activations are zero, infinite or not a number"
         )
-        return f"{self.fault}: {self.quantity} of {self.module} over {self.axis} at step {self.step}: {found}"
+        return f"{self.fault}: {self.quantity} of {self.module or 'the model'} over {self.axis} at step {self.step}: {found}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,9 +183,10 @@ class CoordinateCheck:
         verdict, n_steps = "passed" if self.passed else "FAILED", self.measurements["step"].max()
         lines = [f"coordinate check {verdict}: {'; '.join(sizes)}; {len(self.seeds)} seeds; {n_steps} steps"]
         for name, group in self.slopes.dropna(subset="fault").groupby("criterion"):
+            found = [slope for slope in group["slope"] if math.isfinite(slope)]
+            reach = f"{min(found):+.2f} to {max(found):+.2f}" if found else "none is finite"
             lines.append(
-                f"  {name:<22}slopes {group['slope'].min():+.2f} to {group['slope'].max():+.2f}"
-                f"   bound {group['low'].iloc[0]:+.2f} to {group['high'].iloc[0]:+.2f}"
+                f"  {name:<22}slopes {reach}   bound {group['low'].iloc[0]:+.2f} to {group['high'].iloc[0]:+.2f}"
             )
         if self.multipliers:
             acting = [name for name, acts in self.multipliers.items() if acts]

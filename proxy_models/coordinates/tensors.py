@@ -49,6 +49,8 @@ class Norms:
         return module, _KINDS.get(self._classes[name], "readout matrix"), f"{quantity} of {tensor}"
 
     def _norm(self, name: str, values: Tensor) -> float:
+        if not bool(values.isfinite().all()):
+            return math.nan
         largest = float(torch.linalg.matrix_norm(values.flatten(1), ord=2))
         match self._classes[name]:
             case TensorClass.HIDDEN:

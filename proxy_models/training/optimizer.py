@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import (
     ForwardMultipliers,
     OptimizerName,
@@ -77,7 +78,7 @@ def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
     """Write the forward multipliers into the model's buffers `MULTIPLIERS`.
 
     Raises:
-        ValueError: If one that is not 1 has no buffer.
+        FamilyError: If one that is not 1 has no buffer.
     """
     buffers = dict(model.named_buffers())
     for name, buffer in MULTIPLIERS.items():
@@ -85,8 +86,9 @@ def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
         if buffer in buffers:
             buffers[buffer].fill_(value)
         elif value != 1:
-            raise ValueError(
-                f"the model must apply the multiplier {name} = {value:g} by a buffer {buffer}, and has none"
+            raise FamilyError(
+                f"{type(model).__name__} must apply the multiplier {name} = {value:g} in its forward pass by a buffer {buffer}, "
+                f'and has none: self.register_buffer("{buffer}", torch.ones(()), persistent=False)'
             )
 
 

@@ -95,7 +95,7 @@ def _factor(name: str, column: str) -> float | None:
     """The unit of a column that is another name of one of ours; None if it is none."""
     own = {column, *OTHER_NAMES[column].split()}
     if column in COUNTS:
-        name = name.rsplit("/", 1)[-1] or name  # of wandb's "train/tokens_seen"
+        name = re.split(r"[/.]", name)[-1] or name  # of wandb's "train/tokens_seen" and "model.n_params"
     if plain(name).strip("_") in own:
         return 1.0
     of_unit = _HEADER.fullmatch(plain(name)) if column in COUNTS else None

@@ -11,6 +11,8 @@ import pytest
 
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
+from muscale.study import Study
 from tests.muscale.command_lines import muscale
 
 MakeStudy = Callable[..., Path]
@@ -68,7 +70,7 @@ def test_an_empty_corpus_exits_with_2_and_writes_nothing(
 
 def test_a_directory_of_another_study_is_refused(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
-    assert muscale(capsys, "runs", path).code == 0
+    Study.open(path, quiet=True).ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     done = muscale(capsys, "runs", path, "--set", "model.mlp_ratio=3.0")
     assert done.code == 2
     assert "belongs to another study: model.mlp_ratio is 3.0 here but 2.75 there" in done.err

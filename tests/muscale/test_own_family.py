@@ -17,6 +17,7 @@ from muscale.cli import entry
 from muscale.layout import MEMBERS
 from muscale.new_study import FAMILY, write_study
 from muscale.settings.own_model import announce, require_same_family
+from muscale.store.tables import ResultKind
 from muscale.study import Study
 from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig
@@ -182,6 +183,18 @@ def test_workers_that_lack_the_module_are_named_with_the_remedy(
         Study.open(written_study, ALONE[1::2], quiet=True, trains=True).sweep()
 
 
+def test_an_error_inside_the_model_is_not_an_internal_one(
+    written_study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written_study.parent / FAMILY[0]
+    file.write_text(file.read_text().replace("self.down(F.silu(gate) * value)", "self.down(gate[..., :1])"))
+    monkeypatch.syspath_prepend(str(file.parent))
+    monkeypatch.setitem(sys.modules, "my_family", None)
+    monkeypatch.delitem(sys.modules, "my_family")
+    assert entry.run(["check", str(written_study)]) == 2
+    assert f"{file}:24, in forward: RuntimeError" in capsys.readouterr().err
+
+
 def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(tmp_path: Path) -> None:
     written = write_study(tmp_path / "new", family=True)
     done = subprocess.run(
@@ -225,7 +238,8 @@ def test_a_study_is_not_read_before_its_members_are_counted(own_study: Path, mon
 
 
 def test_another_source_wants_another_directory(own_study: Path) -> None:
-    Study.open(own_study, quiet=True, trains=True)
+    study = Study.open(own_study, quiet=True, trains=True)
+    study.ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     file = own_study.parent / MEMBERS
     record = json.loads(file.read_text())
     record["members"] = [member | {"source": "0" * 64} for member in record["members"]]

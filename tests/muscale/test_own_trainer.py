@@ -23,6 +23,7 @@ from muscale.programs import family
 from muscale.programs.process import train
 from muscale.programs.protocol import TrainerJob
 from muscale.search.prior_runs import runs_of
+from muscale.store.tables import ResultKind
 from proxy_models.architecture import counted
 
 ROOT = Path(__file__).parents[2]
@@ -213,8 +214,9 @@ def test_another_file_wants_another_directory_and_readers_say_what_is_not_descri
     n = starts(path)
     assert n
     monkeypatch.setattr(counted, "_counted", {})
-    Study.open(path, quiet=True, trains=True)
+    study = Study.open(path, quiet=True, trains=True)
     assert starts(path) == n, "described again"
+    study.ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     assert json.loads((path.parent / MEMBERS).read_text())["model"]["args"]["step"] == 8
     shutil.copytree(path.parent, moved := path.parent.with_name("moved"))
     Study.open(moved / "study.toml", quiet=True)

@@ -19,6 +19,7 @@ from muscale.secrets import redacted
 
 DEBUG = "--debug"
 _OURS = {"proxy_models", "scaling", "search_spaces"}  # their exceptions are about their input
+_PROTOCOL = "proxy_models.architecture.family"  # not imported here, as --help would wait for it
 
 
 def main() -> None:
@@ -85,6 +86,20 @@ def _user_message(error: Exception) -> str:
         return message
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]} (--debug shows where)"
+    return _of_own_model(error)
+
+
+def _of_own_model(error: Exception) -> str:
+    """The message of an error that was raised in, or called from, the file of a user's own family; empty for any other."""
+    families = sys.modules[_PROTOCOL].Family.__subclasses__() if _PROTOCOL in sys.modules else []
+    own = {family.__module__ for family in families}
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in {"muscale", *_OURS}:
+            return ""
+        if module in own:
+            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+            return f"{place}: {type(error).__name__}: {error} (--debug shows the stack)"
     return ""
 
 

@@ -30,6 +30,7 @@ from muscale.store.tables import (
     forecasts,
     leases,
     metadata,
+    results,
     retrained,
     revisions,
     rounds,
@@ -131,13 +132,16 @@ class Ledger:
     def claim(self, identity: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Make this the ledger of the study with this identity, and note a configuration that is new.
 
+        The identity may change until something was trained: coordinate checks of another model stay, under their own keys.
+
         Raises:
             StudyDirectoryError: If it is another study's; the message lists what differs.
         """
         found = self.write(_claim, dict(identity), dict(config), now())
         if found != identity:
             raise StudyDirectoryError(
-                f"{self.directory}: the directory belongs to another study: {differences(identity, found)}"
+                f"{self.directory}: the directory belongs to another study: {differences(identity, found)}: keep this one in a "
+                "directory of its own"
             )
 
     def identity(self) -> dict[str, Any] | None:
@@ -369,12 +373,24 @@ def _claim(
     found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
     if found is None:
         insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
+    elif found != identity and not _is_begun(connection):
+        connection.execute(sa.update(studies).values(identity=identity))
     elif found != identity:
         return found
     latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc()).limit(1)).scalar()
     if latest != config:
         insert_once(connection, "revisions", [{"config": config, "created_at": created_at}])
     return identity
+
+
+def _is_begun(connection: sa.Connection) -> bool:
+    """Whether anything but a coordinate check was recorded, or is at work."""
+    rows = [
+        *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
+        sa.select(sa.literal(1)).where(results.c.kind != ResultKind.CHECK.value),
+        sa.select(sa.literal(1)).where(leases.c.owner.is_not(None)),
+    ]
+    return any(connection.execute(query.limit(1)).first() for query in rows)
 
 
 def _forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:

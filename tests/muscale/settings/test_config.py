@@ -11,6 +11,7 @@ import pytest
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.settings.config import as_set
 from muscale.settings.sweep import SweepSettings
+from muscale.store.tables import ResultKind
 from proxy_models.recipes.stages import HyperparameterStage
 from search_spaces import mup_adamw, ready_made
 
@@ -43,6 +44,7 @@ def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identi
     study = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True)
     numerics = study.config.shared_numerics(study.corpus)
     assert (numerics.depth_exponent, numerics.decay_scaling) == (0.5, "sublayer_gain")
+    study.ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     with pytest.raises(StudyDirectoryError, match="decay_scaling.*depth_exponent"):
         Study.open(path, quiet=True)
 

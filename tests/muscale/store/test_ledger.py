@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from muscale import StudyDirectoryError
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
+from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.storage import file_system
 from muscale.store.tables import SCHEMA, ResultKind, forecasts, trials
@@ -23,8 +24,21 @@ def ledger(tmp_path: Path) -> Ledger:
 def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
     ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 1})
     ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 2})
+    ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     with pytest.raises(StudyDirectoryError, match="model.d_model is 32 here but 64 there"):
         ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
+
+
+def test_the_identity_may_change_until_something_was_trained(ledger: Ledger) -> None:
+    ledger.claim({"model.d_model": 64}, {"sweep": 1})
+    ledger.record_result(ResultKind.CHECK, "key", {"passed": False})
+    ledger.claim({"model.d_model": 32}, {"sweep": 1})
+    assert ledger.identity() == {"model.d_model": 32}
+    with leases.lease(ledger, "line"), pytest.raises(StudyDirectoryError, match="model.d_model"):
+        ledger.claim({"model.d_model": 64}, {})
+    ledger.record_result(ResultKind.OWN_METHODS, "key", {})
+    with pytest.raises(StudyDirectoryError, match="model.d_model"):
+        ledger.claim({"model.d_model": 64}, {})
 
 
 @pytest.mark.parametrize("number", [0, SCHEMA - 1, SCHEMA + 1])

@@ -82,6 +82,7 @@ def test_writers_outlast_the_end_of_the_actor(ledger: Ledger) -> None:
 
 def test_an_error_inside_the_actor_arrives_as_it_is(ledger: Ledger) -> None:
     ledger.claim({"model.d_model": 64}, {})
+    ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     with pytest.raises(StudyDirectoryError, match="model.d_model is 32 here but 64 there"):
         ledger.claim({"model.d_model": 32}, {})
     with leases.lease(ledger, "line") as token, pytest.raises(LeaseLostError, match="held with token 0"):

@@ -49,6 +49,7 @@ def test_a_study_has_a_schema_of_its_own_and_finds_it_again(ledger: Ledger, tmp_
     assert other.identity() is None
     other.close()
     again = open_ledger(POSTGRESQL, tmp_path, "renamed")
+    ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     with pytest.raises(StudyDirectoryError, match="model.d_model is 32 here but 64 there"):
         again.claim({"model.d_model": 32}, {})
     again.close()

@@ -59,6 +59,24 @@ class WithoutBuffer(Recurrent):
         return network
 
 
+class Overflowing(Network):
+    """Its logits are not finite, and so no gradient is."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * torch.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infinite(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        return Overflowing(self.vocab_size, width, depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misnamed(Recurrent):
+    readout = "lm_head"
+
+
 def numerics(corpus: Corpus, model: Member = SCALED.base, base: Member = SCALED.base) -> Numerics:
     return Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=512)
 
@@ -179,7 +197,7 @@ def test_every_multiplier_moves_the_logits_and_the_readout_s_doubles_them() -> N
 def test_a_model_without_a_buffer_for_a_multiplier_is_refused(corpus: Corpus) -> None:
     family = WithoutBuffer(vocab_size=256, context_length=32)
     wider = numerics(corpus, model=family.member(64, 2), base=family.member(32, 2))
-    with pytest.raises(ValueError, match=r"must apply the multiplier readout = 0.5 by a buffer readout_multiplier"):
+    with pytest.raises(ValueError, match=r"multiplier readout = 0.5 .* buffer readout_multiplier"):
         Trainer(corpus, compile=False).train(wider, stem(VALUES.resolve(128 * 100), 128))
 
 
@@ -204,6 +222,20 @@ def test_the_coordinate_check_names_the_readout_of_a_family_that_drops_its_multi
     family = Forgetful(vocab_size=256, context_length=32)
     check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
     assert [(finding.fault, finding.module) for finding in check.findings] == [("readout multiplier", "head")]
+
+
+def test_a_model_whose_values_are_not_finite_fails_the_check(corpus: Corpus) -> None:
+    family = Infinite(vocab_size=256, context_length=32)
+    check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
+    assert not check.passed
+    assert {(finding.module, finding.step) for finding in check.findings} == {("", 0)}, "the model's own output"
+
+
+def test_a_readout_that_the_model_does_not_have_is_named_with_those_it_has() -> None:
+    with pytest.raises(
+        ValueError, match=r"Misnamed.readout .* Network, got 'lm_head'; it has symbols, layers, norm, head"
+    ):
+        Misnamed(vocab_size=256, context_length=32).member(32, 2)
 
 
 def test_a_wrong_rate_of_the_recurrent_matrices_is_found(corpus: Corpus) -> None:

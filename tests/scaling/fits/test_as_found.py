@@ -104,7 +104,7 @@ def test_files_are_read_by_the_separator_that_they_have(
 
 
 def test_an_export_of_wandb_with_blank_rows_is_the_same_runs(tmp_path: Path) -> None:
-    names = {"n_params": "model/num_params", "n_tokens": "train/tokens_seen", "loss": "eval/loss"}
+    names = {"n_params": "model.num_params", "n_tokens": "train/tokens_seen", "loss": "eval/loss"}
     blank = pd.concat([PLAIN.rename(columns=names), pd.DataFrame([{}] * 3)], ignore_index=True)
     blank.assign(state="finished").to_csv(tmp_path / "wandb.csv")
     pd.testing.assert_frame_equal(rows_of(tmp_path / "wandb.csv"), rows_of(PLAIN), check_index_type=False)
