@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,12 +17,14 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, Study, StudyConfig, StudyDirectoryError, StudyFileError
+from muscale.actors.worker import Worker
 from muscale.cli import entry
 from muscale.findings import findings
 from muscale.layout import MEMBERS
 from muscale.programs import family
 from muscale.programs.process import train
 from muscale.programs.protocol import TrainerJob
+from muscale.proxies.variants import variants
 from muscale.search.prior_runs import runs_of
 from muscale.store.tables import ResultKind
 from proxy_models.architecture import counted
@@ -226,6 +229,27 @@ def test_another_file_wants_another_directory_and_readers_say_what_is_not_descri
     (path.parent / "train.py").write_text((moved / "train.py").read_text() + "# changed\n")
     with pytest.raises(StudyDirectoryError, match=r"model\.arguments"):
         Study.open(path, quiet=True, trains=True)
+
+
+def test_a_variant_is_trained_by_a_program_of_its_own(make: Callable[[str], Path]) -> None:
+    path = make("study")
+    better = (path.parent / "train.py").read_text().replace("1.5, 0.2, 6.0", "1.5, 0.1, 6.0")
+    (path.parent / "better.py").write_text(better)
+    stems = [{"width": 32, "n_tokens": 8192, "branches": 1}]
+    command = [sys.executable, "better.py", "--config", "{config}", "--state", "{state}"]
+    table = {"compare.stems": stems, "compare.widths": [32, 64], "variants.better.trainer": {"command": command}}
+    study = Study.open(path, table, quiet=True, trains=True)
+    config, numerics = study.config, study.config.shared_numerics(study.corpus)
+    worker = Worker(study.ledger, compiled=False)
+    own, other = [
+        worker.reach(variant.grid_job(config, 32, 0.0).chain).loss or math.nan
+        for variant in variants(config, numerics, config.hyperparameters)
+    ]
+    assert own - other == pytest.approx(0.1, abs=0.01), "what the variant's target lacks of noise"
+    with pytest.raises(StudyFileError, match=r"variants\.better\.trainer\.data: .* got 'b'"):
+        StudyConfig.read(path, {"variants.better.trainer": {"data": "b"}}, trains=True)
+    with pytest.raises(StudyFileError, match=r"variants\.better\.model: .* got n_layers"):
+        StudyConfig.read(path, {"variants.better.model": {"n_layers": 2}}, trains=True)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def compare(
             (v, seed, v.size_job(stem, seed, policy(horizon, octaves[v.name])))
             for v, seed in _runs(config, study, running)
         ]
-        train(f"compare, {stem}", [job for _, _, job in wanted])
+        train(f"compare, {_size(stem)}", [job for _, _, job in wanted])
         outcomes = ledger.outcomes(job.chain for _, _, job in wanted)
         for variant, seed, job in wanted:
             loss = outcomes[job.chain.key].loss
@@ -144,7 +144,7 @@ def most_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) ->
             yield from ((variant.name, "rates", variant.grid_job(config, width, step)) for step in steps)
         for stem in stems_of(config):
             for seed in config.compare.seeds:
-                yield variant.name, str(stem), variant.size_job(stem, seed, lambda _: best.learning_rate)
+                yield variant.name, _size(stem), variant.size_job(stem, seed, lambda _: best.learning_rate)
 
 
 def _tuned(
@@ -190,6 +190,10 @@ def _tuned(
         except ScalingError:
             tuned.append(variant)
     return tuned, {name: len(tried) for name, tried in steps.items()}
+
+
+def _size(stem: Stem) -> str:
+    return f"{stem}, {stem.n_tokens} tokens"
 
 
 def _runs(config: StudyConfig, study: Variant, running: Sequence[Variant]) -> list[tuple[Variant, int]]:

@@ -102,7 +102,7 @@ def variants(
     """
     found = [Variant(name=BASELINE, numerics=numerics, best=best)]
     for name, settings in config.variants.items():
-        model = settings.model_of(config.model)
+        model = config.variant_model(name)
         own = replace(numerics, model=model, base=model)
         if corpus := corpora.get(name):
             own = replace(own, corpus_key=corpus.key, stages_by_fraction=corpus.stages_by_fraction)

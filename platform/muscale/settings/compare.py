@@ -35,12 +35,17 @@ _Changed = TypeVar("_Changed", Member, Hyperparameters)
 class VariantSettings(StrictTable):
     """[variants.NAME]: what differs from the study. An empty table is a second baseline, which no verdict may favour."""
 
-    model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]
+    model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]; with another family its args
+    trainer: dict[str, Any] = Field(default_factory=dict)  # keys of [trainer], where the study has one
     hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of its own rate grid
     corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out split
 
+    def is_own(self, base: Member) -> bool:
+        """Whether its model is of a family to import or a program to run, other than the study's as it is."""
+        return bool(self.trainer) or "family" in self.model or (bool(self.model) and not isinstance(base, ModelConfig))
+
     def model_of(self, base: Member) -> Member:
-        """The variant's model at the base shape."""
+        """The variant's model at the base shape, a decoder's or the study's own."""
         return changed(base, self.model)
 
     def hyperparameters_of(self, base: Hyperparameters) -> Hyperparameters:
@@ -121,22 +126,44 @@ def variant_errors(
     name: str,
     variant: VariantSettings,
     base: Member,
+    own: Member | None,
     h: Hyperparameters,
     stems: tuple[Stem, ...],
     widths: tuple[int, ...],
+    *,
+    trainer: bool,
 ) -> list[str]:
-    """Broken rules of one variant, a line each: `variants.NAME.table: rule, got value`."""
+    """Broken rules of one variant, a line each: `variants.NAME.table: rule, got value`.
+
+    Args:
+        name, variant: Of the file.
+        base: The study's model.
+        own: The variant's, where it is of a family or a program of its own and was imported or described.
+        h: The study's hyperparameters.
+        stems, widths: That it will be trained at.
+        trainer: Whether the study has a [trainer].
+    """
     where = f"variants.{name}"
     if name == BASELINE:
         return [f"{where}: is the name of the study itself, choose another"]
-    if variant.model and not isinstance(base, ModelConfig):
-        return [f"{where}.model: only models of the built-in decoder have variants, got {', '.join(variant.model)}"]
-    if kept := [key for key in _SHARED if key in variant.model]:
-        rule = "must stay the study's, as losses are compared on the same held-out tokens"
-        return [f"{where}.model.{key}: {rule}, got {variant.model[key]!r}" for key in kept]
+    if trainer and variant.model:
+        return [
+            f"{where}.model: the program of [trainer] has the model, so use {where}.trainer; got {', '.join(variant.model)}"
+        ]
+    if variant.trainer and not trainer:
+        return [
+            f"{where}.trainer: needs a study with [trainer], whose program all variants are trained by, got {variant.trainer!r}"
+        ]
+    for table, shared in (("model", _SHARED), ("trainer", ("data",))):
+        values: Mapping[str, Any] = getattr(variant, table)
+        if kept := [key for key in shared if key in values]:
+            rule = "must stay the study's, as losses are compared on the same held-out tokens"
+            return [f"{where}.{table}.{key}: {rule}, got {values[key]!r}" for key in kept]
+    if variant.is_own(base) and own is None:
+        return []  # its errors are listed already, or it is not trained here
     checks: dict[str, Callable[[], None]] = {
-        "model": lambda: _sized(variant.model_of(base), stems, widths),
-        "hyperparameters": lambda: _trainable(variant.hyperparameters_of(h), variant.model_of(base), stems),
+        "model": lambda: _sized(own or variant.model_of(base), stems, widths),
+        "hyperparameters": lambda: _trainable(variant.hyperparameters_of(h), own or variant.model_of(base), stems),
     }
     for table, check in checks.items():
         try:

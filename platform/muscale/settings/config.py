@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import pydantic
 
 from muscale.errors import StudyFileError
 from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
-from muscale.programs.family import Program
 from muscale.programs.protocol import TrainerError
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.own_model import OwnModel, read_record
 from muscale.settings.strict import FAULTY, build_strictly, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
 from muscale.settings.toml_file import inline, parse_toml, read_toml
-from muscale.settings.trainer import TrainerSettings, program_model
+from muscale.settings.trainer import TrainerSettings, described_member, program_model
+from muscale.settings.variant_models import own_models
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Space, SpaceError, ready_made
@@ -104,7 +104,9 @@ class StudyConfig(StudyTables):
             config = cls(**tables)
         except pydantic.ValidationError as error:
             raise StudyFileError("\n".join([*problems, *format_errors(error, where, cls)])) from error
-        config._own_model = own if trains else None
+        if trains:
+            config._own_model = own
+            config._variant_models = own_models(config, own, where, directory or Path(), problems)
         problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
             raise StudyFileError("\n".join(dict.fromkeys(problems)))
@@ -139,10 +141,8 @@ def _program_member(
     if not trains:
         return own, read_record(directory, own, f"{where}: model", problems)
     read_record(directory, own, "", [])  # what was described is not asked again
-    program = Program(**cast(dict[str, Any], own.args))
     try:
-        program.allow(directory.resolve())
-        return own, program.member(own.d_model, own.n_layers)
+        return own, described_member(own, directory)
     except (ValueError, TrainerError) as error:
         problems.append(f"{where}: trainer.command: {error}")
         return None, FAULTY

@@ -112,7 +112,16 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         problems += _declared_errors(config)
     stems = config.compare.stems or config.ladder.stems
     for name, variant in config.variants.items():
-        problems += variant_errors(name, variant, model, h, stems, config.compare.widths or config.transfer.widths)
+        problems += variant_errors(
+            name,
+            variant,
+            model,
+            config._variant_models.get(name),
+            h,
+            stems,
+            config.compare.widths or config.transfer.widths,
+            trainer=trainer is not None,
+        )
         if variant.corpus and trainer:
             problems.append(f"variants.{name}.corpus: the [trainer] program reads its own data; leave it out")
         elif variant.corpus and (ranks := config.resources.ranks_per_trial) > 1:

@@ -168,6 +168,7 @@ class StudyTables(StrictTable):
     storage: StorageSettings = StorageSettings()
     tracking: TrackingSettings = TrackingSettings()
     _own_model: OwnModel | None = PrivateAttr(default=None)  # [model] as written, where its family was imported
+    _variant_models: dict[str, Member] = PrivateAttr(default_factory=dict)  # of families and programs of their own
 
     @property
     def precision(self) -> Precision:
@@ -185,6 +186,20 @@ class StudyTables(StrictTable):
     def family(self) -> ModelFamily[Member]:
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
+
+    def variant_model(self, name: str) -> Member:
+        """A variant's model at the base shape.
+
+        Raises:
+            StageError: It is of a family or a program of its own, and the study was read by what trains nothing.
+        """
+        if known := self._variant_models.get(name):
+            return known
+        if self.variants[name].is_own(self.model):
+            raise StageError(
+                f"variants.{name}: only what trains imports its family or runs its program; open the study with trains=True"
+            )
+        return self.variants[name].model_of(self.model)
 
     def at_one_size(self) -> Self:
         """The same study with the base shape, over the transfer check's tokens, as the only size of [compare]."""

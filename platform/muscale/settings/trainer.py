@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import pydantic
 from pydantic import Field, PositiveInt
@@ -14,6 +14,7 @@ from muscale.programs.protocol import TrainerError, fill
 from muscale.settings.own_model import OwnModel
 from muscale.settings.strict import StrictTable
 from proxy_models.architecture.family import qualified_name
+from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus, write_own_data
 
 
@@ -73,3 +74,15 @@ def program_model(settings: TrainerSettings, model: dict[str, object], directory
         d_model=shape.d_model,
         n_layers=shape.n_layers,
     )
+
+
+def described_member(own: OwnModel, directory: Path) -> Member:
+    """The member that a table of `program_model` describes, by its program, which is run.
+
+    Raises:
+        ValueError: If there is none.
+        TrainerError: If the program breaks the protocol, or its files are not those that the table names.
+    """
+    program = Program(**cast(dict[str, Any], own.args))
+    program.allow(directory.resolve())
+    return program.member(own.d_model, own.n_layers)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from muscale import Study, StudyConfig
+from muscale import StageError, Study, StudyConfig, StudyFileError
 from muscale.actors.jobs import Job
 from muscale.actors.worker import Worker
 from muscale.cli import app
@@ -20,6 +20,7 @@ from muscale.proxies import ladder
 from muscale.proxies.comparison import Comparison, compare
 from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
 from muscale.store.ledger import find
+from proxy_models.architecture.member import ModuleConfig
 from proxy_models.training.numerics import Numerics
 from tests.muscale.planted import planted_horizon
 from tests.muscale.planted_ledger import add_run
@@ -56,6 +57,24 @@ def test_variants_differ_by_their_table_alone_and_an_empty_one_in_nothing(make_s
     assert jobs[0] == jobs[1]
     assert len({job.key for job in jobs}) == 3
     assert {job.numerics.seed for job in jobs} == {3}, "the seeds are paired"
+
+
+def test_a_variant_of_another_family_is_imported_by_what_trains_alone(make_study: MakeStudy) -> None:
+    path, table = make_study(), {"variants.gru.model": {"family": "tests.proxy_models.families:Recurrent"}}
+    opened = Study.open(path, table, quiet=True, trains=True)
+    config = opened.config
+    study, gru = variants(config, config.shared_numerics(opened.corpus), config.hyperparameters)
+    assert isinstance(gru.numerics.model, ModuleConfig)
+    sizes = ("d_model", "n_layers", "vocab_size", "context_length")
+    assert [getattr(gru.numerics.model, key) for key in sizes] == [getattr(study.numerics.model, key) for key in sizes]
+    outcome = Worker(opened.ledger, compiled=False).reach(gru.grid_job(config, 16, 0.0).chain)
+    assert outcome.loss is not None
+    opened.ledger.close()
+    with pytest.raises(StageError, match="variants.gru"):
+        StudyConfig.read(path, table).variant_model("gru")
+    wrong = {"variants.gru.model": {**table["variants.gru.model"], "args": {"n_gates": 3}}}
+    with pytest.raises(StudyFileError, match=r"variants\.gru\.model\.args\.n_gates"):
+        StudyConfig.read(path, wrong, trains=True)
 
 
 def test_the_study_s_own_runs_are_those_of_its_grids_and_its_ladder(make_study: MakeStudy) -> None:
@@ -101,15 +120,12 @@ def test_the_cost_is_known_before_anything_is_trained(make_study: MakeStudy) -> 
     parts = table["stage"].str.partition(": ")[2].str.split(", ", expand=True)[2:]
     assert set(parts[0]) == {"baseline", "same", "damaged", "noise"}
     assert set(parts[1]) == {"rates", "width 16", "width 32", "width 48"}
-    largest = table.set_index("stage").loc["compare: damaged, width 48"]
+    largest = table.set_index("stage").loc["compare: damaged, width 48, 16384 tokens"]
     assert (largest["runs"], largest["n_tokens"]) == (2, 2 * 16384)
     n_params = config.family.at(width=48).n_params
     assert largest["compute_flops"] == 6.0 * n_params * 2 * 16384
     one = cost_of("compare --one-size", config)
-    assert [name for name in one["stage"] if "damaged" in name] == [
-        "compare: damaged, rates",
-        "compare: damaged, width 32",
-    ]
+    assert [name.split(", ")[1] for name in one["stage"] if "damaged" in name] == ["rates", "width 32"]
     assert estimate(StudyConfig.read(path)).set_index("stage").loc["compare", "runs"] == 0
 
 

@@ -89,7 +89,8 @@ compare.seeds=[1, 1] => compare.seeds | differ
 compare.rates=2 => compare.rates | got 2
 compare.widths=[20] => compare.widths | head_dim=16 | got 20
 variants.baseline={{}} => variants.baseline | another
-variants.a.trainer={{}} => variants.a.trainer | allowed are model, hyperparameters
+variants.a.tokenizer=bytes => variants.a.tokenizer | allowed are model, trainer, hyperparameters
+variants.a.trainer={{command=["b"]}} => variants.a.trainer | 'b'
 variants.a.corpus={{sauce="b"}} => variants.a.corpus.sauce | source?
 variants.a.corpus={{tokenizer="bytes"}} => variants.a.corpus.tokenizer | 'bytes'
 variants.a.corpus={{sources={{a={{path="b"}}}}}} => variants.a.corpus.sources.a.weight

@@ -1,0 +1,75 @@
+"""The models of variants that are of a family or a training program of their own, which only what trains imports or runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from muscale.formatting import format_read_error
+from muscale.programs.protocol import TrainerError
+from muscale.settings.compare import VariantSettings
+from muscale.settings.own_model import OwnModel
+from muscale.settings.strict import FAULTY, format_errors
+from muscale.settings.tables import StudyTables
+from muscale.settings.trainer import TrainerSettings, described_member, program_model
+from proxy_models.architecture.member import Member
+
+
+def own_models(
+    config: StudyTables, own: OwnModel | None, where: str, directory: Path, problems: list[str]
+) -> dict[str, Member]:
+    """The base shapes of those variants, by name; their families are imported, their programs run.
+
+    Args:
+        config: The study file.
+        own: Its [model], where that names a family or stands for a [trainer].
+        where: The file, for messages.
+        directory: The study's.
+        problems: Errors are added to it; a variant with any has no model.
+    """
+    found = {}
+    for name, variant in config.variants.items():
+        place = f"{where}: variants.{name}"
+        if not variant.is_own(config.model) or bool(variant.trainer) != bool(config.trainer):
+            continue
+        if config.trainer:
+            member = _of_program(config.trainer, config.model, variant, f"{place}.trainer", directory, problems)
+        else:
+            member = _of_family(own, config.model, variant, f"{place}.model", problems)
+        if member is not FAULTY:
+            found[name] = member
+    return found
+
+
+def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, where: str, problems: list[str]) -> Any:
+    """The study's [model] with the variant's keys; another family starts from its own arguments."""
+    sizes = {key: getattr(base, key) for key in ("d_model", "n_layers", "vocab_size", "context_length")}
+    kept: dict[str, Any] = {}
+    if own and variant.model.get("family", own.family) == own.family:
+        kept = {"family": own.family, "args": own.args | variant.model.get("args", {})}
+    try:
+        return OwnModel(**{**sizes, **variant.model, **kept}).imported(where, problems)
+    except pydantic.ValidationError as error:
+        problems += format_errors(error, where, OwnModel, separator=".")
+        return FAULTY
+
+
+def _of_program(
+    base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path, problems: list[str]
+) -> Any:
+    """The study's [trainer] with the variant's keys."""
+    try:
+        settings = TrainerSettings(**{**base.model_dump(), **variant.trainer})
+    except pydantic.ValidationError as error:
+        problems += format_errors(error, where, TrainerSettings, separator=".")
+        return FAULTY
+    try:
+        own = program_model(settings, {"d_model": shape.d_model, "n_layers": shape.n_layers}, directory)
+        return described_member(own, directory)
+    except OSError as error:
+        problems.append(f"{where}.command: {error.filename}: {format_read_error(error)}")
+    except (ValueError, TrainerError) as error:
+        problems.append(f"{where}.command: {error}")
+    return FAULTY
