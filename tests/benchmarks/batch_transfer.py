@@ -10,23 +10,19 @@ horizon law's prior carries it to the longer run. Every finished run is kept in 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import Optimum, fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
+from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
 
 BASE = ModelConfig(d_model=64, n_layers=2, head_dim=16, context_length=128)
 SMALL, LARGE = 512, 4096
@@ -89,21 +85,8 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/batch_transfer"))
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
-    store = options.folder / "runs.jsonl"
-    found = do_missing(
-        tasks(options.seeds),
-        partial(train, corpus.folder),
-        store,
-        workers=options.workers,
-    )
-    rows = pd.DataFrame(found)
+    options = parser_of(__doc__, "batch_transfer", seeds=2).parse_args()
+    rows = trained(options, tasks(options.seeds), train)
     optima: dict[str, Optimum] = {}
     for name, (case, _) in GRIDS.items():
         grid = rows[(rows[["width", "batch_tokens", "n_tokens", "beta1", "beta2"]] == list(case)).all(axis=1)]

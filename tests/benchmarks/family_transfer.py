@@ -10,22 +10,17 @@ where it was.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
 from proxy_models.architecture.member import Member
-from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
+from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
 from tests.benchmarks.transfer import report
 from tests.proxy_models.families import TRANSFORMERS
 
@@ -75,14 +70,9 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser = parser_of(__doc__, "families", seeds=2)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/families"))
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
     wanted = [
         Task(experiment=family, size=width, log2_rate=rate, seed=seed)
         for seed in range(options.seeds)
@@ -90,8 +80,7 @@ def main() -> None:
         for width in WIDTHS
         for rate in RATES
     ]
-    kept = options.folder / "runs.jsonl"
-    rows = pd.DataFrame(do_missing(wanted, partial(train, corpus.folder), kept, workers=options.workers))
+    rows = trained(options, wanted, train)
     for family in options.families:
         report(rows, family)
 

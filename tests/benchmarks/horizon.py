@@ -10,23 +10,19 @@ same command goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.trainer import Trainer
 from scaling import fit_horizon_law, fit_optimum
-from tests.benchmarks.kept_runs import do_missing, final_loss
+from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
 
 BASE = ModelConfig(d_model=16, n_layers=2, head_dim=16, context_length=128)
 FAMILY = ModelFamily(base=BASE)
@@ -50,55 +46,32 @@ class Task:
     seed: int
 
 
-_trainer: Trainer
-
-
-def start_worker(corpus: Path) -> None:
-    """One trainer a process."""
-    global _trainer
-    torch.set_num_threads(1)
-    _trainer = Trainer(Corpus.open(corpus), planned_tokens=100 * FULL[1])
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
+    trainer = trainer_of(corpus, 100 * FULL[1])
     numerics = Numerics(
         model=FAMILY.at(width=task.width),
         base=BASE,
-        corpus_key=_trainer.corpus.key,
+        corpus_key=trainer.corpus.key,
         seed=task.seed,
         evaluation_tokens=65_536,
     )
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=STEP, warmup_floor_tokens=10 * STEP, cooldown_fraction=0.15
     )
-    return {"loss": final_loss(_trainer, numerics, values, task.n_tokens)}
+    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
 
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/horizon"))
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
+    options = parser_of(__doc__, "horizon", seeds=3).parse_args()
     tasks = [
         Task(width=width, n_tokens=n_tokens, log2_rate=rate, seed=seed)
         for seed in range(options.seeds)
         for width, n_tokens in GRIDS
         for rate in RATES
     ]
-    found = do_missing(
-        tasks,
-        train,
-        options.folder / "runs.jsonl",
-        workers=options.workers,
-        initializer=start_worker,
-        initargs=(corpus.folder,),
-    )
-    report(pd.DataFrame(found).assign(rate=lambda rows: 2.0 ** rows["log2_rate"]))
+    report(trained(options, tasks, train).assign(rate=lambda rows: 2.0 ** rows["log2_rate"]))
 
 
 def report(rows: pd.DataFrame) -> None:

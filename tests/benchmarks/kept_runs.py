@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pandas as pd
 import torch
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from muscale import json_lines
-from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
@@ -67,11 +69,30 @@ def do_missing(
     return [rows[values] for values in tasks]
 
 
+def parser_of(documentation: str | None, name: str, *, seeds: int) -> argparse.ArgumentParser:
+    """Options of a benchmark of trainings: seeds, workers and the folder that keeps what is finished."""
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks") / name)
+    return parser
+
+
+def trained(
+    options: argparse.Namespace, wanted: Sequence[Task], train: Callable[[Path, Task], dict[str, Any]]
+) -> pd.DataFrame:
+    """Train what the folder does not know, on the standard library's own source; `train` is given the corpus's folder."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
+    kept = options.folder / "runs.jsonl"
+    return pd.DataFrame(do_missing(wanted, partial(train, corpus.folder), kept, workers=options.workers))
+
+
 @cache
-def trainer_of(corpus: Path) -> Trainer:
-    """The process's own trainer, of one thread."""
+def trainer_of(corpus: Path, planned_tokens: int | None = None) -> Trainer:
+    """The process's own trainer, of one thread; it compiles where that pays for the planned tokens, and without them never."""
     torch.set_num_threads(1)
-    return Trainer(Corpus.open(corpus), compile=False)
+    return Trainer(Corpus.open(corpus), compile="auto" if planned_tokens else False, planned_tokens=planned_tokens)
 
 
 def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_tokens: int) -> float:

@@ -5,15 +5,13 @@
 Each of 24 configurations (a Latin hypercube over rate, weight-decay timescale, beta2 and warmup) of one small decoder is
 trained on the standard library's own source, under WSD and under linear decay, with every seed. Under WSD the stem stops
 at T/8, T/4, T/2 and T(1 - f), where its loss, that of its averaged weights and that of a cooldown branched there are
-measured; under linear decay the loss and that of averaged weights at T/8, T/4, T/2 and T. Runs planned for the length of
-a branch at T/2 are trained apart and compared with it bit for bit. Everything else is replayed from these rows. Each
-finished run is appended to the file of rows; the same command goes on where it was.
+measured; under linear decay the loss and that of averaged weights at T/8, T/4, T/2 and T. Early stopping is replayed
+from these rows. Each finished run is appended to the file of rows; the same command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,13 +26,12 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, LinearDecay, Phase
-from proxy_models.recipes.segments import Segment, branch, stem
+from proxy_models.recipes.segments import Segment, branch
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.state import TrainState
 from proxy_models.training.trainer import Trainer
 from search_spaces import LogUniform, Space, Uniform
 from tests.benchmarks.kept_runs import do_missing
-from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, reporting_ways, show, tables
+from tests.benchmarks.rung_report import correlations, halving, reporting_ways, show, tables
 
 MODEL = ModelConfig(d_model=64, n_layers=2)
 N_TOKENS = 480 * 2048
@@ -49,15 +46,13 @@ SPACE = Space(
     }
 )
 SHARES = (1 / 8, 1 / 4, 1 / 2)  # of N_TOKENS, for the rungs below the last
-EXACT_RUNG = 2  # T/2
-EXACT_CONFIGS = (0, 8, 16)
 
-Kind = Literal["wsd", "linear", "planned"]
+Kind = Literal["wsd", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One configuration and seed under one schedule, with all its rungs; or the run planned for its branch at T/2."""
+    """One configuration and seed under one schedule, with all its rungs."""
 
     config: int
     seed: int
@@ -76,8 +71,6 @@ def tasks(n_seeds: int) -> list[Task]:
     for seed in range(n_seeds):
         for config in range(N_CONFIGS):
             wanted += [Task(config=config, seed=seed, kind="wsd"), Task(config=config, seed=seed, kind="linear")]
-        if seed == 0:
-            wanted += [Task(config=config, seed=seed, kind="planned") for config in EXACT_CONFIGS]
     return wanted
 
 
@@ -103,7 +96,7 @@ def train(task: Task) -> dict[str, Any]:
         seed=task.seed,
         evaluation_tokens=EVALUATION_TOKENS,
     )
-    measure = {"wsd": _wsd, "linear": _linear, "planned": _planned}[task.kind]
+    measure = {"wsd": _wsd, "linear": _linear}[task.kind]
     return {"rungs": list(measure(numerics, values))}
 
 
@@ -115,8 +108,7 @@ def _wsd(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]
         annealed = values.annealed_tokens(state.tokens)
         _, cooldown = branch(recipe, state.tokens, annealed)
         result = _trainer.train(numerics, cooldown, state)
-        digest = _digest(result.state) if result.state else None
-        yield {**rung, "annealed": result.loss, "annealed_tokens": annealed, "digest": digest}
+        yield {**rung, "annealed": result.loss, "annealed_tokens": annealed}
 
 
 def _linear(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
@@ -138,28 +130,6 @@ def _rungs(numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list
         yield {"tokens": end, "last": result.loss, "averaged": result.averaged_loss, "state": state}
 
 
-def _planned(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
-    """A run of its own, by a trainer of its own, planned for the length of the branch at T/2 with the trial's recipe."""
-    recipe = values.resolve(N_TOKENS)
-    stable = int(N_TOKENS * SHARES[EXACT_RUNG])
-    annealed = values.annealed_tokens(stable)
-    trainer = Trainer(_trainer.corpus, planned_tokens=2 * N_CONFIGS * N_TOKENS)
-    first = trainer.train(numerics, stem(recipe, values.stable_tokens(annealed)))
-    _, cooldown = branch(recipe, values.stable_tokens(annealed), annealed)
-    result = trainer.train(numerics, cooldown, first.state)
-    digest = _digest(result.state) if result.state else None
-    yield {"tokens": stable, "annealed": result.loss, "annealed_tokens": annealed, "digest": digest}
-
-
-def _digest(state: TrainState) -> str:
-    """Hash of every bit of weights and moments."""
-    hashed = hashlib.sha256()
-    for name in sorted(state.tensors):
-        hashed.update(name.encode())
-        hashed.update(state.tensors[name].contiguous().numpy().tobytes())
-    return hashed.hexdigest()
-
-
 def report(rows: list[dict[str, Any]]) -> None:
     """Print every table."""
     seeds = [table for table in tables(rows) if len(table.configs) == N_CONFIGS]
@@ -167,14 +137,9 @@ def report(rows: list[dict[str, Any]]) -> None:
         raise SystemExit(
             f"no seed has all {N_CONFIGS} configurations under both schedules yet: {len(rows)} runs are there"
         )
-    configs = configurations()
     show("Rank correlation with the final loss of the same schedule", correlations(seeds))
-    print("", *facts(seeds), sep="\n")
-    show("Optimum by signal", optima(seeds, SPACE, configs))
-    show("A branch at T/2 and the run planned for its length", exactness(rows))
     show("ASHA at equal compute", halving(seeds))
-    about, ways = reporting_ways(seeds, SPACE, configs)
-    show(f"What a stopped trial tells ({about})", ways)
+    show("What a stopped trial tells", reporting_ways(seeds))
 
 
 def main() -> None:

@@ -10,22 +10,18 @@ finished run is kept in the folder; the same command goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
+from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
 
 MODEL = ModelConfig(d_model=32, n_layers=2, head_dim=16, context_length=128)
 BATCH_TOKENS, PROXY, RATIO = 1024, 262_144, 8
@@ -70,21 +66,8 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/tau_transfer"))
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
-    store = options.folder / "runs.jsonl"
-    found = do_missing(
-        tasks(options.seeds),
-        partial(train, corpus.folder),
-        store,
-        workers=options.workers,
-    )
-    rows = pd.DataFrame(found)
+    options = parser_of(__doc__, "tau_transfer", seeds=2).parse_args()
+    rows = trained(options, tasks(options.seeds), train)
     optima = {}
     for n_tokens, grid in rows.groupby("n_tokens"):
         best = optima[n_tokens] = fit_optimum(2.0 ** grid["log2_tau"], grid["loss"], seeds=grid["seed"].tolist())

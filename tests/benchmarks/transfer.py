@@ -9,10 +9,8 @@ parabola in log2(rate). Every finished run is kept in the folder; the same comma
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import pandas as pd
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import Scheme
-from proxy_models.data.corpus import EMBEDDED, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import fit_optimum, fit_transfer
-from tests.benchmarks.kept_runs import do_missing, final_loss, trainer_of
+from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
 
 BASE = ModelConfig(d_model=64, n_layers=2)
 BATCH_TOKENS, N_TOKENS = 1024, 200 * 1024
@@ -122,21 +119,8 @@ def report(rows: pd.DataFrame, experiment: str) -> None:
 
 def main() -> None:
     """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/transfer"))
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
-    rows = pd.DataFrame(
-        do_missing(
-            tasks(options.seeds),
-            partial(train, corpus.folder),
-            options.folder / "runs.jsonl",
-            workers=options.workers,
-        )
-    )
+    options = parser_of(__doc__, "transfer", seeds=3).parse_args()
+    rows = trained(options, tasks(options.seeds), train)
     for experiment in ("mup", "standard", "depth scaled", "depth unscaled"):
         report(rows, experiment)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
-from search_spaces import Simplex, SpaceError, Weights, distribution_from_dict
+from search_spaces import Simplex, SpaceError, Weights
 
 PARTS = ("web", "code", "books", "talk", "maths")
 
@@ -45,11 +45,6 @@ def test_places_survive_decode_and_encode(simplex: Simplex, data: st.DataObject)
     n = simplex.dimensions
     places = data.draw(st.lists(st.floats(0.01, 0.99), min_size=n, max_size=n))
     assert simplex.encode(simplex.decode(places)) == pytest.approx(places, abs=1e-9)
-
-
-@given(simplexes())
-def test_json_gives_an_equal_simplex(simplex: Simplex) -> None:
-    assert distribution_from_dict(json.loads(json.dumps(simplex.to_dict()))) == simplex
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

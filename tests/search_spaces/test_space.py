@@ -1,29 +1,11 @@
 from __future__ import annotations
 
-import json
-import pickle
-import tomllib
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from search_spaces import CATALOGUE, Choice, Fixed, Integer, LogUniform, Space, SpaceError, Uniform, classic
-
-STUDY = """
-[sweep.space]
-learning_rate = { distribution = "log_uniform", low = 1e-3, high = 0.1 }
-dropout       = { distribution = "uniform", low = 0, high = 0.3 }
-batch_tokens  = { distribution = "integer", low = 512, high = 16_384, log = true }
-optimizer     = { distribution = "choice", values = ["adamw", "lion"] }
-qk_norm       = { distribution = "choice", values = [false, true] }
-
-[sweep.space.schedule]
-distribution = "fixed"
-value = "wsd"
-"""
+from search_spaces import Choice, Fixed, Integer, LogUniform, Space, SpaceError, Uniform
 
 
 @pytest.fixture
@@ -40,20 +22,6 @@ def space() -> Space:
     )
 
 
-def test_toml_describes_a_space(space: Space) -> None:
-    assert Space.from_dict(tomllib.loads(STUDY)["sweep"]["space"]) == space
-
-
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_json_and_pickle_give_an_equal_space_in_the_same_order(name: str) -> None:
-    space = CATALOGUE[name]()
-    table = space.to_dict()
-    assert json.loads(json.dumps(table)) == table
-    for copy in (Space.from_dict(json.loads(json.dumps(table))), pickle.loads(pickle.dumps(space))):
-        assert copy == space
-        assert tuple(copy) == tuple(space)
-
-
 def test_a_space_is_a_mapping_that_nothing_changes(space: Space) -> None:
     distributions = dict(space)
     copy = Space(distributions)
@@ -64,22 +32,6 @@ def test_a_space_is_a_mapping_that_nothing_changes(space: Space) -> None:
     assert space.searched == ("learning_rate", "dropout", "batch_tokens", "optimizer", "qk_norm")
     with pytest.raises(AttributeError):
         space.distributions = {}  # type: ignore[misc]
-
-
-def test_samples_are_in_the_space_and_differ(space: Space) -> None:
-    configs = space.sample(100, seed=0)
-    assert all(map(space.contains, configs))
-    assert len({config["learning_rate"] for config in configs}) == 100
-
-
-def test_sampling_more_keeps_the_earlier_samples(space: Space) -> None:
-    assert space.sample(20, seed=3)[:5] == space.sample(5, seed=3)
-
-
-def test_samples_do_not_depend_on_the_other_hyperparameters(space: Space) -> None:
-    smaller = Space({"optimizer": space["optimizer"], "learning_rate": space["learning_rate"]})
-    for config, of_smaller in zip(space.sample(20, seed=3), smaller.sample(20, seed=3), strict=True):
-        assert of_smaller == {name: config[name] for name in smaller}
 
 
 def test_seeds_and_names_have_streams_of_their_own() -> None:
@@ -138,19 +90,6 @@ def test_a_grid_takes_points_by_name_and_varies_the_last_name_fastest() -> None:
 def test_a_grid_refuses_other_points(space: Space, points: Any, message: str) -> None:
     with pytest.raises(SpaceError, match=message):
         space.grid(points)
-
-
-@given(point=st.lists(st.floats(0, 1), min_size=7, max_size=7))
-def test_a_point_decodes_into_the_space_and_back(point: list[float]) -> None:
-    space = classic()
-    config = space.decode(point)
-    assert space.contains(config)
-    back = space.encode(config)
-    assert back.shape == (7,)
-    assert back.dtype == np.float64
-    continuous = [list(space).index(name) for name in ("learning_rate", "dropout", "weight_decay")]
-    assert back[continuous] == pytest.approx(np.array(point)[continuous], abs=1e-9)
-    assert space.encode(space.decode(back)) == pytest.approx(back, abs=1e-9)
 
 
 def test_the_unit_cube_has_only_the_searched_axes(space: Space) -> None:

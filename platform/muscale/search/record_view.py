@@ -41,8 +41,8 @@ class RecordView:
         """Every trial that arrived somewhere, oldest first; one that waits at a lower rung with its loss corrected to the last.
 
         The correction is the median change of log loss from rung to rung of the trials that advanced, so losses of different
-        horizons are not mixed. Of the ways tried it has the least error (.048 of log loss, where a rung's loss as it is has .28);
-        to tell nothing of stopped trials is the worst for what is suggested next (tests/benchmarks/rungs.py).
+        horizons are not mixed. Of the ways tried it has the least error (.048 of log loss, where a rung's loss as it is has .28;
+        tests/benchmarks/rungs.py); to tell nothing of stopped trials was the worst for what is suggested next.
         """
         record, seen = self._record, []
         steps = [self._step(rung) for rung in range(self._top)]
