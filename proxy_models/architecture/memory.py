@@ -168,6 +168,17 @@ def state_bytes(model: Member, optimizer: str) -> int:
     return _FP32 * (1 + max(_MOMENTS[optimizer])) * model.n_params_total
 
 
+def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_size: int) -> int:
+    """Bytes that each device keeps of any model: weights, gradients and at least the moments; what else a step takes comes on top.
+
+    Args:
+        model, optimizer: As for `state_bytes`.
+        sharding, world_size: As for `training_memory`.
+    """
+    share = 1 if sharding == "none" else world_size
+    return _FP32 * (2 + min(_MOMENTS[optimizer])) * model.n_params_total // share
+
+
 def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
     """Parameters that one of so many devices has: its part of matrices and tables, all norms, and biases after a sum."""
     norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)

@@ -24,19 +24,31 @@ MOST_SHARE = 0.1
 
 
 def memory_line(
-    estimate: MemoryEstimate | None, *, memory_bytes: float | None, device: str, workers_on_it: int = 1
+    estimate: MemoryEstimate | None,
+    *,
+    memory_bytes: float | None,
+    device: str,
+    workers_on_it: int = 1,
+    at_least: int = 0,
 ) -> GateLine:
-    """Whether the estimate fits.
+    """Whether the estimate fits; of a family without one, whether at least weights, gradients and moments do.
 
     Args:
         estimate: Of one worker; None for a family without one.
         memory_bytes: Of the device; None where it is not known.
         device: Its name.
         workers_on_it: That share it.
+        at_least: Bytes of one worker's weights, gradients and moments.
     """
     if estimate is None:
+        state = at_least * workers_on_it
+        compared = f"weights, gradients and moments take {state / 2**30:.3g} GiB on {device}"
+        if memory_bytes is not None and state > MEMORY_SHARE * memory_bytes:
+            compared += f", of whose {memory_bytes / 2**30:.4g} GiB {MEMORY_SHARE:.0%} may be filled"
+            advice = "take more workers to cut the state over, or devices with more memory"
+            return GateLine(name="memory", status="failed", compared=compared, advice=advice)
         advice = "try it with `muscale promote --smoke-test`"
-        return GateLine(name="memory", status="unknown", compared=NO_ESTIMATE, advice=advice)
+        return GateLine(name="memory", status="unknown", compared=f"{compared}; {NO_ESTIMATE}", advice=advice)
     needed = estimate.total * workers_on_it
     text = f"{needed / 2**30:.3g} GiB estimated" + (
         f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"

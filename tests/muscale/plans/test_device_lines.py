@@ -36,6 +36,13 @@ def test_the_estimate_must_fit_the_devices() -> None:
     assert "--smoke-test" in unknown.advice
 
 
+def test_without_an_estimate_a_state_that_does_not_fit_is_refused_and_one_that_fits_is_unknown() -> None:
+    for at_least, status in ((86, "failed"), (84, "unknown")):
+        assert memory_line(None, memory_bytes=100, device="H200", at_least=at_least).status == status
+    assert memory_line(None, memory_bytes=100, device="this machine", workers_on_it=2, at_least=43).status == "failed"
+    assert memory_line(None, memory_bytes=None, device="a GPU", at_least=2**50).status == "unknown"
+
+
 def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_share() -> None:
     shapes = {"heads": 12, "columns of the MLP": 2048}
     line = layout_line(shapes, sequences=64, workers=16, parallelism=Parallelism(tensor_parallel=4))

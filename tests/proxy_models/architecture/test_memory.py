@@ -18,6 +18,7 @@ from proxy_models.architecture.memory import (
     activation_bytes,
     fitting,
     largest_micro_batch,
+    least_memory,
     training_memory,
 )
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
@@ -102,6 +103,9 @@ def test_sharding_divides_the_memory_that_it_shards() -> None:
     whole, zero2, zero3, hybrid = (
         training_memory(config, micro_batch=1, sharding=kind, world_size=4) for kind in kinds
     )
+    for kind, found in zip(kinds, (whole, zero2, zero3, hybrid), strict=True):
+        kept = found.parameters + found.gradients + found.optimizer
+        assert least_memory(config, "adamw", sharding=kind, world_size=4) == kept
     one = training_memory(config, micro_batch=1)
     assert (whole.parameters, whole.gradients, whole.optimizer) == (one.parameters, one.gradients, one.optimizer)
     for cut in (zero2, zero3):

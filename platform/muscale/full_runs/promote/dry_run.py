@@ -48,6 +48,7 @@ from proxy_models.architecture.memory import (
     MemoryEstimate,
     evaluation_memory,
     largest_micro_batch,
+    least_memory,
     state_bytes,
     training_memory,
 )
@@ -198,6 +199,7 @@ def dry_run(
                 memory_bytes=device.memory_bytes,
                 device=device.name,
                 workers_on_it=device.workers_on_it,
+                at_least=_least_memory(plan, config),
             ),
             evaluation_line(
                 _evaluation_memory(plan, config, memory),
@@ -254,6 +256,12 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate | None:
     if not isinstance(plan.model, ModelConfig):
         return None
     return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+
+
+def _least_memory(plan: Plan, config: StudyConfig) -> int:
+    """Bytes of a worker's weights, gradients and moments."""
+    of_state = {name: value for name, value in _conditions(plan, config).items() if name in ("sharding", "world_size")}
+    return least_memory(plan.model, plan.hyperparameters.optimizer, **of_state)
 
 
 def _predicted(plan: Plan, config: StudyConfig, corpus: Corpus) -> tuple[StepTime | None, Layout | None]:

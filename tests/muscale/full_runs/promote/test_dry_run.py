@@ -162,6 +162,8 @@ def test_a_family_without_estimates_is_planned_by_its_members_and_its_memory_is_
     assert found.launch.checkpoint_bytes == 3 * 4 * plan.model.n_params_total, "weights and two moments in fp32"
     assert Plan.from_dict(json.loads(json.dumps(found.to_dict()["plan"]))) == plan
     assert "estimated for the built-in decoder alone" in str(found)
+    (compared,) = [line.compared for line in found.gate.lines if line.name == "memory"]
+    assert f"{4 * 4 * plan.model.n_params_total / found.launch.workers / 2**30:.3g} GiB" in compared
     proxies = Numerics(model=base, base=base, corpus_key="", seed=0, evaluation_tokens=1024)
     assert plan.chain(proxies).numerics.base == base
     with pytest.raises(StageError, match=r'promote.sharding: "auto" needs a prediction'):

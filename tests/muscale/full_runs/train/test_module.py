@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
+from muscale.new_study import FAMILY
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.families import load
 from proxy_models.architecture.parametrization import OptimizerName
@@ -30,7 +33,7 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from tests.muscale.gloo_ranks import GlooRanks
-from tests.proxy_models.families import TRANSFORMERS, Recurrent
+from tests.proxy_models.families import TRANSFORMERS
 
 BATCH, STEPS = 256, 16
 
@@ -111,20 +114,41 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
     np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["Recurrent", "Qwen3Config", "GPT2Config"])
+def train_beside(folder: Path, run: FullRun) -> None:
+    """Train on this rank, which finds modules in a folder, too."""
+    sys.path.insert(0, str(folder))
+    train(run)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests.proxy_models.families:Recurrent",
+        "my_family:Convolutions",
+        "transformers:Qwen3Config",
+        "transformers:GPT2Config",
+        pytest.param("transformers:LlamaConfig", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.usefixtures("transformers")
 def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and_on_two_sharded_ranks(
-    name: str, run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+    name: str, run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = load(f"transformers:{name}") if name in TRANSFORMERS else Recurrent
-    family = made(vocab_size=256, context_length=32, **TRANSFORMERS.get(name, {}))
+    (tmp_path / FAMILY[0]).write_text((resources.files("muscale") / f"{FAMILY[0]}.txt").read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_family", raising=False)
+    arguments = TRANSFORMERS.get(name.removeprefix("transformers:"), {})
+    family = load(name)(vocab_size=256, context_length=32, **arguments)
     model, base = family.member(32, 2), family.member(16, 2)
     run = replace(run, numerics=replace(run.numerics, model=model, base=base), min_unit_params=0)
     curve, loss = lean(run, corpus)
     assert curve[-1] < curve[0]
-    gloo_ranks.train(run, 2)
-    np.testing.assert_allclose(losses(run), curve, rtol=1e-4)
-    assert result(run) == pytest.approx(loss, rel=1e-5)
+    alone = replace(run, directory=tmp_path / "alone")
+    train(alone)
+    gloo_ranks.call(train_beside, tmp_path, run, world_size=2)
+    for trained in (alone, run):
+        np.testing.assert_allclose(losses(trained), curve, rtol=1e-4)
+        assert result(trained) == pytest.approx(loss, rel=1e-5)
 
     interrupt_after_first_checkpoint(run)
     assert train(run)["loss"] == pytest.approx(loss, rel=1e-5)
