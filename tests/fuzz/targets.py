@@ -49,8 +49,7 @@ from proxy_models.training.numerics import Numerics
 from scaling import fit_mixture
 from search_spaces import Choice, LogUniform, Space
 from tests.muscale.conftest import MICRO
-from tests.muscale.monitoring.test_calibration import RUN as PROMOTED
-from tests.muscale.planted_ladder import numerics_of, registered_plan
+from tests.muscale.planted_ladder import PROMOTION, numerics_of, registered_plan
 from tests.muscale.planted_ledger import IDENTITY, add_run, add_sweep
 
 
@@ -362,7 +361,7 @@ def write_ledgers(theirs: Path, empty: Path) -> None:
             add_run(ledger, 1, None)
             add_sweep(ledger, "a sweep", 2.0)
             register(plan, ledger)
-            ledger.record_result(ResultKind.PROMOTION, plan.key, replace(PROMOTED, plan=plan.key).to_dict())
+            ledger.record_result(ResultKind.PROMOTION, plan.key, replace(PROMOTION, plan=plan.key).to_dict())
         ledger.close()
 
 

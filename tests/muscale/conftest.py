@@ -18,6 +18,7 @@ from tests.muscale.gloo_ranks import GlooRanks
 
 if TYPE_CHECKING:
     from muscale.actors.cluster import Cluster
+    from muscale.store.ledger import Ledger
 
 MICRO = """
 name = "micro"
@@ -99,6 +100,16 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return make
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """An empty ledger in the test's own folder."""
+    from muscale.store.ledger import Ledger
+
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from proxy_models.coordinates.check import CoordinateCheck
 from scaling import HorizonLaw, ScalingFit, fit, fit_horizon_law
 
 WIDTH_16, WIDTH_80 = 7_000, 63_000  # about N of the micro-study's smallest and largest ladder widths
@@ -32,3 +33,23 @@ def planted_horizon() -> HorizonLaw:
             loss = 2 * np.exp(0.02 * off**2 + 1e-4 * generator.standard_normal())
             rows.append({"n_tokens": n_tokens, "rate": 2.0 ** (octave - 7), "loss": loss, "width": 32})
     return fit_horizon_law(pd.DataFrame(rows))
+
+
+def planted_check(growth: float = 0.0) -> CoordinateCheck:
+    """Of one hidden module that is as large at every width, and whose updates grow with the width to this power."""
+    rows = [
+        {
+            "axis": "width",
+            "width": width,
+            "depth": 2,
+            "module": "blocks.0.mlp.down",
+            "kind": "hidden",
+            "quantity": quantity,
+            "step": step,
+            "rms": float(width) ** (growth if step else 0.0),
+        }
+        for width in (32, 64, 128, 256)
+        for quantity in ("size", "change")
+        for step in (0, 1, 2)
+    ]
+    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))

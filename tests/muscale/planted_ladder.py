@@ -28,6 +28,24 @@ COOLDOWN = 0.15
 WARMUP = 0.05
 
 
+PROMOTION = Promotion(
+    plan="0123456789abcdef",
+    loss=2.0,
+    source_losses={},
+    forecast=2.0,
+    low=1.9,
+    high=2.1,
+    level=0.9,
+    registered_at="2026-01-01T00:00:00+00:00",
+    started_at="2026-01-01T00:00:01+00:00",
+    finished_at="2026-01-01T00:00:02+00:00",
+    verdict="pass",
+    forced=False,
+    world_size=2,
+    seconds=1.0,
+)
+
+
 def log_ratio(share: Floats) -> Floats:
     """Falls slowly to the cooldown, then faster, to 0 at the end."""
     return 0.2 * (1 - share) + 0.3 * np.minimum(1 - share, COOLDOWN)
@@ -107,20 +125,5 @@ MakePlanted = Callable[..., tuple[Ledger, Plan]]
 
 def planted_promotion(plan: str, band: Band, loss: float, incidents: tuple[Incident, ...] = ()) -> Promotion:
     """The promotion of a run on two workers that ended with this loss."""
-    return Promotion(
-        plan=plan,
-        loss=loss,
-        source_losses={},
-        forecast=band.loss,
-        low=band.low,
-        high=band.high,
-        level=band.level,
-        registered_at="2026-01-01T00:00:00+00:00",
-        started_at="2026-01-01T00:00:01+00:00",
-        finished_at="2026-01-01T00:00:02+00:00",
-        verdict="pass",
-        forced=False,
-        world_size=2,
-        seconds=1.0,
-        incidents=incidents,
-    )
+    registered = replace(PROMOTION, forecast=band.loss, low=band.low, high=band.high, level=band.level)
+    return replace(registered, plan=plan, loss=loss, incidents=incidents)

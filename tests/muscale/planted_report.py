@@ -15,10 +15,9 @@ from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import make_plan
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import Ledger
-from proxy_models.coordinates.check import CoordinateCheck
 from scaling import fit_verdict
 from tests.muscale.conftest import MICRO, write_text
-from tests.muscale.planted import planted_fit, planted_horizon
+from tests.muscale.planted import planted_check, planted_fit, planted_horizon
 from tests.muscale.planted_ladder import planted_curve
 from tests.muscale.search.conftest import PLANTED, planted_result
 
@@ -83,26 +82,6 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
         ),
         reproduction=reproduction(path, (), {"corpus.source": "text"}, {"plan": plan.key}, ()),
     )
-
-
-def planted_check() -> CoordinateCheck:
-    """Of one module that is as large, and moves as much, at every width."""
-    rows = [
-        {
-            "axis": "width",
-            "width": width,
-            "depth": 2,
-            "module": "blocks.0.mlp.down",
-            "kind": "hidden",
-            "quantity": quantity,
-            "step": step,
-            "rms": 1.0,
-        }
-        for width in (32, 64, 128, 256)
-        for quantity in ("size", "change")
-        for step in (0, 1, 2)
-    ]
-    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))
 
 
 def _grid() -> pd.DataFrame:

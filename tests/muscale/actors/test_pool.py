@@ -48,11 +48,6 @@ class Planted:
         return os.getpid()
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / LEDGER)
-
-
 @pytest.fixture(scope="module")
 def shared_pool(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     ray_cluster.end_workers()

@@ -29,7 +29,6 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import alone
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.promotion import Promotion
 from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan
@@ -52,6 +51,7 @@ from proxy_models.training.state import capture
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from scaling import Forecast
+from tests.muscale.planted_ladder import PROMOTION
 from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
 BATCH, STEPS = 256, 24
@@ -124,17 +124,11 @@ def finish(
         data={},
         registered_at="2026-01-01T00:00:00+00:00",
     )
-    promotion = Promotion(
-        plan=plan.key,
+    promotion = replace(
+        PROMOTION,
         loss=result["loss"],
-        source_losses={},
         forecast=forecast.loss,
         **{name: NUMBERS[name] for name in ("low", "high", "level")},
-        registered_at="2026-01-01T00:00:00+00:00",
-        started_at="2026-01-01T00:00:01+00:00",
-        finished_at="2026-01-01T00:00:09+00:00",
-        verdict="pass",
-        forced=False,
         world_size=1,
         seconds=result["seconds"],
     )

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from muscale.bundles.model_card import model_card
-from muscale.full_runs.promote.promotion import Promotion
 from muscale.full_runs.records.events import Event
 from muscale.plans.planning import Plan
 from proxy_models.architecture.config import ModelConfig
@@ -16,6 +15,7 @@ from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast
+from tests.muscale import planted_ladder
 
 MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)
 FORECAST = Forecast(
@@ -38,22 +38,7 @@ PLAN = Plan(
     data={},
     registered_at="2026-01-01T00:00:00+00:00",
 )
-PROMOTION = Promotion(
-    plan=PLAN.key,
-    loss=1.25,
-    source_losses={},
-    forecast=1.0,
-    low=0.9,
-    high=1.1,
-    level=0.8,
-    registered_at="2026-01-01T00:00:00+00:00",
-    started_at="2026-01-01T00:00:01+00:00",
-    finished_at="2026-01-01T00:00:09+00:00",
-    verdict="pass",
-    forced=False,
-    world_size=2,
-    seconds=8.0,
-)
+PROMOTION = replace(planted_ladder.PROMOTION, loss=1.25, forecast=1.0, low=0.9, high=1.1, level=0.8)
 LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "caveats": []}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +30,6 @@ from tests.muscale.planted_ladder import (
 
 MakeStudy = Callable[..., Path]
 N_TOKENS = 1_000_000
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    yield ledger
-    ledger.close()
 
 
 def band_of(generator: np.random.Generator, *, stems: int = 10, h: float = 0.02, noise: float = 0.01) -> Band:

@@ -9,28 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Promotion, StudyDirectoryError
+from muscale import StudyDirectoryError
 from muscale.monitoring.calibration import calibrate
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind, forecasts
 from scaling.fits.forecast import interval_factor
-
-RUN = Promotion(
-    plan="p0",
-    loss=2.0,
-    source_losses={},
-    forecast=2.0,
-    low=1.9,
-    high=2.1,
-    level=0.9,
-    registered_at="2026-01-02T03:04:05.678+00:00",
-    started_at="2026-01-02T03:04:06+00:00",
-    finished_at="2026-01-03T00:00:00+00:00",
-    verdict="pass",
-    forced=False,
-    world_size=2,
-    seconds=1.0,
-)
+from tests.muscale.planted_ladder import PROMOTION
 
 
 def ledger_with(path: Path, *losses: float, asserted: bool = False, log_scale: float | None = 0.02) -> Ledger:
@@ -40,7 +24,9 @@ def ledger_with(path: Path, *losses: float, asserted: bool = False, log_scale: f
         plan = f"{path.name} {number}"
         payload = {"forecast": {"log_scale": log_scale} if log_scale else {}}
         ledger.insert(forecasts, plan=plan, loss=2.0, low=1.9, high=2.1, level=0.9, payload=payload)
-        run = replace(RUN, plan=plan, loss=loss, asserted=asserted, finished_at=f"2026-01-{10 + number}T00:00:00+00:00")
+        run = replace(
+            PROMOTION, plan=plan, loss=loss, asserted=asserted, finished_at=f"2026-01-{10 + number}T00:00:00+00:00"
+        )
         ledger.record_result(ResultKind.EXTERNAL_RUN if asserted else ResultKind.PROMOTION, plan, run.to_dict())
     return ledger
 
@@ -51,7 +37,7 @@ def test_residuals_are_in_units_of_the_forecast_s_scale(tmp_path: Path) -> None:
     assert list(table["residual"]) == pytest.approx([0.05, 0.2])
     assert list(table["residual_in_s"]) == pytest.approx([math.log(1.025) / 0.02, math.log(1.1) / 0.02])
     assert list(table["inside"]) == [True, False]
-    assert table["registered"].iloc[0] == "2026-01-02T03:04:05"
+    assert table["registered"].iloc[0] == "2026-01-01T00:00:00"
     ledger.close()
 
 

@@ -20,7 +20,7 @@ from muscale.store.tables import ResultKind
 from tests.muscale.browsers import Opened, chromium, opened
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.pages.test_live_page import TOKEN, add_result, begun
-from tests.muscale.planted_report import planted_check
+from tests.muscale.planted import planted_check
 
 
 @pytest.fixture(scope="module")

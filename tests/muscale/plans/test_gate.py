@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig
@@ -29,38 +28,11 @@ from muscale.plans.gate import (
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus, write_corpus
 from tests.muscale.conftest import write_text
+from tests.muscale.planted import planted_check
 
 HASHES = {"corpus": "aa", "tokenizer": "bytes"}
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "ledger.sqlite")
-    yield opened
-    opened.close()
-
-
-def checked(*, growth: float) -> CoordinateCheck:
-    """A check of one hidden module whose updates grow with the width to this power."""
-    rows = [
-        {
-            "axis": "width",
-            "width": width,
-            "depth": 2,
-            "module": "blocks.0.mlp.down",
-            "kind": "hidden",
-            "quantity": quantity,
-            "step": step,
-            "rms": float(width) ** (growth if step else 0.0),
-        }
-        for width in (32, 64, 128, 256)
-        for quantity in ("size", "change")
-        for step in (0, 1, 2)
-    ]
-    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))
 
 
 def test_only_a_passed_transfer_check_passes() -> None:
@@ -75,16 +47,16 @@ def test_only_a_passed_transfer_check_passes() -> None:
 
 
 def test_the_coordinate_check_fails_where_a_module_breaks_its_bound() -> None:
-    assert check_line(checked(growth=0.0)).status == "passed"
-    broken = check_line(checked(growth=1.0))
+    assert check_line(planted_check(growth=0.0)).status == "passed"
+    broken = check_line(planted_check(growth=1.0))
     assert broken.status == "failed"
     assert "`muscale check` names the modules" in broken.advice
     missing = check_line(None)
     assert (missing.status, missing.advice) == ("unknown", "run `muscale check`")
-    require_check(checked(growth=0.0), force=False)
-    require_check(checked(growth=1.0), force=True)
+    require_check(planted_check(growth=0.0), force=False)
+    require_check(planted_check(growth=1.0), force=True)
     with pytest.raises(StageError, match=r"coordinate check: FAILED(.|\n)*--force"):
-        require_check(checked(growth=1.0), force=False)
+        require_check(planted_check(growth=1.0), force=False)
 
 
 def test_data_and_tokenizer_are_compared_by_hash() -> None:
@@ -183,7 +155,7 @@ def test_the_gate_lets_through_what_passed_or_was_forced_and_the_ledger_keeps_wh
         closed.require(force=False)
     closed.require(force=True)
     later = Gate(plan="p", lines=(transfer_line("pass", ()), disk_line(2, 1, kept=1, place="/")))
-    for gate in (closed, later, Gate(plan="another", lines=(check_line(checked(growth=1.0)),))):
+    for gate in (closed, later, Gate(plan="another", lines=(check_line(planted_check(growth=1.0)),))):
         gate.record(ledger)
     assert forced_lines(ledger, "p") == ("transfer", "disk")
     assert forced_lines(ledger, "unforced") == ()

@@ -17,8 +17,7 @@ from muscale.plans.planning import Plan, make_plan
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.plan import Stem
 from muscale.settings.tables import LadderSettings
-from proxy_models.data.corpus import Corpus, write_corpus
-from proxy_models.data.sources import Source
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import chain
 from scaling import ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -39,16 +38,6 @@ def config(make_study: MakeStudy) -> StudyConfig:
 @pytest.fixture
 def plan(config: StudyConfig, law: ScalingFit) -> Plan:
     return make_plan(config, config.hyperparameters, planted_horizon(), law)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """45,000 training tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for number in range(10):
-        (folder / "text" / f"{number}.txt").write_text(f"{number} " * 2500)
-    return write_corpus(folder / "written", Source(path=str(folder / "text")))
 
 
 def test_candidates_are_runs_that_the_study_can_train_and_has_not(

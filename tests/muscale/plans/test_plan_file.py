@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,20 +19,9 @@ from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text
-from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
 MakePlan = Callable[..., tuple[Plan, StudyConfig]]
-
-
-@pytest.fixture(scope="module")
-def law() -> ScalingFit:
-    return planted_fit()
-
-
-@pytest.fixture(scope="module")
-def horizon() -> HorizonLaw:
-    return planted_horizon()
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +29,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
     write_text(folder / "text", words=100)
     return write_corpus(folder / "written", str(folder / "text"))
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened = Ledger(tmp_path / "ledger.sqlite")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -16,24 +16,13 @@ from muscale import StageError, StudyConfig, StudyFileError
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from scaling import HorizonLaw, ScalingFit, fit
-from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
 MakePlan = Callable[..., Plan]
-
-
-@pytest.fixture(scope="module")
-def law() -> ScalingFit:
-    return planted_fit()
-
-
-@pytest.fixture(scope="module")
-def horizon() -> HorizonLaw:
-    return planted_horizon()
 
 
 @pytest.fixture
@@ -49,16 +38,6 @@ def planned(read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonL
         return make_plan(config, config.hyperparameters, horizon, law, corpus=corpus)
 
     return make
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """45,000 training tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text").mkdir()
-    for number in range(10):
-        (folder / "text" / f"{number}.txt").write_text(f"{number} " * 2500)
-    return write_corpus(folder / "written", Source(path=str(folder / "text")))
 
 
 def test_no_other_shape_of_the_family_does_better(

@@ -34,11 +34,6 @@ LossAt = Callable[[TrialSegment, int], float | None]
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "ledger.sqlite")
-
-
-@pytest.fixture
 def make_engine(ledger: Ledger) -> Callable[..., Engine]:
     """Makes the engine of a sweep of settings, where its record in the ledger was left."""
     return partial(_engine, ledger)

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,11 +20,6 @@ from muscale.store import lease as leases
 from muscale.store import tables
 from muscale.store.ledger import Ledger, check_token, insert_once
 from muscale.store.storage import SqliteStorage
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / LEDGER)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells when a process began")

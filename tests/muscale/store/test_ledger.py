@@ -16,11 +16,6 @@ from muscale.store.storage import file_system
 from muscale.store.tables import SCHEMA, ResultKind, forecasts, trials
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / LEDGER)
-
-
 def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
     ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 1})
     ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 2})

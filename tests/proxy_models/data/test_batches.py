@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -130,21 +129,6 @@ def test_remainders_are_refused_and_not_dropped(arguments: dict[str, int], messa
     for source in (stream(), mixed(0)):
         with pytest.raises(ValueError, match=message):
             source.batch(**{"tokens_seen": 0, "batch_tokens": 32, **arguments})
-
-
-def test_a_billion_tokens_are_sampled_without_being_read(tmp_path: Path) -> None:
-    n_tokens = 10**9
-    with (tmp_path / "sparse.bin").open("wb") as file:
-        file.truncate(2 * n_tokens)
-        file.seek(2 * 123_456_789)
-        file.write(np.array([777], "<u2").tobytes())
-    tokens = np.memmap(tmp_path / "sparse.bin", dtype="<u2", mode="r")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    source = TokenStream(tokens=tokens, context_length=1024, seed=0)
-    for step in (0, 1, 10**6, 10**9):
-        assert source.batch(step * 32 * 1024, 32 * 1024).shape == (32, 1025)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
-    assert tokens[123_456_789] == 777
 
 
 # Mixtures

@@ -82,16 +82,6 @@ def test_what_is_not_finite_ends_the_run_from_the_first_step_on(value: float) ->
     assert judged(guard_of(), 0, 1.0, value) == Divergence(step=0, reason=f"the gradient norm is {value} at step 0")
 
 
-@given(n=st.integers(0, 40))
-def test_a_guard_resumes_from_its_state(n: int) -> None:
-    guard = guard_of()
-    quiet(guard, range(n))
-    judged(guard, n, 6.0, 1.0)
-    other = guard_of(guard.memory)
-    np.testing.assert_array_equal(other.memory, guard.memory)
-    assert [judged(other, n + k, 6.0, 1.0) for k in (1, 2)] == [judged(guard, n + k, 6.0, 1.0) for k in (1, 2)]
-
-
 def limit(values: NDArray[np.float64], threshold: float = 4) -> float:
     return float(robust_limit(torch.from_numpy(values)[None], threshold))
 

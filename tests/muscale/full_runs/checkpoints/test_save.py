@@ -20,11 +20,9 @@ from muscale.full_runs.checkpoints import save as checkpoints
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.records import attempts
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.module import FullRunModule
 from muscale.layout import RESULT
-from proxy_models.data.corpus import Corpus
 from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
@@ -38,21 +36,9 @@ from tests.muscale.forked_ranks import (
     losses,
     result,
     rows,
-    small_corpus,
-    small_run,
     start,
     train_on,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def run(corpus: Corpus, tmp_path: Path) -> FullRun:
-    return small_run(corpus, tmp_path / "run")
 
 
 def standing(run: FullRun) -> list[int]:
@@ -255,6 +241,7 @@ def test_damage_is_named_by_file_and_shares_are_every_file_once(run: FullRun, ca
     train_on(run, 3)
     newest = Checkpoints(run.directory / CHECKPOINTS).found()[0][1]
     files = sorted(json.loads((newest / MANIFEST).read_text()))
+    assert {*files, MANIFEST} == {file.name for file in newest.iterdir()}
     for name in files:
         (newest / name).write_bytes(b"torn")
     for ranks in (1, 2, 3, 8):
@@ -267,12 +254,3 @@ def test_damage_is_named_by_file_and_shares_are_every_file_once(run: FullRun, ca
     assert latest is not None
     assert latest[1] != newest
     assert "__2_0.distcp" in caplog.text
-
-
-def test_a_manifest_names_every_file_with_its_hash(run: FullRun) -> None:
-    train_on(run, 2)
-    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
-    assert newest is not None
-    manifest = json.loads((newest[1] / MANIFEST).read_text())
-    assert manifest.keys() == {file.name for file in newest[1].iterdir()} - {MANIFEST}
-    assert attempts.finished(run.directory) == result(run)

@@ -25,7 +25,7 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.sources import Source
-from tests.muscale.forked_ranks import BATCH, small_corpus, small_run
+from tests.muscale.forked_ranks import BATCH, small_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
 SMALL = ResourceSettings(cpus_per_worker=0.25)
@@ -34,11 +34,6 @@ SMALL = ResourceSettings(cpus_per_worker=0.25)
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muscale.full_runs.promote.async_evaluation._LOOK_SECONDS", 0.1)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

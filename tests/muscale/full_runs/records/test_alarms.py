@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -19,13 +18,6 @@ from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 
 SECRET = "s3cret-path"
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    yield ledger
-    ledger.close()
 
 
 class Hook(HTTPServer):

@@ -39,20 +39,10 @@ from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.step import Stepper
-from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, small_corpus, small_run, start
+from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, start
 
 MARK = 255  # a token that the corpus has not
 FACTORS = {"spike": 40.0, "not finite": float("nan")}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def run(corpus: Corpus, tmp_path: Path) -> FullRun:
-    return small_run(corpus, tmp_path / "run")
 
 
 def spike_handling(run: FullRun, policy: SpikePolicy) -> FullRun:

@@ -35,7 +35,6 @@ from muscale.full_runs.train.step_log import StepLog
 from muscale.layout import PROFILE
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import read_incidents
-from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
@@ -47,8 +46,6 @@ from tests.muscale.forked_ranks import (
     losses,
     result,
     rows,
-    small_corpus,
-    small_run,
     start,
     train_on,
 )
@@ -57,16 +54,6 @@ READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__",
 BOUNDARIES = {0, 1, 6, 12, 16}  # before the first step, after it, the checkpoints, the end
 SPIKE = 9
 Patch = Callable[[Any, str, Any], None]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture
-def run(corpus: Corpus, tmp_path: Path) -> FullRun:
-    return small_run(corpus, tmp_path / "run")
 
 
 def skipping(run: FullRun, **policy: Any) -> FullRun:
