@@ -28,8 +28,8 @@ from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, TableLayout
 
 WORTH = 0.02
-"""Assumed: a run that takes less than this share off the interval's variance, s², is not worth its place in a queue. Half of the fit's
-residual, a floor and the distance to the target stay in s² whatever runs are added (`scaling.fits.forecast`)."""
+"""Assumed: a run that takes less than this share off the interval's variance, s², is not worth its place in a queue. The fit's
+residual and a floor stay in s² whatever runs are added (`scaling.fits.forecast`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,10 +143,9 @@ def next_runs(
             break
         index, design = pick
         then = _with_run(rows, size[index], tokens[index])
-        flops = compute_flops(then["n_params"], then["n_tokens"])
         share = design.variance / before
         after, floor = (
-            float(log_scale(_Later.of(ensemble, left, (flops.min(), flops.max())), n_params, n_tokens))
+            float(log_scale(_Later.of(ensemble, left, then["stem"].nunique()), n_params, n_tokens))
             for left in (share, 0.0)
         )
         later = tuple(unsupported(then, ensemble, n_params, n_tokens).values())
@@ -227,17 +226,14 @@ def candidate_runs(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Later(Ensemble):
-    """The fits as they will be: both their spreads are taken to shrink as the linearised standard deviation does."""
+    """The fits as they will be: their spread is taken to shrink as the linearised standard deviation does."""
 
     share: float
 
     @classmethod
-    def of(cls, now: Ensemble, share: float, compute_range: tuple[float, float]) -> "_Later":
+    def of(cls, now: Ensemble, share: float, n_runs: int) -> "_Later":
         fits = {name: getattr(now, name) for name in Ensemble.__dataclass_fields__}
-        return cls(**(fits | {"refits": lambda: now.draws, "share": share, "compute_range": compute_range}))
-
-    def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        return super().form_spread(n_params, n_tokens) * math.sqrt(self.share)
+        return cls(**(fits | {"refits": lambda: now.draws, "share": share, "n_runs": n_runs}))
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)

@@ -1,4 +1,4 @@
-"""Several fits of one ladder whose mean is the forecast and whose spread shows how far the form can be trusted.
+"""Several fits of one ladder whose mean is the forecast, and refits under other runs and priors, whose spread is its uncertainty.
 
 Each is the joint form under weak priors. They differ in what is robust and what is recent: no single one is best on every
 public ladder, and to choose one by its held-out error would be hindsight. Measured on the ladders of
@@ -48,20 +48,18 @@ class Ensemble:
 
     Attributes:
         variants: of which the forecast is the mean in log loss, by name; the first is the base.
-        squares: the base under squared residuals: far from the others where single rows decide.
         refits: makes `draws`, which only spreads and intervals ask for: half of the time of a fit.
         widening: by how much `moves` draws them apart (`minimizers.bootstrap`); the forecast's own scale was calibrated to the
             draws as they are.
         residual: recency-weighted rms of the base's log residuals.
-        compute_range: least and largest C fitted, FLOPs.
+        n_runs: independent runs (stems).
     """
 
     variants: Mapping[str, Law]
-    squares: Law
     refits: Callable[[], Array]
     widening: float
     residual: float
-    compute_range: tuple[float, float]
+    n_runs: int
 
     @cached_property
     def draws(self) -> Array:
@@ -94,11 +92,6 @@ class Ensemble:
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         """The forecast, log loss, of the broadcast shape."""
         return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
-
-    def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """Standard deviation of log loss over the variants and the fit of squares."""
-        laws = (*self.variants.values(), self.squares)
-        return np.asarray(np.std([np.log(law.loss(n_params, n_tokens)) for law in laws], axis=0))
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         """Standard deviation of log loss over the draws."""
@@ -150,9 +143,6 @@ def fit_ensemble(
         thetas[f"rows of {low:g} to {high:g} tokens per parameter"] = fits.polished(
             usual.astype(np.float64), (robust,), sigma**2, base
         )
-    squares = fits.polished(
-        even, (math.inf,), max(float(np.average(residual**2, weights=weights)), _LEAST_SIGMA**2), base
-    )
     stems = pd.factorize(rows["stem"])[0]
 
     telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
@@ -160,11 +150,10 @@ def fit_ensemble(
     recent = 10 ** (0.5 * (log_compute - log_compute.max()))
     return Ensemble(
         variants={name: fits.law(theta) for name, theta in thetas.items()},
-        squares=fits.law(squares),
         refits=partial(fits.redrawn, base, sigma, stems, seed),
         widening=widening(free_columns(fits.problem, base), weights, stems),
         residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
-        compute_range=(float(10 ** log_compute.min()), float(10 ** log_compute.max())),
+        n_runs=int(stems.max()) + 1,
     )
 
 

@@ -113,8 +113,8 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
 def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataFrame:
     """Loss of the forecast's run by every fit behind it: name, loss, and of the forecast low, high, level.
 
-    Series variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), squares (a fit
-    of squared residuals, which only counts for the spread), law (the fit's own), forecast.
+    Series variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), law (the
+    fit's own), forecast.
     """
     at = target.n_params, target.n_tokens
     rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
@@ -122,7 +122,6 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
     draws = dict(zip(Joint.parameters, ensemble.draws.T, strict=True))
     drawn = Joint().loss(draws, Joint().columns_of({"n_params": at[0], "n_tokens": at[1]}))
     rows += [(f"{base}, resampled", "draw", loss) for loss in drawn]
-    rows.append(("squared residuals", "squares", ensemble.squares.loss(*at)))
     rows.append((f"the fitted law, {fitted.form.name}", "law", fitted.loss(*at)))
     data = pd.DataFrame(rows, columns=["name", "series", "loss"])
     own = {"name": "forecast", "series": "forecast"}
@@ -143,14 +142,12 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
         "forecast": STAR,
         "variant": {"symbol": "circle", "size": 10, "color": COLOURS[2]},
         "draw": {"symbol": "line-ns-open", "size": 10, "color": COLOURS[3]},
-        "squares": {"symbol": "diamond", "size": 10, "color": "grey"},
         "law": {"symbol": "x", "size": 9, "color": COLOURS[4]},
     }
     names = {
         "forecast": f"forecast, {100 * target['level'].item():g} % interval",
         "variant": "variants, of which it is the mean",
         "draw": "refits to resampled runs",
-        "squares": "counted in the spread only",
         "law": "the fit's own law",
     }
     for series, marker in looks.items():

@@ -135,15 +135,13 @@ def test_candidates_are_as_dense_as_is_asked(fitted: ScalingFit) -> None:
     np.testing.assert_allclose(ratios, np.geomspace(10, 160, 5), rtol=1e-5)
 
 
-def test_a_run_shrinks_both_spreads_of_the_forecast_as_the_deviation_it_leaves(fitted: ScalingFit) -> None:
-    """The width that is expected is that of the forecast's own formula, its two spreads times the root of the share."""
+def test_a_run_shrinks_the_spread_of_the_forecast_as_the_deviation_it_leaves(fitted: ScalingFit) -> None:
+    """The width that is expected is that of the forecast's own formula with a run more, its spread times the root of the share."""
     found = next_runs(fitted, *TARGET, affordable_flops=3e19, n_runs=1)
     ensemble, share = fitted.ensemble, float(found.runs["variance_left"].iloc[0])
-    most = max(ensemble.compute_range[1], float(found.runs["cost_flops"].iloc[0]))
-    decades = math.log10(most / ensemble.compute_range[0])
-    beyond = math.log10(compute_flops(*TARGET) / most) / decades
-    spread = share * (0.99 * ensemble.draw_spread(*TARGET) ** 2 + 0.70 * ensemble.form_spread(*TARGET) ** 2)
-    scale = math.sqrt(0.0053**2 + 0.50 * ensemble.residual**2 + spread + (0.0089 * beyond) ** 2)
+    variance = 0.004**2 + ensemble.residual**2 + share * float(ensemble.draw_spread(*TARGET)) ** 2
+    n_runs = ensemble.n_runs + 1
+    scale = math.sqrt(variance * n_runs / (n_runs - 3))
     assert found.width_then == pytest.approx(2 * math.sinh(interval_factor(0.9) * scale), rel=1e-9)
 
 

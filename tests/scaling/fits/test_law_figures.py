@@ -271,7 +271,7 @@ def test_variants_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> N
     for one in (result, without_powers):
         figure = one.plot_variants(one.forecast(1e9, 2e10))
         assert axis_titles(figure) == ["loss (nats per token)", None], "the names of the fits say what they are"
-        assert len(figure.data) == 5
+        assert len(figure.data) == 4
 
 
 def test_a_further_column_is_held_at_the_value_given(runs: pd.DataFrame) -> None:
