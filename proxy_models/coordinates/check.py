@@ -151,6 +151,20 @@ class CoordinateCheck:
         return pd.DataFrame(rows, columns=_SLOPE_COLUMNS)
 
     @cached_property
+    def criteria(self) -> pd.DataFrame:
+        """Least and largest finite slope under each criterion, with its bound.
+
+        Columns: criterion, least, largest (NaN where no slope is finite), low, high.
+        """
+        held = self.slopes.dropna(subset="fault").assign(
+            slope=lambda rows: rows["slope"].where(np.isfinite(rows["slope"]))
+        )
+        found = held.groupby("criterion").agg(
+            least=("slope", "min"), largest=("slope", "max"), low=("low", "first"), high=("high", "first")
+        )
+        return found.reset_index()
+
+    @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Findings, one for each module that breaks a bound at the first step at which any does along its axis, worst first.
 
@@ -176,29 +190,34 @@ class CoordinateCheck:
 
     def __str__(self) -> str:
         """The verdict, the range of slopes under each criterion, and the worst findings."""
+        lines = [
+            f"  {row.criterion:<22}slopes "
+            + ("none is finite" if math.isnan(row.least) else f"{row.least:+.2f} to {row.largest:+.2f}")
+            + f"   bound {row.low:+.2f} to {row.high:+.2f}"
+            for row in self.criteria.itertuples()
+        ]
+        first, *others = self.about.splitlines()
+        return "\n".join([first, *lines, *(f"  {line}" for line in others)])
+
+    @property
+    def about(self) -> str:
+        """The verdict and the worst findings, without the table of `criteria`."""
         sizes = [
             f"{axis}s {', '.join(map(str, sorted(rows[axis].unique())))}"
             for axis, rows in self.measurements.groupby("axis", sort=False)
         ]
         verdict, n_steps = "passed" if self.passed else "FAILED", self.measurements["step"].max()
         lines = [f"coordinate check {verdict}: {'; '.join(sizes)}; {len(self.seeds)} seeds; {n_steps} steps"]
-        for name, group in self.slopes.dropna(subset="fault").groupby("criterion"):
-            found = [slope for slope in group["slope"] if math.isfinite(slope)]
-            reach = f"{min(found):+.2f} to {max(found):+.2f}" if found else "none is finite"
-            lines.append(
-                f"  {name:<22}slopes {reach}   bound {group['low'].iloc[0]:+.2f} to {group['high'].iloc[0]:+.2f}"
-            )
         if self.multipliers:
             acting = [name for name, acts in self.multipliers.items() if acts]
             idle = [f"; {name} has no effect" for name, acts in self.multipliers.items() if not acts]
-            lines.append(f"  multipliers applied: {', '.join(acting) or 'none'}{''.join(idle)}")
+            lines.append(f"multipliers applied: {', '.join(acting) or 'none'}{''.join(idle)}")
         lines += [
-            f"  multiplier not applied: the model has the buffer of {name} and does not use it"
-            for name in self.unapplied
+            f"multiplier not applied: the model has the buffer of {name} and does not use it" for name in self.unapplied
         ]
-        lines += [f"  {finding}" for finding in self.findings[:_SHOWN]]
+        lines += [str(finding) for finding in self.findings[:_SHOWN]]
         if len(self.findings) > _SHOWN:
-            lines.append(f"  and {len(self.findings) - _SHOWN} more modules")
+            lines.append(f"and {len(self.findings) - _SHOWN} more modules")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

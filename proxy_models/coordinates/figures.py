@@ -34,9 +34,11 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
     )
     rows, steps = list(lines["row"].unique()), sorted(lines["step"].unique())
     rows.sort(key=["width", "depth", "matrices"].index)
-    titles = {"matrices": ["norm of a matrix, over √(fan_out / fan_in)", "the same of its first change"]}
+    titles = {"matrices": ["norm over √(fan_out / fan_in)", "the same of its first change"]}
     shown = [titles.get(row, ["size of the output", "change since step 0"]) for row in rows]
-    figure = make_subplots(rows=len(rows), cols=2, subplot_titles=[title for pair in shown for title in pair])
+    titled = [title for pair in shown for title in pair]
+    height = 90 + 270 * len(rows)
+    figure = make_subplots(rows=len(rows), cols=2, subplot_titles=titled, vertical_spacing=115 / height)
     colors = dict(zip(steps, sample_colorscale("Viridis", np.linspace(0, 1, len(steps)).tolist()), strict=True))
     named: set[int] = set()
     for (row, axis, quantity, step, is_readout), part in lines.groupby(
@@ -65,5 +67,6 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
         axis = "depth" if row == "depth" else "width"
         sizes = sorted(lines.loc[lines["row"] == row, axis].unique())
         figure.update_xaxes(type="log", title=labels[axis], tickvals=sizes, row=number)
-    figure.update_yaxes(type="log", title="root mean square, or norm")
-    return figure
+        figure.update_yaxes(title="norm" if row == "matrices" else "root mean square", row=number)
+    figure.update_yaxes(type="log", dtick="D2")
+    return figure.update_layout(height=height)

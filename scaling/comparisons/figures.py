@@ -41,7 +41,7 @@ def draw_finalists(data: pd.DataFrame) -> go.Figure:
             marker={"color": colour, "size": 10},
         )
     order = data["trial"].astype(str).tolist()
-    ends = [-0.5, len(order) - 0.5]  # else the last one's text is cut off
+    ends = [-0.4, len(order) - 0.25]  # else the last one's text is cut off
     figure.update_xaxes(title="trial", type="category", categoryorder="array", categoryarray=order, range=ends)
     figure.update_yaxes(title=LOSS)
     return figure

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -158,7 +159,7 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
         ]
         figure.add_scatter(
             x=part["loss"],
-            y=part["name"],
+            y=part["name"].map(_on_lines),
             mode="markers",
             marker=marker,
             error_x=error_bars(part, "loss") if series == "forecast" else None,
@@ -167,8 +168,14 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
             hoverinfo="text",
         )
     figure.update_xaxes(title=loss_title(loss_unit))
-    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1])
-    return figure
+    names_in_order = [*data["name"].map(_on_lines).unique()][::-1]
+    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names_in_order)
+    return figure.update_layout(height=200 + 36 * len(names_in_order))  # pixels: two lines for each fit
+
+
+def _on_lines(name: str) -> str:
+    """A fit's name broken into lines, so that its figure has room for more than names on a narrow page."""
+    return "<br>".join(wrap(name, 22))
 
 
 def _ellipse(points: Array, level: float) -> Array:

@@ -47,7 +47,7 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
     figure.add_scatter(
         y=data["hyperparameter"], x=data["noise"], mode="markers", marker=tick, name="a shuffled column's"
     )
-    figure.update_xaxes(title="share of the variance of log loss over the box", tickformat=".0%", rangemode="tozero")
+    figure.update_xaxes(title="share of the variance of log loss", tickformat=".0%", rangemode="tozero")
     figure.update_yaxes(categoryorder="array", categoryarray=data["hyperparameter"].tolist()[::-1])
     return figure
 

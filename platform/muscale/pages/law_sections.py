@@ -104,9 +104,7 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
         command="plan",
         group=GROUP,
         about="The forecast is the mean of several fits; their spread is part of its interval.",
-        drawings=drawn(
-            fit.plot_variants(target), "the loss of the full run by each fit behind the forecast", wide=True
-        ),
+        drawings=drawn(fit.plot_variants(target), "the loss of the full run by each fit behind the forecast"),
     )
     return [sizes, variants]
 

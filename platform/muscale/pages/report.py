@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration
     from muscale.pages.reproduction import Reproduction
 
+_CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
+_CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
+"""Columns of the table of ended runs."""
+
 
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
@@ -102,11 +106,12 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             title="Coordinate check",
             command="check",
             about="Every activation must move by the same amount at every width; otherwise values tuned small do not transfer.",
-            result=str(contents.check) if contents.check else None,
+            result=contents.check.about if contents.check else None,
             drawings=drawn(
                 contents.check and contents.check.plot(),
                 "sizes of activations and norms of matrices against width, by step",
             ),
+            table=as_table(contents.check.criteria.round(2).rename(columns=_CRITERIA) if contents.check else None),
         ),
         *running_section(contents.so_far, contents.sweep),
         *kept(search_sections, contents.sweep),
@@ -216,7 +221,7 @@ def _calibration(found: Calibration | None) -> list[Section]:
             command="promote",
             group="The full run",
             about="Every full run that ended, its residual in units of the forecast's scale. Asserted: reported by the run's owner.",
-            table=as_table(found.table.drop(columns="study")),
+            table=as_table(found.table[_CALIBRATION].assign(ended=found.table["ended"].str[:19])),
         )
     ]
 

@@ -31,7 +31,7 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
         about=about,
         result=sweep.about,
         drawings=drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
-        table=as_table(sweep.trials),
+        table=as_table(_trials(sweep)),
     )
     parts = [
         Section(
@@ -56,6 +56,17 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
             )
         )
     return [whole, *parts]
+
+
+def _trials(result: SweepResult) -> pd.DataFrame:
+    """The trials without their costs, under names that break into lines, so that the table fits the page."""
+    costs = [name for name in result.trials if name.startswith("cost_")]
+    table = result.trials.drop(columns=["expected_loss", "n_tokens", "on_front", *costs])
+    at_rungs = {
+        name: f"loss at {int(name.removeprefix('loss_at_')):,}" for name in table if name.startswith("loss_at_")
+    }
+    table = table.rename(columns=at_rungs | {"annealed_loss": "annealed loss"})
+    return table if table["round"].any() else table.drop(columns="round")
 
 
 def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:

@@ -24,7 +24,7 @@ _LAYOUT = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#74787d", "family": "system-ui, sans-serif"},
     "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
-    "margin": {"l": 60, "r": 16, "b": 56},
+    "margin": {"l": 60, "r": 26, "b": 56},
     "autosize": True,
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
@@ -42,13 +42,11 @@ class Drawing:
         data: Data and layout as JSON that is safe inside an element `script`.
         alternative: Alternative text.
         height: Height in pixels.
-        wide: Whether it keeps its width on a narrow page and scrolls.
     """
 
     data: str
     alternative: str
     height: int
-    wide: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +127,8 @@ def page_file(name: str) -> str:
     return (resources.files("muscale.pages") / "templates" / name).read_text()
 
 
-def drawn(figure: go.Figure | None, alternative: str, *, wide: bool = False) -> tuple[Drawing, ...]:
-    """The figure for the page, with its alternative text; nothing without one.
-
-    One with panels side by side, or `wide`, keeps its width on a narrow page and is scrolled.
-    """
+def drawn(figure: go.Figure | None, alternative: str) -> tuple[Drawing, ...]:
+    """The figure for the page, with its alternative text; nothing without one."""
     if figure is None:
         return ()
     if figure.layout.margin.t is None:  # else it holds a note above the panels
@@ -142,9 +137,7 @@ def drawn(figure: go.Figure | None, alternative: str, *, wide: bool = False) -> 
     figure.update_layout(**_LAYOUT, height=height)
     figure.update_xaxes(**_GRID)
     figure.update_yaxes(**_GRID)
-    beside = any(axis.domain and axis.domain[1] - axis.domain[0] < 0.9 for axis in figure.select_xaxes())
-    data = escaped(figure.to_json())
-    return (Drawing(data=data, alternative=alternative, height=height, wide=wide or beside),)
+    return (Drawing(data=escaped(figure.to_json()), alternative=alternative, height=height),)
 
 
 def escaped(json: str) -> str:

@@ -182,19 +182,19 @@ class SweepResult:
 
     @property
     def about(self) -> str:
-        """The trials, their cost, the winner, the narrowings and the warnings: sentences."""
+        """The trials, the winner, their cost, the narrowings and the warnings."""
         return "\n".join([*self._totals(), *self._notes()])
 
     def _totals(self) -> list[str]:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
         return [
-            f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
-            f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
-            f"{self.winner}",
-            f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
+            f"sweep       {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
+            f"{int((status == 'diverged').sum())} diverged",
+            f"winner      trial {self.winner}, best annealed loss {best['annealed_loss']:.4f}",
+            f"values      {format_values(best, self.space, self.best)}",
+            *([f"over seeds  {self.finalists.sentence}"] if self.finalists else []),
+            f"cost        {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
             f"{self.trials['cost_seconds'].sum() / 3600:.3g} worker hours, without annealing and repetitions",
-            f"hyperparameters of trial {self.winner}: {format_values(best, self.space, self.best)}",
-            *([f"over seeds: {self.finalists.sentence}"] if self.finalists else []),
         ]
 
     def _notes(self) -> list[str]:

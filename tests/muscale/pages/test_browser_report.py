@@ -101,11 +101,18 @@ def test_nothing_overflows_a_telephone_and_its_inks_can_be_read(browser: Browser
         assert narrow.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
         assert (
             narrow.page.eval_on_selector_all(
-                ".wide, pre",
+                ".wide, .panel, pre",
                 "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth).map(box => box.closest('section').id)",
             )
             == []
-        ), "no table or text is scrolled sideways"
+        ), "no table, figure or text is scrolled sideways"
+        titles = '#coordinate-check g[class^="g-x"][class$="title"]'
+        middles = narrow.page.eval_on_selector_all(
+            titles,
+            "titles => titles.map(title => title.getBoundingClientRect()).map(({x, width}) => Math.round(x + width / 2))",
+        )
+        assert len(middles) == 2
+        assert len(set(middles)) == 1, "panels stand below each other"
         assert (
             narrow.page.eval_on_selector(
                 "#every-run td:nth-child(4)", "cell => getComputedStyle(cell, '::before').content"

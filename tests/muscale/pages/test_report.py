@@ -167,9 +167,6 @@ def test_the_law_s_figures_each_stand_alone_with_the_next_runs(tmp_path: Path, m
     assert "<code>muscale plan</code>" in without.split("What to run next")[1]
     assert all(line in text for line in further.lines)
     assert f"<li>data: {plan.decision['epochs']:.3g} epochs over the corpus</li>" in text
-    assert (
-        text.count('class="panels"') == 2
-    )  # the parameters, the fits behind the forecast: the others fit a narrow page
 
 
 def test_a_profile_is_drawn_of_the_floor_and_of_the_split_of_compute(tmp_path: Path) -> None:

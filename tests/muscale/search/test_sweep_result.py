@@ -91,7 +91,7 @@ def test_everything_is_in_json_and_in_the_notebook_repr(search: Search) -> None:
     assert dumped["finalists"]["winner"] == dumped["winner"] == result.winner
     winner = result.trials.iloc[result.trials["trial"].tolist().index(result.winner)]
     assert (
-        f"hyperparameters of trial {result.winner}: learning_rate {winner['learning_rate']:.4g}, "
+        f"values      learning_rate {winner['learning_rate']:.4g}, "
         f"init_scale {winner['init_scale']:.4g}, zero_readout {winner['zero_readout']}\n"
     ) in str(result)
     shown = result._repr_html_()

@@ -192,5 +192,5 @@ def test_it_round_trips_through_json_and_draws(found: list[Importance]) -> None:
     assert again._repr_html_().startswith("<pre>")
     figure = one.plot()
     assert {trace.name for trace in figure.data} == {"significant", "within noise", "a shuffled column's"}
-    assert figure.layout.xaxis.title.text == "share of the variance of log loss over the box"
+    assert figure.layout.xaxis.title.text == "share of the variance of log loss"
     assert figure.layout.yaxis.categoryarray[-1] == one.table.index[0]

@@ -11,11 +11,33 @@
     setTimeout(drawNext);
   }
 
+  // Panels side by side stand below each other where the page is too narrow for two (pixels).
+  const NARROWEST = 560;
+  function stack(layout) {
+    const panels = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key)).map((key) => {
+      const x = layout[key], y = layout[(x.anchor ?? "y").replace("y", "yaxis")];
+      const from = x.domain ?? [0, 1], top = y?.domain?.[1] ?? 1;
+      const titles = (layout.annotations ?? []).filter((note) => note.yref === "paper" && note.y === top && note.x > from[0] && note.x < from[1]);
+      return { x, y, from, top, titles };
+    }).filter(({ x, y }) => y && x.anchor !== "free");
+    if (panels.every(({ from }) => from[1] - from[0] >= 0.9)) return;
+    panels.sort((a, b) => b.top - a.top || a.from[0] - b.from[0]);
+    const share = 1 / panels.length, rows = new Set(panels.map(({ top }) => top)).size;
+    layout.height *= panels.length / rows;
+    panels.forEach(({ x, y, titles }, number) => {
+      const end = 1 - number * share;
+      for (const title of titles) Object.assign(title, { x: 0.5, y: end });
+      x.domain = [0, 1];
+      y.domain = [end - 0.68 * share, end];
+    });
+  }
+
   async function draw(element) {
     const source = element.querySelector("script[type='application/json']");
     if (!source) return;
     const figure = JSON.parse(source.textContent);
     source.remove();
+    if (element.clientWidth < NARROWEST) stack(figure.layout);
     try {
       await Plotly.newPlot(element, figure.data, figure.layout, { responsive: true, displayModeBar: false });
     } catch (error) {
