@@ -19,8 +19,13 @@ With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth expo
 | tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1                   | 1/m         |
 
 A bias goes with the gain of its place, in a block or at the end. The tied table's values suit its use as a readout; the
-multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. Learned
-positions count as an embedding. The gains of qk-norm, which all heads share, differ from a block's other gains in having no
+multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. The gradients of
+both uses fall as 1/m, so that Adam weighs them alike at every width, and one step moves stream and logits equally far. No other
+exponents do (the coordinate check finds each of them): not sqrt(m) on the rate, a readout's without alignment (Everett et al., arXiv
+2407.05872), nor 1/sqrt(m), an embedding's under a large vocabulary (Hayou and Liu, arXiv 2506.15025). Narrow models are still far
+from that limit: `TIED_REACH`.
+
+Learned positions count as an embedding. The gains of qk-norm, which all heads share, differ from a block's other gains in having no
 width; they sit inside a branch as those do, and their gradients fall with the depth alike (measured here, depth times 8, three
 seeds: to .12 to .14 of the base's under a = 1, those of hidden matrices to .14).
 
@@ -69,6 +74,11 @@ RATE_EXPONENT: dict[OptimizerName, float] = {
     "muon": 0.5,
 }
 """The exponent x of each optimizer that has rules; values tuned with any other do not transfer."""
+
+
+TIED_REACH = 2.0
+"""Ratio of widths over which a rate that was tuned with a tied table is to be trusted without a grid: the best rate of a decoder with
+GPT-2's variants rose by .2 octaves at each doubling, measured over widths 16 to 128 (tests/benchmarks/RESULTS.md)."""
 
 
 class TensorClass(StrEnum):

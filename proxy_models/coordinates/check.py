@@ -59,6 +59,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import pandas as pd
 
+from proxy_models.architecture.parametrization import TIED_REACH
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -125,7 +127,7 @@ class CoordinateCheck:
             step 0) and step: its root mean square over the batch, geometric mean over the seeds, and the module's kind
             ("hidden", "norm", "readout", or "stream"). For each matrix a row with "norm of weight", say, and one with "update of
             weight", whose rms is the largest singular value over its scale; kinds "hidden matrix", "embedding matrix" and
-            "readout matrix".
+            "readout matrix", or "tied matrix" for a table that is both.
         seeds: The seeds averaged over.
         multipliers: Whether each forward multiplier for which the model has a buffer moves its logits, by name.
     """
@@ -184,6 +186,21 @@ class CoordinateCheck:
         return tuple(name for name in ("branch", "readout") if not self.multipliers.get(name, True))
 
     @property
+    def is_tied(self) -> bool:
+        """True if the readout is the embedding table."""
+        return bool(self.measurements["kind"].eq("tied matrix").any())
+
+    @property
+    def caution(self) -> str:
+        """A limit of the rules that the slopes don't show, or nothing."""
+        return (
+            "the readout is the embedding table, and at small widths the best rate then rises with the width: trust it over "
+            f"{TIED_REACH:g}× beyond the widest grid of the transfer check, or untie the two"
+            if self.is_tied
+            else ""
+        )
+
+    @property
     def passed(self) -> bool:
         """True if every slope keeps its bound, and no multiplier that the rules need is without effect."""
         return not self.findings and not self.unapplied
@@ -218,6 +235,8 @@ class CoordinateCheck:
         lines += [str(finding) for finding in self.findings[:_SHOWN]]
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} more modules")
+        if self.caution:
+            lines.append(f"caution: {self.caution}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -230,6 +249,7 @@ class CoordinateCheck:
         return {
             "passed": self.passed,
             "findings": [str(finding) for finding in self.findings],
+            "caution": self.caution,
             "seeds": list(self.seeds),
             "multipliers": dict(self.multipliers),
             "measurements": measurements,

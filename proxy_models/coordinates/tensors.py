@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from proxy_models.architecture.parametrization import MATRICES, Parametrization, TensorClass
 from proxy_models.training.optimizer import MULTIPLIERS
 
-_KINDS = {TensorClass.HIDDEN: "hidden matrix", TensorClass.EMBEDDING: "embedding matrix"}
+_KINDS = {
+    TensorClass.HIDDEN: "hidden matrix",
+    TensorClass.EMBEDDING: "embedding matrix",
+    TensorClass.TIED: "tied matrix",  # held to a readout's bounds
+}
 
 
 class Norms:

@@ -18,6 +18,7 @@ from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.parametrization import TIED_REACH
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
@@ -106,12 +107,22 @@ def forced_lines(ledger: Ledger, plan: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for gate in gates for name in gate.failed))
 
 
-def transfer_line(verdict: str, reasons: Sequence[str], options: str = "") -> GateLine:
-    """Whether the transfer check passed; `options` are what its verdict says to run."""
+def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, tied_reach: float = 1.0) -> GateLine:
+    """Whether the transfer check passed.
+
+    Args:
+        verdict, reasons: Its own.
+        options: What it says to run.
+        tied_reach: Width of the full run over that of the widest grid, where a table is tied; 1 where none is.
+    """
     text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
     remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
+    too_wide = (
+        f"a tied table's rate is to be trusted over {TIED_REACH:g}× in width, and the full run is {tied_reach:.3g}× as wide as "
+        "the widest grid: add a wider one to transfer.widths, or untie"
+    )
     advice = {
-        "pass": "",
+        "pass": too_wide if tied_reach > TIED_REACH else "",
         "fail": "tuned values do not transfer to full size: mend the parametrization, or search less",
     }.get(verdict, f"settle it{remedy}")
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)

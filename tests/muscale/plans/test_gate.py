@@ -37,6 +37,11 @@ HASHES = {"corpus": "aa", "tokenizer": "bytes"}
 
 def test_only_a_passed_transfer_check_passes() -> None:
     assert transfer_line("pass", ()) == GateLine(name="transfer", status="passed", compared="the verdict is 'pass'")
+    assert transfer_line("pass", (), tied_reach=2.0).advice == ""
+    far = transfer_line("pass", (), tied_reach=8.0)
+    assert far.status == "passed"
+    assert "8×" in far.advice
+    assert "transfer.widths" in far.advice
     drifts = transfer_line("fail", ("the optimum drifts by 1.2 octaves",))
     assert drifts.status == "failed"
     assert "drifts by 1.2 octaves" in drifts.compared

@@ -109,6 +109,8 @@ def test_mup_passes(check: Callable[..., CoordinateCheck]) -> None:
     result = check()
     assert result.passed, str(result)
     assert result.findings == ()
+    assert not result.is_tied
+    assert result.caution == result.to_dict()["caution"] == ""
     assert str(result).startswith("coordinate check passed: widths 16, 32, 64, 128; 2 seeds; 5 steps")
 
 
@@ -239,6 +241,39 @@ def test_each_planted_fault_fails_by_its_own_name(
 def test_only_the_readout_is_blamed_for_a_missing_readout_multiplier(check: Callable[..., CoordinateCheck]) -> None:
     (finding,) = check(no_readout_multiplier).findings
     assert finding.module == "readout"
+
+
+@pytest.mark.parametrize(
+    ("init", "rate", "readout", "faults"),
+    [
+        (0.0, 0.0, 0.0, set()),
+        (0.5, 0.0, 0.0, {"init"}),
+        (0.0, 0.5, 0.0, {"learning-rate scaling"}),  # a readout's without alignment (Everett et al., arXiv 2407.05872)
+        (0.0, -0.5, 0.0, {"learning-rate scaling"}),  # an embedding's of a large vocabulary (arXiv 2506.15025)
+        (0.0, 0.0, 1.0, {"readout multiplier"}),
+    ],
+)
+def test_a_tied_table_passes_with_its_own_exponents_and_with_no_others(
+    corpus: Corpus, init: float, rate: float, readout: float, faults: set[str]
+) -> None:
+    """Initial values, rate and readout multiplier are off by these powers of the width."""
+
+    def rule(config: ModelConfig, base: ModelConfig) -> Parametrization:
+        table, m = parametrize(config, base), config.d_model / base.d_model
+
+        def planted(_: str, rule: TensorRule) -> TensorRule:
+            if rule.tensor_class is not TensorClass.TIED:
+                return rule
+            return replace(rule, init_std=rule.init_std * m**init, lr_factor=rule.lr_factor * m**rate)
+
+        multipliers = replace(table.multipliers, readout=table.multipliers.readout * m**readout)
+        return replace(with_rules(table, planted), multipliers=multipliers)
+
+    family = ModelFamily(base=replace(FAMILY.base, tied=True))
+    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS, n_steps=1, parametrization=rule)
+    assert result.is_tied
+    assert result.caution in str(result)
+    assert {finding.fault for finding in result.findings} == faults
 
 
 def test_a_warmup_or_ramp_longer_than_its_horizon_changes_nothing(corpus: Corpus) -> None:

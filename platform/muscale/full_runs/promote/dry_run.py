@@ -188,7 +188,12 @@ def dry_run(
     gate = Gate(
         plan=plan.key,
         lines=(
-            transfer_line(verdict.verdict, verdict.reasons, verdict.options),
+            transfer_line(
+                verdict.verdict,
+                verdict.reasons,
+                verdict.options,
+                tied_reach=model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0,
+            ),
             check_line(check),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             hyperparameters_line(plan.provenance),

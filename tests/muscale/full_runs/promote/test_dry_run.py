@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -20,10 +21,11 @@ from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import training_memory
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.training.numerics import Numerics
-from scaling import Verdict
-from tests.muscale.planted import planted_fit, planted_horizon
+from scaling import Verdict, fit_transfer
+from tests.muscale.planted import planted_check, planted_fit, planted_horizon
 from tests.proxy_models.families import Recurrent
 
 UNSETTLED = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={"rate along width": "planted: no grid"})
@@ -38,13 +40,18 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
     corpus: Corpus = write_corpus(directory / "corpus", str(directory / "text"))
     law, horizon = planted_fit(), planted_horizon()
 
-    def made(*overrides: str, model: Member | None = None) -> DryRun:
+    def made(
+        *overrides: str,
+        model: Member | None = None,
+        check: CoordinateCheck | None = None,
+        verdict: Verdict = UNSETTLED,
+    ) -> DryRun:
         config = StudyConfig.read(path, overrides)
         config = config.model_copy(update={"model": model or config.model})
         plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
         before = sorted(directory.rglob("*"))
         found = dry_run(
-            plan, with_layout(plan, config, corpus), corpus, check=None, verdict=UNSETTLED, directory=directory
+            plan, with_layout(plan, config, corpus), corpus, check=check, verdict=verdict, directory=directory
         )
         assert sorted(directory.rglob("*")) == before
         return found
@@ -88,6 +95,24 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "launch: 4 workers with 1 CPUs each on this machine",
     ):
         assert text in str(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "widest", "warns"), [("tied matrix", 12, True), ("tied matrix", 16, False), ("readout matrix", 12, False)]
+)
+def test_a_tied_table_far_beyond_the_widest_grid_is_warned_of(look: Look, kind: str, widest: int, warns: bool) -> None:
+    grid = [(width, octave) for width in (4, 8, 16) for octave in (-2.0, -1.0, 0.0, 1.0, 2.0)]
+    flat = fit_transfer(
+        pd.DataFrame([{"width": w, "rate": 2.0 ** (x - 7), "loss": 2 + 0.02 * x**2 - w / 1e3} for w, x in grid])
+    )
+    passing = Verdict(transfers=(flat,), n_tokens=16384.0, horizons=(16384.0,), missing={})
+    planted = planted_check()
+    check = replace(planted, measurements=planted.measurements.assign(kind=kind))
+    found = look("model.head_dim=4", f"transfer.widths=[4, 8, {widest}]", check=check, verdict=passing)
+    line = found.gate.lines[0]
+    assert (line.name, line.status) == ("transfer", "passed")
+    assert found.plan.model.d_model == 32
+    assert bool(line.advice) == warns
 
 
 def test_a_checkpoint_that_stands_there_is_gone_on_from(look: Look) -> None:
