@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from scaling.checks import losses, numbers, plain, require_columns
@@ -86,6 +87,9 @@ def compare_variants(
         undecided = [name for name in undecided if found[name] == "undecided"]
         if not undecided:
             break
+    judged = pd.DataFrame([row for _, row in last.values()])
+    equal = [math.nan if math.isnan(m) else now.law.log_loss(math.log(target * m)) for m in judged["multiplier"]]
+    judged["loss"] = np.exp(equal)
     return VariantComparison(
         baseline=baseline,
         target_flops=target,
@@ -96,7 +100,7 @@ def compare_variants(
         n_sizes=len(now.law.x),
         noise=now.noise,
         baseline_loss=math.exp(now.law.log_loss(math.log(target))),
-        table=pd.DataFrame([row for _, row in last.values()]),
+        table=judged,
         measured=_frame(
             [row for name in names for row in last[name][0].measured(name)], ("compute_flops", *ENDS, "change")
         ),

@@ -34,7 +34,8 @@ class VariantComparison(JsonResult):
         baseline_loss: of the baseline at the target, by a power law with a floor.
         table: by variant, as of the look that decided it, or the last: runs, diverged, sizes, flops (of its largest run), change (of
             the loss there against the baseline's at that compute, log ratio), change_low, change_high, multiplier (median at the
-            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), loss (at the target), look, verdict.
+            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict; and loss at the
+            target by the baseline's law as of the last look.
         measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant, as long as it was undecided: multiplier, low, high, p_better, p_worth, verdict.
@@ -124,7 +125,7 @@ class VariantComparison(JsonResult):
                 "loss there": _of_rows(table, ("change", "change_low", "change_high"), _percent),
                 "multiplier": _of_rows(table, ("multiplier", "low", "high"), "{:.3f}".format),
                 "P(better)": [f"{p:.3f}" for p in table["p_better"]],
-                "loss": [f"{loss:.4f}" for loss in table["loss"]],
+                "loss at target": [f"{loss:.4f}" for loss in table["loss"]],
                 "verdict": table["verdict"],
             }
         ).replace({"nan": "–", "nan [nan, nan]": "–"})

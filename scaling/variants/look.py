@@ -109,20 +109,18 @@ class Look:
             "flops": float(runs["flops"].max()),
         }
         if name not in self.gains:
-            unknown = (*CHANGE, *ENDS, "p_better", "p_worth", "loss")
+            unknown = (*CHANGE, *ENDS, "p_better", "p_worth")
             return row | dict.fromkeys(unknown, math.nan)
         gains, at_target = self.gains[name], self._at_target[name]
         each = self.scales * math.sqrt(gains.unit_change[-1])
         change = Mixture(np.full(len(each), gains.change[-1]), each, self.chances)
-        log_m = self._ends(at_target)
         return row | {
             "sizes": len(gains.x),
             "flops": float(np.exp(gains.x[-1] + gains.x0)),
             **dict(zip(CHANGE, self._ends(change), strict=True)),
-            **dict(zip(ENDS, np.exp(log_m), strict=True)),
+            **dict(zip(ENDS, np.exp(self._ends(at_target)), strict=True)),
             "p_better": at_target.above(0.0),
             "p_worth": at_target.above(math.log1p(worth)),
-            "loss": math.exp(self.law.log_loss(math.log(self.target) + log_m[0])),
         }
 
     def measured(self, name: str) -> list[Record]:

@@ -77,6 +77,8 @@ def test_a_variant_keeps_the_verdict_of_the_look_that_decided_it() -> None:
     looks = found.table.set_index("variant")["look"]
     assert (found.verdict("better"), found.verdict("worse")) == ("promote", "reject")
     assert looks["equal"] == 3
+    losses = found.table.sort_values("multiplier")["loss"]
+    assert losses.is_monotonic_decreasing, "at the target, by one law of the baseline whatever the look"
     later = rows[(rows["compute_flops"] <= SIZES[looks["worse"]]) | (rows["variant"] != "worse")]
     again = compare_variants(later, "baseline", target_flops=TARGET, n_looks=3)
     pd.testing.assert_frame_equal(again.table, found.table, obj="runs after a verdict change nothing")
