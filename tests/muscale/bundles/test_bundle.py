@@ -240,18 +240,6 @@ def test_the_facts_are_those_of_the_run(case: Case) -> None:
     assert bundle.read(parts.ENVIRONMENT)["run"] == json.loads((run.directory / RESULT).read_text())["environment"]
 
 
-def test_the_card_shows_forecast_residual_lineage_and_limits(case: Case) -> None:
-    card, loss = (case.bundle / parts.CARD).read_text(), case.run.promotion.loss
-    assert "# a &lt;b&gt;study&lt;/b&gt;" in card
-    assert f"| measured | {loss:.4f}, inside the interval |" in card
-    assert f"| residual | {loss - 3:+.4f}, {(loss - 3) / loss:+.2%} of the measured loss |" in card
-    assert "trial 4 of 6" in card
-    assert "muP across width \\| and a law" in card
-    assert "tokenizer: bpe of 290 ids" in card
-    assert "not to follow instructions" in card
-    assert "{{" not in card
-
-
 def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> None:
     run = case.run
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)

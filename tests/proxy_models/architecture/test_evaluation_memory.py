@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.memory import Precision, evaluation_bytes
 from proxy_models.training.precision import DTYPES
-
-
-class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of all storages that live at a time, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, and count what it returns."""
-        result = function(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._add, result)
-        return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._alive:
-            return
-        self._alive.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self.now -= size
-        self._alive.discard(key)
+from tests.gpu_free.memory_trace import MemoryTrace
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -75,6 +42,6 @@ def test_a_pass_without_gradients_allocates_at_most_the_estimate(
     with FakeTensorMode(), torch.no_grad():
         decoder = Decoder(model).eval()
         decoder.compute_dtype = DTYPES[precision]
-        with Peak() as peak:
+        with (peak := MemoryTrace()).tracing():
             next_token_loss(decoder, torch.zeros(sequences, model.context_length + 1, dtype=torch.int64))
     assert peak.most <= evaluation_bytes(model, sequences, precision) <= 2.5 * peak.most

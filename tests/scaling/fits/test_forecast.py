@@ -1,13 +1,12 @@
 """Forecast intervals: the measured formula, its coverage where the form is true, and what it is estimated from."""
 
-import json
 import math
 from collections.abc import Callable
 
 import pandas as pd
 import pytest
 
-from scaling import Forecast, Law, ScalingFit, fit
+from scaling import Law, ScalingFit, fit
 from scaling.fits.forecast import interval_factor
 
 Ladder = Callable[..., pd.DataFrame]
@@ -78,8 +77,3 @@ def test_bad_target(result: ScalingFit) -> None:
         result.forecast(1e9, 0)
     with pytest.raises(ValueError, match="n_params .*got '7B'"):
         result.forecast("7B", 1e11)  # type: ignore[arg-type]
-
-
-def test_round_trip(result: ScalingFit) -> None:
-    forecast = result.forecast(1e10, 2e12)
-    assert Forecast.from_dict(json.loads(json.dumps(forecast.to_dict(), allow_nan=False))) == forecast

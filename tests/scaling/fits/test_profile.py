@@ -1,6 +1,5 @@
 """Profile likelihood: exact points of the profile, intervals that cover, and what has no bound said to have none."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import minimize
 
-from scaling import Joint, Law, Profile, ScalingError, ScalingFit, TiedChinchilla, fit
+from scaling import Joint, Law, ScalingError, ScalingFit, TiedChinchilla, fit
 from scaling.minimizers.newton import huber
 
 Ladder = Callable[..., pd.DataFrame]
@@ -124,11 +123,3 @@ def test_bad_names_and_too_few_runs(ladder: Ladder) -> None:
         result.profile("alpha", level=90)
     with pytest.raises(ScalingError, match="got 5 runs for 5 parameters"):
         fitted(ladder(0.003).assign(stem=lambda t: t.index % 5)).profile("alpha")
-
-
-def test_json_round_trip(ladder: Ladder) -> None:
-    interval = fitted(ladder(0.003)).profile("loss", at=TARGET)
-    restored = Profile.from_dict(json.loads(json.dumps(interval.to_dict(), allow_nan=False)))
-    assert restored.to_dict() == interval.to_dict()
-    assert str(restored) == str(interval)
-    assert "1e+09" in str(interval)
