@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.layout import STATES
-from muscale.search.config_history import history_of
+from muscale.search.jobs import history_of
 from muscale.search.sweep import Sweep
 from muscale.store.ledger import Ledger
 from muscale.store.tables import metadata

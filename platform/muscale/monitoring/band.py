@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
@@ -29,9 +29,9 @@ from scipy.stats import t as student
 
 from muscale.plans.planning import Plan
 from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
+from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
-from scaling.presentation import Result
 
 WINDOW = 0.05
 """Share of a run over which training losses are averaged; the band begins one window after warmup (assumed: 8 to 128 steps of
@@ -42,7 +42,7 @@ _LINE_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Band(Result):
+class Band(Recorded):
     """The expected held-out loss along one run, with its interval, in nats per token; registered with the plan.
 
     Attributes:
@@ -139,15 +139,6 @@ class Band(Result):
             reason=reason,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {name: list(getattr(self, name)) for name in _TUPLES}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
-
     def __str__(self) -> str:
         if self.reason:
             return f"band: end only, [{self.low:.4f}, {self.high:.4f}]: {self.reason}"
@@ -158,7 +149,6 @@ class Band(Result):
 
 
 _SIDES = {"expected": 0, "low": -1, "high": 1}
-_TUPLES = ("shares", "log_ratio", "log_reach")
 
 
 def make_band(

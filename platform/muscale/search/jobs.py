@@ -1,11 +1,35 @@
-"""The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung; one Tune trial runs one."""
+"""The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung; one Tune trial runs one.
+
+A job says what it trains by the history of the trial's configurations: its own, and in a population those that it went on with.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from muscale.search.config_history import ConfigHistory, history_from_json, history_to_json
+if TYPE_CHECKING:
+    from search_spaces import Config
+
+ConfigHistory: TypeAlias = "tuple[tuple[int, Config], ...]"
+"""(first rung, configuration) pairs: from the state at the rung before, training continues with that configuration."""
+
+
+def history_of(config: Mapping[str, Any]) -> ConfigHistory:
+    """The history of a trial that keeps its configuration."""
+    return ((0, dict(config)),)
+
+
+def history_to_json(history: ConfigHistory) -> list[list[Any]]:
+    """Plain values."""
+    return [[rung, config] for rung, config in history]
+
+
+def history_from_json(values: list[list[Any]]) -> ConfigHistory:
+    """The inverse of `history_to_json`."""
+    return tuple((int(rung), dict(config)) for rung, config in values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from search_spaces import Config, Space
 
 if TYPE_CHECKING:
-    from muscale.search.config_history import ConfigHistory
+    from muscale.search.jobs import ConfigHistory
     from muscale.search.record import Record
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.search.config_history import ConfigHistory, history_from_json, history_of, history_to_json
+from muscale.search.jobs import ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
 from search_spaces import Config, Space

@@ -14,7 +14,7 @@ from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
 
 if TYPE_CHECKING:
-    from muscale.search.config_history import ConfigHistory
+    from muscale.search.jobs import ConfigHistory
     from muscale.settings.sweep import RankBy
     from muscale.store.lineage import Chain
     from muscale.store.outcome import Outcome

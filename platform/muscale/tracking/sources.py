@@ -18,8 +18,7 @@ import pandas as pd
 from muscale import json_lines
 from muscale.bundles.bundle_files import MANIFEST
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
-from muscale.full_runs.records.metrics_tail import MetricsTail
-from muscale.full_runs.records.run_records import RunRecords
+from muscale.full_runs.records.run_records import MetricsTail, RunRecords
 from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
 from muscale.monitoring.band import Band, registered_band
 from muscale.plans.plan_file import path_of

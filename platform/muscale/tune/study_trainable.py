@@ -15,7 +15,7 @@ from ray import tune
 from muscale.actors.jobs import Job
 from muscale.actors.pool import TrainingActor
 from muscale.errors import StageError
-from muscale.search.config_history import history_from_json, history_of, history_to_json
+from muscale.search.jobs import history_from_json, history_of, history_to_json
 from muscale.search.trainable import rung_loss
 from muscale.search.trial import TrialPlan
 from muscale.settings.sweep import SweepSettings

@@ -19,7 +19,7 @@ from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import raise_alarms
 from muscale.full_runs.records.events import run_events
-from muscale.full_runs.records.metrics_tail import MetricsTail
+from muscale.full_runs.records.run_records import MetricsTail
 from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
 from muscale.monitoring import follow
 from muscale.monitoring.band import register_band

@@ -17,7 +17,7 @@ from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
 from muscale.plans.planning import Plan, make_plan
 from muscale.proxies import ladder, transfer
-from muscale.search.config_history import ConfigHistory, history_of
+from muscale.search.jobs import ConfigHistory, history_of
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -28,9 +29,20 @@ from muscale.settings.config import StudyConfig
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
 from proxy_models.training.numerics import Numerics
-from search_spaces import Config
+from search_spaces import Config, LogUniform, Space, Uniform
 
 LossAt = Callable[[TrialSegment, int], float | None]
+SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
+
+
+def settings(**values: Any) -> SweepSettings:
+    return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
+
+
+def loss_at(segment: TrialSegment, rung: int) -> float | None:
+    """A parabola in log rate that falls with the tokens; the largest rates diverge."""
+    octaves = math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01)
+    return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,27 +14,15 @@ from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
 from muscale.search.record import Record, RungResult
 from muscale.search.searchers import Draws
-from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import LogUniform, Space, Uniform
+from tests.muscale.search.conftest import SPACE, loss_at, settings
 
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
-SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
 SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es", "across_scales"]
-
-
-def settings(**values: Any) -> SweepSettings:
-    return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
-
-
-def loss_at(segment: TrialSegment, rung: int) -> float | None:
-    """A parabola in log rate that falls with the tokens; the largest rates diverge."""
-    octaves = math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01)
-    return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
 
 
 def possible(searcher: str, scheduler: str) -> bool:

@@ -20,12 +20,11 @@ from muscale.search import Advance, Known, OptunaSearcher, Record, Start
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.search.own_methods import identity_of
-from muscale.settings.sweep import SweepSettings
-from search_spaces import Config, LogUniform, Space, Uniform
+from search_spaces import Config, Space, Uniform
+from tests.muscale.search.conftest import SPACE, loss_at, settings
 
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
-SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 is_broken = False  # while it is, `Draws` fails at its fourth trial, as a driver may at any moment
 
 
@@ -100,15 +99,6 @@ def random_sampler(seed: int) -> Any:
     import optuna
 
     return optuna.samplers.RandomSampler(seed=seed)
-
-
-def settings(**values: Any) -> SweepSettings:
-    return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
-
-
-def loss_at(segment: TrialSegment, rung: int) -> float | None:
-    octaves = math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01)
-    return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from muscale.actors.pool import WorkerPool
 from muscale.actors.stalls import ended_where_stalled
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import LEDGER, STALLS
-from muscale.search import config_history
 from muscale.search.engine import Engine
+from muscale.search.jobs import ConfigHistory
 from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
 from muscale.search.trainable import SweepTrainable
@@ -46,7 +46,7 @@ class PlantedPlan:
 
     rung_tokens = (1000, 2000, 4000, 8000)
 
-    def rung(self, path: config_history.ConfigHistory, rung: int) -> Any:
+    def rung(self, path: ConfigHistory, rung: int) -> Any:
         return path[0][1]["seed"], rung
 
 

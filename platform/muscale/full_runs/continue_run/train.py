@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from muscale import json_lines
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, format_lineage
-from muscale.full_runs.continue_run.lineage import LineageSegment, parent_hash, plain
+from muscale.full_runs.continue_run.lineage import LineageSegment, parent_hash
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
 from muscale.layout import METRICS
+from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident
 from muscale.store.tables import ResultKind
-from scaling.presentation import Result
 
 Launcher = Callable[[FullRun], dict[str, Any]]
 
@@ -43,7 +43,7 @@ class Losses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued(Result):
+class Continued(Recorded):
     """A finished continuation.
 
     Attributes:
@@ -56,6 +56,8 @@ class Continued(Result):
         goodput: As of a promoted run.
         incidents: Spikes, divergences and restarts, and what was done about each.
     """
+
+    DERIVED = ("n_tokens", "tokens_before")
 
     key: str
     name: str
@@ -88,34 +90,6 @@ class Continued(Result):
             *((name, before.sources[name], loss) for name, loss in after.sources.items()),
             *((label, before.earlier[label], loss) for label, loss in after.earlier.items()),
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, the derived ones with them."""
-        return {
-            **self.__dict__,
-            "lineage": plain(self.lineage),
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "goodput": self.goodput.to_dict(),
-            "incidents": [asdict(incident) for incident in self.incidents],
-            "n_tokens": self.n_tokens,
-            "tokens_before": self.tokens_before,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
-        return cls(
-            **known
-            | {
-                "lineage": tuple(LineageSegment(**segment) for segment in values["lineage"]),
-                "before": Losses(**values["before"]),
-                "after": Losses(**values["after"]),
-                "goodput": Goodput.from_dict(values["goodput"]),
-                "incidents": tuple(Incident.from_dict(incident) for incident in values["incidents"]),
-            }
-        )
 
     def __str__(self) -> str:
         lines = [

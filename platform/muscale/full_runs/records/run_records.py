@@ -1,13 +1,65 @@
-"""Incremental reading of a run's steps and evaluations, its own and the asynchronous ones."""
+"""Incremental reading of a run's metrics, one JSON object per step with `val_loss` where it was evaluated, and of its evaluations."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from muscale.full_runs.records.metrics_tail import MetricsTail
 from muscale.layout import EVALUATIONS, METRICS
+
+_COLUMNS = ("tokens", "train_loss", "val_loss", "seconds", "mfu")
+
+
+class MetricsTail:
+    """Reads new lines only; a file that was replaced, as after a resumption, is read from its start.
+
+    Args:
+        path: Of the file, which may not exist yet.
+        columns: To read, `tokens` first.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = _COLUMNS) -> None:
+        self.path = path
+        self._file: int | None = None  # its inode
+        self._read = 0  # bytes
+        self._columns: dict[str, list[Any]] = {name: [] for name in columns}  # compact for millions of steps
+        self._table: pd.DataFrame | None = None
+
+    def table(self) -> pd.DataFrame:
+        """The columns of all complete lines so far; NaN where a line has no value."""
+        if self.path.exists():
+            self._advance()
+        if self._table is None:
+            counted, *measured = self._columns
+            self._table = pd.DataFrame(self._columns).astype({counted: int, **dict.fromkeys(measured, float)})
+        return self._table
+
+    def _advance(self) -> None:
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())  # of the opened file: the path may have been replaced
+            if status.st_ino != self._file or status.st_size < self._read:
+                self._file, self._read = status.st_ino, 0
+                for column in self._columns.values():
+                    column.clear()
+                self._table = None
+            file.seek(self._read)
+            text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        if complete:
+            self._table = None
+        self._read += len(complete)
+        for line in complete.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn by a kill
+                continue
+            for name, column in self._columns.items():
+                column.append(row.get(name))
 
 
 class RunRecords:
@@ -23,9 +75,7 @@ class RunRecords:
 
     def evaluations(self) -> pd.DataFrame:
         """Columns tokens, val_loss, by tokens; where both exist the run's own evaluation, not the asynchronous one."""
-        found = [table.dropna(subset=["val_loss"])[["tokens", "val_loss"]] for table in self._tables()]
+        tables = self._own.table(), self._async.table()
+        found = [table.dropna(subset=["val_loss"])[["tokens", "val_loss"]] for table in tables]
         whole = pd.concat([table for table in found if len(table)] or found[:1])
         return whole.drop_duplicates("tokens").sort_values("tokens", kind="stable").reset_index(drop=True)
-
-    def _tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        return self._own.table(), self._async.table()
