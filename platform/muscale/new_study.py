@@ -40,6 +40,7 @@ class NewStudy:
         n_files: That hold text.
         n_bytes: In them.
         training_tokens: At one byte a token, without the held-out part; None where only reading the files would tell.
+        uneven: What to do about a held-out part that is far from the one asked for; empty if it is not.
         needed: Tokens of the longest single run of each stage.
         held_out_short: What is missing to the held-out tokens that every run is evaluated on, 0 if nothing is.
     """
@@ -51,6 +52,7 @@ class NewStudy:
     training_tokens: int | None = None
     needed: dict[str, int] | None = None
     held_out_short: int = 0
+    uneven: str = ""
 
     @property
     def too_much(self) -> bool:
@@ -71,6 +73,8 @@ class NewStudy:
         if self.training_tokens is None:
             return "\n".join([*lines, "  how many tokens that is, `muscale check` tells once it has read them"])
         lines.append(f"  about {self.training_tokens:,} training tokens at a byte each, the rest is held out")
+        if self.uneven:
+            lines.append(f"  {self.uneven}")
         for stage, tokens in self.needed.items():
             times = tokens / max(1, self.training_tokens)
             seen = "seen once or less" if times <= 1 else f"seen {times:.1f} times"
@@ -187,8 +191,8 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
         raise StageError(f"--source: {root}: the corpus is empty, its {len(files)} files hold nothing")
     config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
     corpus = config.corpus
-    held_out = int(n_bytes * corpus.validation_fraction)
     known = kind == "text"
+    held_out, uneven = _held_out(root, files, corpus.validation_fraction) if known else (0, "")
     return NewStudy(
         path=str(path),
         source=place,
@@ -197,6 +201,25 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
         training_tokens=n_bytes - held_out if known else None,
         needed=_longest_runs(config),
         held_out_short=max(0, corpus.evaluation_tokens + config.model.context_length - held_out) if known else 0,
+        uneven=uneven,
+    )
+
+
+def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]:
+    """Bytes of the text files that are held out, and what to do where they are far from the fraction."""
+    from proxy_models.data.documents import in_validation
+
+    sizes = {path: path.stat().st_size for path in files}
+    if len(files) == 1:  # cut by position
+        return int(sum(sizes.values()) * fraction), ""
+    held_out = sum(size for path, size in sizes.items() if in_validation(path.relative_to(root).as_posix(), fraction))
+    share = held_out / sum(sizes.values())
+    if fraction / 2 <= share <= 2 * fraction:
+        return held_out, ""
+    largest = max(files, key=lambda path: sizes[path])
+    return held_out, (
+        f"{share:.0%} of the text is held out where corpus.validation_fraction asks for {fraction:.0%}, as a file goes whole to one "
+        f"side: cut large files, such as {largest.name} ({sizes[largest]:,} bytes)"
     )
 
 

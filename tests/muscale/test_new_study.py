@@ -9,6 +9,9 @@ import pytest
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.new_study import write_study
 from muscale.settings.config import StudyConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.data.documents import in_validation
+from proxy_models.data.sources import Source
 
 
 def texts(folder: Path, *, files: int = 3, n_bytes: int = 100_000) -> Path:
@@ -40,8 +43,8 @@ def test_ones_own_text_and_name_stand_in_it_and_every_comment_stays(tmp_path: Pa
 
 
 def test_it_shows_the_budgets_share_of_the_corpus(tmp_path: Path) -> None:
-    little = write_study(tmp_path / "little", texts(tmp_path / "few"))
-    assert (little.n_files, little.n_bytes) == (3, 3 * 15 * 6667)
+    little = write_study(tmp_path / "little", texts(tmp_path / "few", files=1, n_bytes=300_000))
+    assert (little.n_files, little.n_bytes) == (1, 15 * 20_001)
     assert little.training_tokens == little.n_bytes - little.n_bytes // 10
     assert little.too_much
     config = StudyConfig.read(Path(little.path))
@@ -52,7 +55,7 @@ def test_it_shows_the_budgets_share_of_the_corpus(tmp_path: Path) -> None:
     assert little.needed["full run"] == pytest.approx(20 * n_params, rel=1e-3)
     assert str(little).count("too little") == 2
     assert "add text, or lower plan.compute_flops" in str(little)
-    enough = write_study(tmp_path / "enough", texts(tmp_path / "many", n_bytes=2_000_000))
+    enough = write_study(tmp_path / "enough", texts(tmp_path / "much", files=1, n_bytes=6_000_000))
     assert not enough.too_much
     assert enough.held_out_short == 0
     assert "too little" not in str(enough)
@@ -67,6 +70,25 @@ def test_lines_of_json_are_recognized(tmp_path: Path) -> None:
     assert (config.corpus.kind, config.corpus.source) == ("jsonl", "data"), "relative where both may be moved together"
     assert written.training_tokens is None
     assert "once it has read them" in str(written)
+
+
+def test_the_held_out_part_is_that_of_the_files_and_one_far_too_large_is_said(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    names = [f"{number}.txt" for number in range(60)]
+    for name in names:
+        (source / name).write_text("a line of text\n" * 1000)
+    held_out = [name for name in names if in_validation(name, 0.1)]
+    even = write_study(tmp_path / "even", source)
+    assert even.training_tokens == 15_000 * (60 - len(held_out))
+    assert not even.uneven
+    (source / held_out[0]).write_text("a line of text\n" * 100_000)
+    written = write_study(tmp_path / "uneven", source)
+    corpus = write_corpus(tmp_path / "corpus", Source(path=str(source)), validation_fraction=0.1)
+    n_closed = len(names) - len(held_out)  # a token closes each document
+    assert corpus.n_tokens == even.training_tokens + n_closed
+    assert corpus.n_validation_tokens == written.n_bytes - even.training_tokens + len(held_out)
+    assert held_out[0] in written.uneven
 
 
 def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:

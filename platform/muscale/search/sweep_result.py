@@ -183,7 +183,8 @@ class SweepResult:
     @property
     def about(self) -> str:
         """The trials, the winner, their cost, the narrowings and the warnings."""
-        return "\n".join([*self._totals(), *self._notes()])
+        seeds = [f"over seeds  {self.finalists.sentence}"] if self.finalists else []
+        return "\n".join([*self._totals(), *seeds, *self._notes()])
 
     def _totals(self) -> list[str]:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
@@ -192,7 +193,6 @@ class SweepResult:
             f"{int((status == 'diverged').sum())} diverged",
             f"winner      trial {self.winner}, best annealed loss {best['annealed_loss']:.4f}",
             f"values      {format_values(best, self.space, self.best)}",
-            *([f"over seeds  {self.finalists.sentence}"] if self.finalists else []),
             f"cost        {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
             f"{self.trials['cost_seconds'].sum() / 3600:.3g} worker hours, without annealing and repetitions",
         ]
