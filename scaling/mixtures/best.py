@@ -81,6 +81,18 @@ class BestMixture(JsonResult):
 
         return draw_best(self.table, self.level)
 
+    @property
+    def about(self) -> str:
+        """The objective, and how it compares with the best run."""
+        about = {
+            "objective": f"{self.value:.4f}, of a run {self.low:.4f} to {self.high:.4f}",
+            "best run": f"row {self.best_run}, expected {self.best_run_value:.4f} within the limits",
+            "better than it": f"with probability {self.p_better:.2f}",
+            **({"at": ", ".join(f"{name} {value:.3g}" for name, value in self.scale.items())} if self.scale else {}),
+            "status": "; ".join((self.status, *self.caveats)),
+        }
+        return lines(about)
+
     def __str__(self) -> str:
         """The mixture, its losses, and how they compare with the best run."""
         rows = self.table[(self.table["weight"] >= _SHOWN) | (self.table["high"] >= _SHOWN)]
@@ -100,14 +112,7 @@ class BestMixture(JsonResult):
                 interval: [f"{low:.4f} to {high:.4f}" for low, high in self.losses[["low", "high"]].to_numpy()],
             }
         )
-        about = {
-            "objective": f"{self.value:.4f}, of a run {self.low:.4f} to {self.high:.4f}",
-            "best run": f"row {self.best_run}, expected {self.best_run_value:.4f} within the limits",
-            "better than it": f"with probability {self.p_better:.2f}",
-            **({"at": ", ".join(f"{name} {value:.3g}" for name, value in self.scale.items())} if self.scale else {}),
-            "status": "; ".join((self.status, *self.caveats)),
-        }
-        return f"{mixture.to_string(index=False)}\n\n{losses.to_string(index=False)}\n{lines(about)}"
+        return f"{mixture.to_string(index=False)}\n\n{losses.to_string(index=False)}\n{self.about}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

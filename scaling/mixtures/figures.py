@@ -29,13 +29,19 @@ def draw_effects(effects: pd.DataFrame) -> go.Figure:
             zmin=-largest,
             zmax=largest,
             colorscale="RdBu_r",
-            colorbar={"title": {"text": "change of<br>the loss (%)"}, "thickness": 14},
+            colorbar={
+                "title": {"text": "change of the loss (%)", "side": "top"},
+                "orientation": "h",
+                "thickness": 14,
+                "y": 1.0,
+                "yanchor": "bottom",
+            },
             hovertemplate="%{y} by %{x}: %{z:.2f} %<extra></extra>",
         )
     )
     figure.update_yaxes(title="loss on", autorange="reversed", automargin=True)
-    figure.update_xaxes(title="with .1 more of the mixture from", automargin=True)
-    return figure.update_layout(height=_AROUND + _ROW * len(effects))
+    figure.update_xaxes(title="with .1 more from", automargin=True)
+    return figure.update_layout(height=_AROUND + 60 + _ROW * len(effects))  # the colour bar lies above
 
 
 def draw_best(table: pd.DataFrame, level: float) -> go.Figure:

@@ -98,6 +98,19 @@ class MixtureFit(MixtureLaw):
 
         return draw_effects(self.effects)
 
+    @property
+    def about(self) -> str:
+        """What the law rests on."""
+        scale = {name: span(self.scales[name].min(), self.scales[name].max()) for name in self.varying}
+        about = {
+            "runs": f"{len(self.weights)} over {len(self.domains)} domains",
+            **scale,
+            "error, order": "of runs predicted from the others: share of the loss, rank correlation",
+            "lowered by": f"change of the loss where {STEP:g} of the mean mixture gives way to that domain",
+            "status": "; ".join((self.status, *self.warnings)),
+        }
+        return lines(about)
+
     def __str__(self) -> str:
         """A line for each target, and what the law rests on."""
         effects = self.effects
@@ -112,15 +125,7 @@ class MixtureFit(MixtureLaw):
                 "lowered most by": [_most(effects.loc[name]) for name in self.targets],
             }
         )
-        scale = {name: span(self.scales[name].min(), self.scales[name].max()) for name in self.varying}
-        about = {
-            "runs": f"{len(self.weights)} over {len(self.domains)} domains",
-            **scale,
-            "error, order": "of runs predicted from the others: share of the loss, rank correlation",
-            "lowered by": f"change of the loss where {STEP:g} of the mean mixture gives way to that domain",
-            "status": "; ".join((self.status, *self.warnings)),
-        }
-        return f"{shown.to_string(index=False)}\n{lines(about)}"
+        return f"{shown.to_string(index=False)}\n{self.about}"
 
 
 @single_threaded

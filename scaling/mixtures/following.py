@@ -42,6 +42,15 @@ class NextMixtures(JsonResult):
     spread: OrNan
     runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
 
+    @property
+    def about(self) -> str:
+        """The best objective today, and what a gain is."""
+        about = {"best today": f"{self.value:.4f}, uncertain by {self.spread:.2g}"}
+        about["gain"] = "expected fall of the best mixture's objective by the run" + (
+            "; chosen by gain for each FLOP" if "flops" in self.runs else ""
+        )
+        return lines(about)
+
     def __str__(self) -> str:
         """Each run's largest weights, and what it is worth."""
         weights = self.runs[[name for name in self.runs if name.startswith("weight_")]]
@@ -50,11 +59,7 @@ class NextMixtures(JsonResult):
             digits = "{:.2g}" if name in ("flops", "gain", "spread") else "{:.3g}"
             shown[name] = shown[name].map(digits.format)
         shown["mixture"] = [_largest(row) for _, row in weights.iterrows()]
-        about = {"best today": f"{self.value:.4f}, uncertain by {self.spread:.2g}"}
-        about["gain"] = "expected fall of the best mixture's objective by the run" + (
-            "; chosen by gain for each FLOP" if "flops" in self.runs else ""
-        )
-        return f"{shown.to_string(index=False)}\n{lines(about)}"
+        return f"{shown.to_string(index=False)}\n{self.about}"
 
 
 @single_threaded

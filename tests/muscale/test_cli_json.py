@@ -61,7 +61,10 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     weights = [i / 8 for i in range(9)]
     rows = [f"{w},{1 - w},{3 - w - w * w}" for w in weights]
     mixtures.write_text("\n".join(["weight_web,weight_code,loss_web", *rows]))
-    mixed = json_output(capfd, "mixture", mixtures, "--objective", "web=1", "--at-most", "web=0.5", "--next", "1")
+    page = tmp_path / "page.html"
+    limited = ("--objective", "web=1", "--at-most", "web=0.5", "--next", "1", "--html", page)
+    mixed = json_output(capfd, "mixture", mixtures, *limited)
+    assert all(f"<h2>{title}</h2>" in page.read_text() for title in ("The best mixture", "What to train next"))
     assert mixed["best"]["table"][1]["weight"] == 0.5
     assert len(mixed["next_mixtures"]["runs"]) == 1
     assert len(json_output(capfd, "mixture", mixtures, "--predict", mixtures)["predictions"]) == 9

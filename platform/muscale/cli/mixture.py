@@ -30,6 +30,7 @@ def mixture(
     predict: Path | None = None,
     weight_prefix: str = "weight_",
     loss_prefix: str = "loss_",
+    html: Path | None = None,
     json: AsJson = False,
 ) -> int:
     """Fit each domain's loss over mixture weights; print the best mixture within limits, and the mixtures to train next.
@@ -48,10 +49,15 @@ def mixture(
         predict: Instead, a table of mixtures (weight_DOMAIN) whose losses to print.
         weight_prefix: Beginning of the names of the weights' columns.
         loss_prefix: Beginning of the names of the losses' columns.
+        html: A file for the result as a page: the best mixture with its interval, whose data lowers which loss, the runs to make.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from scaling import ScalingError, fit_mixture
 
+    if html and predict:
+        raise StudyFileError(
+            "mixture: --html shows the best mixture, and --predict asks for none; leave one of them out"
+        )
     low, high = _numbers("at-least", at_least), _numbers("at-most", at_most)
     limits: Limits = {
         "bounds": {name: (low.get(name, 0.0), high.get(name, 1.0)) for name in {**low, **high}},
@@ -73,6 +79,10 @@ def mixture(
                     found["next_mixtures"] = fit.next_mixtures(next, wanted, **limits)
         except (ScalingError, ValueError) as error:
             raise StageError(f"mixture: {error}") from error
+        if html:
+            from muscale.pages.mixture_page import write_mixture_page
+
+            write_mixture_page(html, runs.stem, fit, found["best"], found.get("next_mixtures"))
     if json:
         show({name: _plain(each) for name, each in found.items()}, as_json=True)
     else:

@@ -22,7 +22,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from muscale.errors import StageError
 from muscale.findings import StudyContents
-from muscale.pages.live_page import LivePage
+from muscale.pages.live_page import LivePage, Snapshot
 from muscale.pages.report import page, policy
 from muscale.pages.sections import grouped, page_file, templates
 from muscale.store.cancels import LONGEST_REASON
@@ -56,8 +56,9 @@ def live_app(live: LivePage) -> FastAPI:
     def _page() -> Response:
         now, nonce = live.snapshot, secrets.token_urlsafe(16)
         text = page(
-            now.contents,
             list(now.sections),
+            name=now.contents.name,
+            written=_written(now),
             live=True,
             nonce=nonce,
             known=json.dumps(now.known),
@@ -72,8 +73,7 @@ def live_app(live: LivePage) -> FastAPI:
         tag = f'"{now.tag}-{len(now.contents.runs)}"'
         if request.headers.get("If-None-Match") == tag:
             return Response(status_code=304, headers={"ETag": tag})
-        written = f"live from the ledger · {len(now.contents.runs)} runs in the ledger"
-        body = json.dumps({"sections": now.known, "written": written})
+        body = json.dumps({"sections": now.known, "written": _written(now)})
         return Response(body, media_type="application/json", headers={"ETag": tag})
 
     @app.get("/sections/{ident}")
@@ -114,6 +114,11 @@ def live_app(live: LivePage) -> FastAPI:
         return {"detail": "the study was asked to end"}
 
     return app
+
+
+def _written(now: Snapshot) -> str:
+    """The line below the heading."""
+    return f"live from the ledger · {len(now.contents.runs)} runs in the ledger"
 
 
 def serve(study: StudyContents, *, port: int, allow_actions: bool) -> None:

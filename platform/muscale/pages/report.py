@@ -17,7 +17,7 @@ from muscale.pages import summary
 from muscale.pages.law_sections import law_sections
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
-from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
+from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
 from muscale.pages.spending import draw_spending, format_spending
 from muscale.pages.variant_section import variant_sections
 from proxy_models.files import atomic_write
@@ -33,15 +33,28 @@ _CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residua
 
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
+    written = f"written {moment(contents.created_at)} · {len(contents.runs)} runs in the ledger"
+    return write_page(path, sections_of(contents), name=contents.name, written=written)
+
+
+def write_page(path: Path, sections: list[Section], *, name: str, written: str) -> Path:
+    """Write a self-contained page, whole or not at all, and return its path."""
     scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
     with atomic_write(path) as unfinished:
-        unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
+        unfinished.write_text(page(sections, name=name, written=written, policy=policy(hashes), **scripts))
     return path
 
 
-def page(contents: ReportContents, sections: list[Section], **values: Any) -> str:
-    """The whole page around its sections; `values` say where its scripts are from and what they may do."""
+def page(sections: list[Section], *, name: str, written: str, **values: Any) -> str:
+    """The whole page around its sections.
+
+    Args:
+        sections: In order.
+        name: Heading.
+        written: The line below it.
+        values: Where the page's scripts are from, and what they may do.
+    """
     given = {
         "policy": None,
         "plotly": None,
@@ -50,13 +63,17 @@ def page(contents: ReportContents, sections: list[Section], **values: Any) -> st
         "live": False,
         "known": None,
         "actions": False,
-        **values,
     }
     return (
         templates()
         .get_template("page.html.jinja")
         .render(
-            contents=contents, sections=sections, groups=list(grouped(sections)), style=page_file("report.css"), **given
+            name=name,
+            written=written,
+            sections=sections,
+            groups=list(grouped(sections)),
+            style=page_file("report.css"),
+            **(given | values),
         )
     )
 
