@@ -130,7 +130,7 @@ class Repeated(Form):
 
 def with_repeats(law: Law) -> Law:
     """The law where tokens are seen again, with the published worth of that."""
-    return Repeated(law.form).law(**law.parameters, rd_star=WORTH_OF_REPEATS)
+    return replace(law, form=Repeated(law.form), parameters={**law.parameters, "rd_star": WORTH_OF_REPEATS})
 
 
 def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:

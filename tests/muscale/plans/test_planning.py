@@ -138,6 +138,7 @@ def test_a_corpus_seen_again_counts_for_less(planned: MakePlan, corpus: Corpus, 
     worth = corpus.n_tokens * (1 + 15.387756 * (1 - np.exp(-(seen - 1) / 15.387756)))
     assert decision["loss"] == pytest.approx(float(law.ensemble.law.loss(plan.n_params, worth)), rel=1e-3)
     assert "appendix A), by which the loss is" in str(plan)
+    assert f"N as in the law: {law.n_params_convention}" in str(plan)
     assert free.decision["epochs"] is None
     assert plan.forecast.loss == law.forecast(plan.n_params, plan.n_tokens).loss
 
