@@ -2,10 +2,10 @@
 
     python tests/benchmarks/family_transfer.py [--seeds 2] [--families Qwen3Config GPT2Config] [--folder runs/benchmarks/families]
 
-The decoder has GPT-2's variants, to hold transformers' against. Two layers, heads of 8 coordinates (Qwen3's in pairs that share
-keys), bytes, context 64; 200 steps of 8 sequences on the standard library's own source at a grid of rates. Base width 32. The optimum
-of each width is the minimum of a parabola in log2(rate). Every finished run is kept in the folder; the same command goes on
-where it was.
+The decoder has GPT-2's variants, to hold transformers' against, or its defaults, each tied and untied. Two layers, heads of 8
+coordinates (Qwen3's in pairs that share keys), bytes, context 64; 200 steps of 8 sequences on the standard library's own source at a
+grid of rates. Base width 32. The optimum of each width is the minimum of a parabola in log2(rate). Every finished run is kept in the
+folder; the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tests.proxy_models.families import TRANSFORMERS
 CONTEXT, BATCH_TOKENS = 64, 8 * 64
 N_TOKENS = 200 * BATCH_TOKENS
 BASE, WIDTHS = 32, (16, 32, 64, 128)
-FAMILIES = ("Qwen3Config", "GPT2Config", "GPT2Config untied", "decoder")
 LIKE_GPT2: dict[str, Any] = {
     "norm": "layernorm",
     "activation": "gelu",
@@ -37,6 +36,13 @@ LIKE_GPT2: dict[str, Any] = {
     "mlp_ratio": 4.0,
     "head_dim": 8,
 }
+DECODERS: dict[str, dict[str, Any]] = {
+    "decoder": LIKE_GPT2,
+    "decoder untied": {**LIKE_GPT2, "tied": False},
+    "default decoder tied": {"head_dim": 8, "tied": True},
+    "default decoder": {"head_dim": 8},
+}
+FAMILIES = ("Qwen3Config", "GPT2Config", "GPT2Config untied", *DECODERS)
 RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
 
 
@@ -52,8 +58,8 @@ class Task:
     def member(self, width: int) -> Member:
         """The family's member of two layers."""
         sizes: dict[str, Any] = {"vocab_size": 256, "context_length": CONTEXT}
-        if self.experiment == "decoder":
-            return DecoderFamily.of(ModelConfig(d_model=BASE, n_layers=2, **LIKE_GPT2, **sizes)).member(width, 2)
+        if variants := DECODERS.get(self.experiment):
+            return DecoderFamily.of(ModelConfig(d_model=BASE, n_layers=2, **variants, **sizes)).member(width, 2)
         name, _, untied = self.experiment.partition(" ")
         args = {**TRANSFORMERS[name], **({"tie_word_embeddings": False} if untied else {})}
         return load(f"transformers:{name}")(**args, **sizes).member(width, 2)
@@ -72,12 +78,13 @@ def main() -> None:
     """Train and report."""
     parser = parser_of(__doc__, "families", seeds=2)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     options = parser.parse_args()
     wanted = [
         Task(experiment=family, size=width, log2_rate=rate, seed=seed)
         for seed in range(options.seeds)
         for family in options.families
-        for width in WIDTHS
+        for width in options.widths
         for rate in RATES
     ]
     rows = trained(options, wanted, train)
