@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak fake-gpu lowering audit lowest licences docs pictures wheel ci-system clean
+.PHONY: study test check soak families fake-gpu lowering audit lowest licences docs pictures wheel ci-system clean
 
 # Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
 study: $(INSTALLED)
@@ -23,6 +23,10 @@ check: $(INSTALLED)
 # What takes too long for every time: all pairs of methods, and faults by the dozen.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+# Five families, each from `muscale run` to a promoted run on two ranks; half an hour on two cores, and the same again goes on.
+families: $(INSTALLED)
+	$(BIN)/python tests/benchmarks/families.py
 
 # The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs, waits of the host, graphs; minutes, and no GPU.
 fake-gpu: $(INSTALLED)

@@ -2,18 +2,21 @@
 
     python tests/benchmarks/family_transfer.py [--seeds 2] [--families Qwen3Config GPT2Config] [--folder runs/benchmarks/families]
 
-The decoder has GPT-2's variants, to hold transformers' against, or its defaults, each tied and untied. Two layers, heads of 8
-coordinates (Qwen3's in pairs that share keys), bytes, context 64; 200 steps of 8 sequences on the standard library's own source at a
-grid of rates. Base width 32. The optimum of each width is the minimum of a parabola in log2(rate). Every finished run is kept in the
-folder; the same command goes on where it was.
+Recurrent has layers of torch's GRU, and Convolutions is what `muscale init --family` writes. The decoder has GPT-2's variants, to hold
+transformers' against, or its defaults, each tied and untied. Two layers, heads of 8 coordinates (Qwen3's in pairs that share keys),
+bytes, context 64; 200 steps of 8 sequences on the standard library's own source at a grid of rates. Base width 32. The optimum of each
+width is the minimum of a parabola in log2(rate). Every finished run is kept in the folder; the same command goes on where it was.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from muscale.new_study import FAMILY
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
@@ -42,7 +45,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "default decoder tied": {"head_dim": 8, "tied": True},
     "default decoder": {"head_dim": 8},
 }
-FAMILIES = ("Qwen3Config", "GPT2Config", "GPT2Config untied", *DECODERS)
+OWN = {"Recurrent": "tests.proxy_models.families:Recurrent", "Convolutions": "my_family:Convolutions"}
+FAMILIES = (*OWN, "Qwen3Config", "GPT2Config", "GPT2Config untied", *DECODERS)
 RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
 
 
@@ -58,6 +62,8 @@ class Task:
     def member(self, width: int) -> Member:
         """The family's member of two layers."""
         sizes: dict[str, Any] = {"vocab_size": 256, "context_length": CONTEXT}
+        if self.experiment in OWN:
+            return load(OWN[self.experiment])(**sizes).member(width, 2)
         if variants := DECODERS.get(self.experiment):
             return DecoderFamily.of(ModelConfig(d_model=BASE, n_layers=2, **variants, **sizes)).member(width, 2)
         name, _, untied = self.experiment.partition(" ")
@@ -80,6 +86,9 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / FAMILY[0]).write_text((resources.files("muscale") / f"{FAMILY[0]}.txt").read_text())
+    sys.path.insert(0, str(options.folder.resolve()))  # the processes that train are given it, too
     wanted = [
         Task(experiment=family, size=width, log2_rate=rate, seed=seed)
         for seed in range(options.seeds)
