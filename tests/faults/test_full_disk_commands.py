@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from muscale import Study
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.layout import LEDGER, REPORT
 from muscale.search.record import Record, RungResult
 from muscale.store.run_selection import save
@@ -170,13 +171,15 @@ def test_every_stage_on_a_disk_that_is_too_small_continues_once_it_is_larger(
             small_disk.fill(leave=300_000 * (tally.injected + 1))
             code = muscale_run(study, log := tmp_path / f"log-{tally.injected}")
             small_disk.empty()
-            assert leftovers(study.parent) == []
+            # The next save of as many tokens replaces a checkpoint whose rank Ray ended in its middle.
+            assert all(left.parent.name == CHECKPOINTS for left in leftovers(study.parent))
             assert_kept(before, before := rows(study.parent / LEDGER))
             if code not in ended_well:
                 tally.injected += 1
                 assert code == 2, log.read_text()
                 assert GO_ON in log.read_text().splitlines()[-1]
                 tally.survived += 1
+    assert leftovers(study.parent) == []
     opened, undisturbed = (Study.open(path, quiet=True) for path in (study, roomy))
     with closing(opened.ledger), closing(undisturbed.ledger):
         pd.testing.assert_frame_equal(opened.sweep().trials[COLUMNS], undisturbed.sweep().trials[COLUMNS])
