@@ -72,11 +72,12 @@ class NextRuns(JsonResult):
         target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
         formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
         formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
+        n_more = f"{len(self.runs)} more run{'s' * (len(self.runs) != 1)}"
         about = lines(
             {
                 "target": f"{target}: {self.now.loss:.4f} {self.now.loss_unit}",
                 "interval": f"{self.now.level:.0%}, full width {self.width_now:.2%} of the loss now, "
-                f"{self.width_then:.2%} expected after {len(self.runs)} more runs of {self.cost_flops:.3g} FLOPs",
+                f"{self.width_then:.2%} expected after {n_more} of {self.cost_flops:.3g} FLOPs",
                 "stopped": self.stopped,
                 "then": "supported" if not self.reasons else "still unsupported: " + "; ".join(self.reasons),
             }

@@ -149,7 +149,7 @@ def costs(study: Study) -> pd.DataFrame:
 
 
 def judged(verdict: str, low: float, high: float) -> str:
-    """A verdict beside the oracle's interval of the multiplier: held, WRONG, or not told apart by the oracle's noise."""
+    """A verdict held against the oracle's interval of the multiplier: right, WRONG, undecided, or the oracle is unsure."""
     if verdict == "undecided":
         return "undecided"
     if verdict == "promote":

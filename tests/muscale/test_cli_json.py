@@ -68,6 +68,8 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     assert mixed["best"]["table"][1]["weight"] == 0.5
     assert len(mixed["next_mixtures"]["runs"]) == 1
     assert len(json_output(capfd, "mixture", mixtures, "--predict", mixtures)["predictions"]) == 9
+    done = muscale(capfd, "mixture", mixtures, "--html", tmp_path / "none" / "page.html")
+    assert (done.code, str(tmp_path / "none") in done.err, "unfinished" in done.err) == (2, True, False)
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         "method: random\nparameters: {learning_rate: {min: 0.001, max: 0.01, distribution: log_uniform_values}}\n"

@@ -58,6 +58,8 @@ def mixture(
         raise StudyFileError(
             "mixture: --html shows the best mixture, and --predict asks for none; leave one of them out"
         )
+    if html and not html.absolute().parent.is_dir():
+        raise StudyFileError(f"mixture: --html {html}: there is no folder {html.absolute().parent}")
     low, high = _numbers("at-least", at_least), _numbers("at-most", at_most)
     limits: Limits = {
         "bounds": {name: (low.get(name, 0.0), high.get(name, 1.0)) for name in {**low, **high}},

@@ -67,9 +67,8 @@ class Record:
         self.tokens, self.seconds = 0, 0.0  # of all results
         # First trials of brackets that a scheduler found to be over; a cancelled trial may change that.
         self.settled: set[int] = set()
-        self.generations: dict[
-            tuple[int, ...], Generation
-        ] = {}  # what a population knows of the one that is over, by its members
+        # What a population knows of the generation that is over, by its members.
+        self.generations: dict[tuple[int, ...], Generation] = {}
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
