@@ -59,7 +59,7 @@ from scaling.optima.transfer import Transfer, fit_transfer
 from scaling.optima.verdict import Verdict, fit_verdict
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
 from scaling.search.importance import Importance, hyperparameter_importance
-from scaling.search.pareto import pareto_front, plot_pareto
+from scaling.search.pareto import pareto_front
 from scaling.search.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.search.search_box import SearchBox
 from scaling.variants.compare import compare_variants
@@ -135,7 +135,6 @@ __all__ = [
     "ladder_design",
     "next_runs",
     "pareto_front",
-    "plot_pareto",
     "seed_noise",
     "simulate",
 ]

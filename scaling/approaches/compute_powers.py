@@ -107,12 +107,6 @@ class ComputePowers(JsonResult):
             isoflops_data(self.rows, self.points), self.n_params_convention, self.warnings, self.loss_unit
         )
 
-    def plot_powers(self, level: float = 0.9) -> go.Figure:
-        """N* and D* against compute, with percentiles over resampled runs and the optima that they go through."""
-        from scaling.approaches.figures import draw_powers, powers_data
-
-        return draw_powers(powers_data(self.points, self.intervals, level), self.n_params_convention, self.warnings)
-
     def __str__(self) -> str:
         """Exponents with 90 % intervals, N* and D* at the middle of the runs, the points and the status."""
         table = self.intervals().map("{:.4g}".format).to_string()

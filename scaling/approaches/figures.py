@@ -4,7 +4,7 @@ The warnings of the fit stand above its panels: approach 2 is biased by itself.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,6 @@ from scaling.drawing import (
     params_title,
     size_colours,
 )
-from scaling.fits.allocation_figures import BEYOND, draw_allocation
 from scaling.forms.law import NATS
 
 if TYPE_CHECKING:
@@ -142,50 +141,6 @@ def draw_envelope(
     )
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
     figure.update_yaxes(title=loss_title(loss_unit), type="log")
-    _warn(figure, warnings)
-    return figure
-
-
-def powers_data(
-    points: pd.DataFrame, intervals: Callable[[float, float], pd.DataFrame], level: float = 0.9
-) -> pd.DataFrame:
-    """Table as `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
-
-    An optimum's `low` and `high` are, on an envelope, the sizes between which it lies, and of a parabola the interval of its
-    vertex, 90 % whatever the level.
-
-    Args:
-        points: the optima that the powers go through, as in `ComputePowers`.
-        intervals: of N* and D* at a budget and a level, as `ComputePowers.intervals`.
-        level: of the intervals.
-
-    Raises:
-        ValueError: the level is not between 0 and 1.
-    """
-    low, high = points["compute_flops"].min(), points["compute_flops"].max()
-    flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
-    tables = [intervals(float(value), level) for value in flops]
-    series = np.where(np.arange(len(flops)) < 33, "fitted", "extrapolated")
-    parts = []
-    for quantity in ("n_params", "n_tokens"):
-        line = pd.DataFrame([table.loc[quantity] for table in tables]).rename(columns={"estimate": "value"})
-        parts.append(line.assign(compute_flops=flops, series=series, quantity=quantity, level=level))
-        optima = points.rename(columns={quantity: "value"})
-        if "smaller" in optima:
-            ends = {"low": optima["smaller"], "high": optima["larger"]}
-            if quantity == "n_tokens":
-                product = optima["value"] * optima["n_params"]
-                ends = {"low": product / ends["high"], "high": product / ends["low"]}
-        else:
-            ends = {end: optima[f"{quantity}_{end}"] for end in ("low", "high")}
-        optima = optima[["compute_flops", "value"]].assign(**ends, series="optimum", quantity=quantity, level=level)
-        parts.append(optima)
-    return pd.concat(parts, ignore_index=True)
-
-
-def draw_powers(data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = ()) -> "go.Figure":
-    """The best N and D against compute, as `draw_allocation` draws them."""
-    figure = draw_allocation(data, n_params_convention)
     _warn(figure, warnings)
     return figure
 

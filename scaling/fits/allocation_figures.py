@@ -15,7 +15,6 @@ from scaling.drawing import (
     EDGE,
     STAR,
     add_band,
-    error_bars,
     log_axis,
     loss_title,
     params_title,
@@ -148,7 +147,7 @@ def allocation_data(
 
 
 def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
-    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs, and single optima."""
+    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs."""
     titles = {
         "n_params": params_title(n_params_convention, 24),
         "n_tokens": TOKENS,
@@ -157,8 +156,7 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
     quantities = data["quantity"].unique()
     figure = stacked(len(quantities), shared_xaxes=True)
     for row, quantity in enumerate(quantities, start=1):
-        own_rows, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
-        part, points = own_rows[own_rows["series"] != "optimum"], own_rows[own_rows["series"] == "optimum"]
+        part, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
         name = f"{100 * part['level'].iloc[0]:g} % interval"
         add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
@@ -173,17 +171,7 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
                 text=hover,
                 **place,
             )
-        if len(points):
-            figure.add_scatter(
-                x=points["compute_flops"],
-                y=points["value"],
-                error_y=error_bars(points, "value"),
-                mode="markers",
-                name="read off the runs",
-                marker={"color": COLOURS[5], "size": 7, "line": {"color": EDGE, "width": 1}},
-                **place,
-            )
-        figure.update_yaxes(title=titles[quantity], **log_axis(own_rows["value"]), row=row, col=1)
+        figure.update_yaxes(title=titles[quantity], **log_axis(part["value"]), row=row, col=1)
     figure.update_xaxes(**log_axis(data["compute_flops"]))
     figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
     return figure

@@ -4,12 +4,12 @@ Three steps: (1) starts: for Chinchilla's form variable projection — for fixed
 grid of exponents is solved in closed form as a handful of matrix products; (2) the best are polished by a damped Newton
 method in centred log coordinates, through Huber thresholds that narrow to `delta`; (3) the same method, warm, refits
 bootstrap draws. The objective is Σ Huber(log L̂ − log L; delta) of Hoffmann et al. (2203.15556, app. D.2); this reaches the
-minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where their 4,500 starts take 65 s.
+minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where their 4,500 starts take 65 s. It is approach 3 of
+Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
 """
 
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -23,9 +23,7 @@ from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
-from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS
-from scaling.minimizers.multistart import descend
-from scaling.minimizers.starts import minima, require_loss, screened
+from scaling.minimizers.starts import minima, require_loss
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
@@ -45,7 +43,6 @@ def fit(
     n_params_convention: str,
     loss_unit: str | None = None,
     form: Form | None = None,
-    method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
     n_bootstrap: int = 400,
     seed: int = 0,
@@ -69,8 +66,6 @@ def fit(
             positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
             the name given here.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
-        method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a
-            check. Both are approach 3 of Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
         delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: refits under resampled stems.
         seed: of the resampling. The result does not depend on the order of the rows.
@@ -87,8 +82,6 @@ def fit(
     for name, value in (("delta", delta), ("max_regret", max_regret)):
         if not (isinstance(value, Real) and value > 0):
             raise ValueError(f"{name} must be above 0, got {value!r}")
-    if method not in ("newton", "multistart"):
-        raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
     if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
@@ -99,12 +92,7 @@ def fit(
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
     deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
-
-    if method == "multistart":
-        starts = screened(problem, log_loss, weights, deltas[0], N_MULTISTARTS)
-        thetas, values, converged = descend(problem, log_loss, weights, starts, delta)
-    else:
-        thetas, values, converged = minima(problem, log_loss, weights, deltas)
+    thetas, values, converged = minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
     require_loss(values)
     stems = pd.factorize(rows["stem"])[0]

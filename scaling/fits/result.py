@@ -214,40 +214,33 @@ class ScalingFit(JsonResult):
 
         return draw_frontier(frontier_data(self.residuals(), self.ensemble, target), self.loss_unit)
 
-    def plot_contours(self, target: Forecast | None = None, *, alone: bool = False, **columns: float) -> "go.Figure":
-        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute.
-
-        It is by `best_law`, or by the one form fitted where it is to stand `alone`.
-        """
+    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute."""
         from scaling.fits.allocation_figures import contours_data, draw_contours
 
-        data = contours_data(self.residuals(), self.law if alone else self.best_law, target, **columns)
+        data = contours_data(self.residuals(), self.best_law, target, **columns)
         return draw_contours(data, self.n_params_convention, self.loss_unit)
 
-    def plot_allocation(self, level: float = 0.9, *, alone: bool = False, **columns: float) -> "go.Figure":
-        """The best N, D and D/N against compute with intervals, by `best_law` or by the one form fitted, `alone`."""
+    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute with intervals, by `best_law`."""
         from scaling.fits.allocation_figures import allocation_data, draw_allocation
 
-        law, fits = (self.law, self.draws) if alone or not self.has_forecast else (self.best_law, self.ensemble)
-        return draw_allocation(
-            allocation_data(law, fits, self.compute_range, level, **columns), self.n_params_convention
-        )
+        fits = self.ensemble if self.has_forecast else self.draws
+        data = allocation_data(self.best_law, fits, self.compute_range, level, **columns)
+        return draw_allocation(data, self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
-        """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
-
-        It is by `best_law`.
-        """
+        """Loss over size at fixed budgets by `best_law`, with the band of sizes at most `within` worse than the best."""
         from scaling.fits.size_figures import draw_sizes, sizes_data
 
         data = sizes_data(self.best_law, compute_flops, within, **columns)
         return draw_sizes(data, self.n_params_convention, self.loss_unit)
 
-    def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
-        """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
+    def plot_parameters(self) -> "go.Figure":
+        """Pairs of parameters over the bootstrap, with the ellipse that holds 90 % of the refits."""
         from scaling.fits.spread_figures import draw_parameters, parameters_data
 
-        return draw_parameters(parameters_data(self.law, self.draws, pairs, level), self.loss_unit)
+        return draw_parameters(parameters_data(self.law, self.draws), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> "go.Figure":
         """Loss by each of the fits behind a forecast, with the forecast and its interval."""

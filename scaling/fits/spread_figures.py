@@ -1,6 +1,5 @@
 """Figures of how sure a fit is, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
-from collections.abc import Sequence
 from itertools import combinations
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -19,46 +18,35 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 COEFFICIENTS = ("A", "B")
-"""Parameters left out of the pairs that are shown by default: each all but follows its exponent."""
-_MOST_NAMES = 4  # of which all pairs are shown by default: six panels
+"""Parameters left out of the pairs: each all but follows its exponent."""
+LEVEL = 0.9
+"""Share of the draws within the ellipse."""
+_MOST_NAMES = 4  # of which all pairs are shown: six panels
 _LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmic
 
 
-def parameters_data(
-    law: Law, drawn: Array, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9
-) -> pd.DataFrame:
+def parameters_data(law: Law, drawn: Array) -> pd.DataFrame:
     """Series draw, estimate, ellipse of each pair: pair (its number), x_name, y_name, x, y, x_log, y_log, level.
 
-    The ellipse has the centre and covariance of the draws, in logarithms where `x_log` or `y_log` is true, and is of the
-    size that holds `level` of them.
+    The pairs are of the first four parameters, without A and B if others remain. The ellipse has the centre and covariance of the
+    draws, in logarithms where `x_log` or `y_log` is true, and is of the size that holds 90 % of them, the `level`.
 
     Args:
         law: the fitted law.
         drawn: parameters of its refits, [n_draws, n_parameters], in the form's order.
-        pairs: of parameters; by default of the first four, without A and B if others remain.
-        level: share of the draws within the ellipse.
-
-    Raises:
-        ValueError: a name is none of the law's parameters, or the level is not between 0 and 1.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     names = list(law.parameters)
-    if pairs is None:
-        chosen = [name for name in names if name not in COEFFICIENTS]
-        pairs = list(combinations((chosen if len(chosen) > 1 else names)[:_MOST_NAMES], 2))
-    if strange := [name for pair in pairs for name in pair if name not in names]:
-        raise ValueError(f"pairs must be of the parameters {', '.join(names)}, got {strange[0]!r}")
+    chosen = [name for name in names if name not in COEFFICIENTS]
     parts = []
-    for number, pair in enumerate(pairs):
+    for number, pair in enumerate(combinations((chosen if len(chosen) > 1 else names)[:_MOST_NAMES], 2)):
         draws = drawn[:, [names.index(name) for name in pair]]
         logs = (draws.min(axis=0) > 0) & (draws.max(axis=0) > _LOG_SPREAD * draws.min(axis=0))
-        ellipse = _ellipse(np.where(logs, np.log(np.where(logs, draws, 1.0)), draws), level)
+        ellipse = _ellipse(np.where(logs, np.log(np.where(logs, draws, 1.0)), draws), LEVEL)
         ellipse = np.where(logs, np.exp(np.where(logs, ellipse, 0.0)), ellipse)
         estimate = np.array([[law[name] for name in pair]])
         for series, points in (("draw", draws), ("estimate", estimate), ("ellipse", ellipse)):
             parts.append(pd.DataFrame({"pair": number, "x": points[:, 0], "y": points[:, 1], "series": series}))
-            parts[-1][["x_name", "y_name", "x_log", "y_log", "level"]] = *pair, *logs.tolist(), level
+            parts[-1][["x_name", "y_name", "x_log", "y_log", "level"]] = *pair, *logs.tolist(), LEVEL
     return pd.concat(parts, ignore_index=True)
 
 

@@ -80,18 +80,15 @@ class RegretSurface(JsonResult):
         return lines(shown | {"noise": f"{self.noise:.2%} over {self.n_runs} runs in {self.n_groups} groups"})
 
 
-def fit_regret_surface(
-    rows: pd.DataFrame, *, coordinates: Sequence[str], groups: Sequence[Hashable], max_excess: float = MAX_EXCESS
-) -> RegretSurface:
+def fit_regret_surface(rows: pd.DataFrame, *, coordinates: Sequence[str], groups: Sequence[Hashable]) -> RegretSurface:
     """Fit the parabolas by weighted least squares.
 
-    A run far above the best of its group weighs (max_excess / excess)², as in `fit_optimum`: up there nothing is a parabola.
+    A run far above the best of its group weighs (MAX_EXCESS / excess)², as in `fit_optimum`: up there nothing is a parabola.
 
     Args:
         rows: the columns named in `coordinates`, and `loss` (nats per token; NaN if diverged, and then not used).
         coordinates: which columns are the x_j.
         groups: group of each row; a group with one run adds nothing.
-        max_excess: how far above the least log loss of its group a run counts in full.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or the lengths differ.
@@ -108,7 +105,7 @@ def fit_regret_surface(
     x = table[list(coordinates)].to_numpy(np.float64)
     n = x.shape[1]
     excess = (table["y"] - table.groupby("group")["y"].transform("min")).to_numpy()
-    root = np.minimum(1, max_excess / np.maximum(excess, max_excess))
+    root = np.minimum(1, MAX_EXCESS / np.maximum(excess, MAX_EXCESS))
     centre = np.average(x, axis=0, weights=root**2) if len(x) else np.zeros(n)
     t = x - centre
     design = np.hstack([codes[:, None] == np.arange(len(names)), t, t**2]) * root[:, None]

@@ -49,6 +49,8 @@ _SCREENED: Mapping[str, tuple[float, ...]] = {
     "beta": (0.3, 0.6, 1.0),
     "gamma": (0.3, 0.6, 0.9),
 }
+DELTA = 1e-3
+"""Huber threshold on log residuals."""
 N_POLISHED = 3
 MAX_ROWS = 400
 """Losses of one curve that are fitted: more are thinned evenly."""
@@ -180,7 +182,7 @@ class ScheduleLaw(JsonResult):
         )
 
 
-def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: float = 1e-3) -> ScheduleLaw:
+def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> ScheduleLaw:
     """Fit the multi-power law to loss curves of one model under several schedules, a constant and a decaying one at least.
 
     For fixed alpha, C, beta, gamma it is linear in L0, A and B: a grid of the four is solved in closed form, and the best are
@@ -190,15 +192,12 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
         curves: one row per evaluation: `run`, `step`, `lr` (the rate at that step), `loss` (nats per token, smoothed; NaN where
             the row states only the rate).
         warmup_steps: of a linear warmup to the rate of a run's first row, which must lie beyond it.
-        delta: Huber threshold on log residuals.
 
     Raises:
         ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
         ScalingError: no curve's rate falls, or there are fewer losses than numbers.
     """
     require_columns(curves, ("run", "step", "lr", "loss"))
-    if not delta > 0:
-        raise ValueError(f"delta must be above 0, got {delta!r}")
     if not (math.isfinite(warmup_steps) and warmup_steps >= 0):
         raise ValueError(f"warmup_steps must be finite and at least 0, got {warmup_steps!r}")
     curves = curves.assign(run=names(curves, "run"))
@@ -224,7 +223,7 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
             f"the rate of some curve must fall by {MIN_DROP:.0%} of its peak for the gain of decay to be seen, "
             f"got at most {max(falls):.1%}"
         )
-    theta, converged = _minimised(prepared, log_loss, delta)
+    theta, converged = _minimised(prepared, log_loss)
     residual = np.concatenate([np.log(c.linearise(theta)[0]) for c in prepared]) - log_loss
     lower, upper = np.log(np.array([*BOUNDS.values()])).T
     warnings = [
@@ -257,7 +256,7 @@ def _require_schedule(schedule: pd.DataFrame) -> None:
         raise ValueError(f"a schedule must be of one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
 
 
-def _minimised(curves: list[Curve], log_loss: Array, delta: float) -> tuple[Array, bool]:
+def _minimised(curves: list[Curve], log_loss: Array) -> tuple[Array, bool]:
     from scipy.optimize import least_squares
 
     lower, upper = np.log(np.array([*BOUNDS.values()])).T
@@ -278,7 +277,7 @@ def _minimised(curves: list[Curve], log_loss: Array, delta: float) -> tuple[Arra
             jac=jacobian,
             bounds=(lower, upper),
             loss="huber",
-            f_scale=delta,
+            f_scale=DELTA,
             x_scale="jac",
             xtol=1e-10,
             ftol=1e-10,

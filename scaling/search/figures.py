@@ -1,23 +1,14 @@
 """Figures of a search, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scaling.arrays import Array
 from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, error_bars, log_axis
-from scaling.optima.optimum import MAX_EXCESS
-from scaling.search.search_box import SearchBox
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
-"""Colours of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
-_N_GRID = 49
-_STEP = 0.25  # per cent of the loss from contour to contour
 
 
 def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
@@ -52,15 +43,11 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
     return figure
 
 
-def pareto_data(
-    rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss"
-) -> pd.DataFrame:
+def pareto_data(rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_flops") -> pd.DataFrame:
     """Series run (every finished run) and front (cost ascending): cost, loss."""
-    finished = rows[np.isfinite(rows[loss].astype(float))]
-    series = [of.assign(series=name) for name, of in (("run", finished), ("front", front))]
-    return pd.concat(
-        [of[[cost, loss, "series"]].rename(columns={cost: "cost", loss: "loss"}) for of in series], ignore_index=True
-    )
+    finished = rows[np.isfinite(rows["loss"].astype(float))]
+    both = pd.concat([finished.assign(series="run"), front.assign(series="front")], ignore_index=True)
+    return both[[cost, "loss", "series"]].rename(columns={cost: "cost"})
 
 
 def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
@@ -75,124 +62,4 @@ def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
     scale = log_axis(runs["cost"]) if (runs["cost"] > 0).all() else {}
     figure.update_xaxes(title=COMPUTE if cost == "compute_flops" else cost.replace("_", " "), **scale)
     figure.update_yaxes(title=LOSS)
-    return figure
-
-
-def response_data(
-    box: SearchBox,
-    predict: Callable[[pd.DataFrame], tuple[Array, Array]],
-    best: Mapping[str, Any],
-    intervals: Mapping[str, tuple[float, float]],
-    runs: pd.DataFrame,
-    *,
-    scale: Mapping[str, float],
-    over: tuple[str, str] | None = None,
-    level: float = 0.9,
-) -> pd.DataFrame:
-    """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and ends of intervals.
-
-    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where losses are distinguished no
-    more. Coordinates that are not shown are the optimum's on the grid, and their own in the runs. Of a scale with many runs
-    those are shown that the surface holds.
-
-    Args:
-        box: the coordinates.
-        predict: mean and standard deviation of log loss at points, as `ResponseSurface.predict`.
-        best: the optimum at the scale.
-        intervals: of its coordinates, at the level.
-        runs: of the scale: coordinates, and `above` as the surface holds it.
-        scale: of all of these.
-        over: numeric coordinates, for x and y; by default the box's first two.
-        level: of the optimum's intervals.
-
-    Raises:
-        ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
-    """
-    names = list(box.bounds)
-    chosen = list(over) if over else names[:2]
-    if len(chosen) != 2 or len(set(chosen)) < 2 or not set(chosen) <= set(names):
-        numeric = ", ".join(names) or "none"
-        raise ValueError(
-            f"over must name two of the box's numeric coordinates ({numeric}), got {', '.join(chosen) or 'none'}"
-        )
-    x, y = chosen
-    axes = [np.linspace(*box.bounds[name], _N_GRID) for name in chosen]
-    grid = pd.DataFrame(dict(zip(chosen, (values.ravel() for values in np.meshgrid(*axes)), strict=True)))
-    points = pd.concat([grid, pd.DataFrame([best])[[x, y]]], ignore_index=True)
-    points = points.assign(
-        **{name: [value] * len(points) for name, value in best.items() if name not in chosen}, **scale
-    )
-    mean, std = predict(points)
-    table = points[[x, y]].rename(columns={x: "x", y: "y"}).assign(above=mean - mean[-1], std=std, series="surface")
-    table.loc[table.index[-1], "series"] = "optimum"
-    for name, (low, high) in intervals.items():
-        if name in chosen:
-            axis = "xy"[chosen.index(name)]
-            table.loc[table.index[-1], [f"{axis}_low", f"{axis}_high"]] = low, high
-    series = np.where(runs["above"] < MAX_EXCESS, "run", "diverged")
-    shown = runs[[x, y, "above"]].rename(columns={x: "x", y: "y"})
-    table = pd.concat([table, shown.assign(above=shown["above"] - mean[-1], series=series)], ignore_index=True)
-    return table.assign(x_name=x, y_name=y, level=level)
-
-
-def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> "go.Figure":
-    """Contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
-
-    `titles` are of the axes, with the units, by coordinate; without one, its name is the title.
-    """
-    import plotly.graph_objects as go
-
-    surface, best = (data[data["series"] == name] for name in ("surface", "optimum"))
-    z = 100 * surface.pivot_table(index="y", columns="x", values="above")
-    figure = go.Figure()
-    figure.add_contour(
-        x=z.columns,
-        y=z.index,
-        z=z,
-        customdata=100 * surface.pivot_table(index="y", columns="x", values="std"),
-        zmin=0,
-        zmax=100 * MAX_EXCESS,
-        contours={"start": _STEP, "end": 100 * MAX_EXCESS - _STEP, "size": _STEP},
-        line={"width": 0.5, "color": "rgba(255, 255, 255, 0.5)"},
-        colorscale=SCALE,
-        colorbar={"title": {"text": "loss above the<br>optimum's (%)"}, "y": 0.4, "len": 0.8},
-        hovertemplate="%{x:.4g}, %{y:.4g}<br>%{z:.2f} ± %{customdata:.2f} % above the optimum<extra></extra>",
-    )
-    for name, label, symbol in (("run", "runs", "circle"), ("diverged", "diverged runs", "x")):
-        part = data[data["series"] == name]
-        if len(part):
-            edge = {"color": "white", "width": 0.7}
-            figure.add_scatter(
-                x=part["x"],
-                y=part["y"],
-                mode="markers",
-                name=label,
-                marker={"color": "grey", "size": 7, "symbol": symbol, "line": edge},
-                text=[f"{100 * above:.2f} % above the optimum" for above in part["above"]] if name == "run" else label,
-                hoverinfo="x+y+text",
-            )
-    bars = {
-        f"error_{axis}": {
-            "array": best[f"{axis}_high"] - best[axis],
-            "arrayminus": best[axis] - best[f"{axis}_low"],
-            "color": "white",
-        }
-        for axis in ("x", "y")
-    }
-    star = {"symbol": "star", "size": 14, "color": "white", "line": {"color": "#444444", "width": 1}}
-    figure.add_scatter(
-        x=best["x"],
-        y=best["y"],
-        mode="markers",
-        marker=star,
-        name=f"optimum, {100 * best['level'].item():g} % intervals",
-        **bars,
-    )
-    for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
-        name = data[f"{axis}_name"].iloc[0]
-        own = f"log2 of {name[5:]}" if name.startswith("log2_") else name
-        low, high = data[axis].min(), data[axis].max()
-        margin = 0.02 * (high - low)  # else runs on the bounds are cut in half
-        update(title=(titles or {}).get(name, own), range=[low - margin, high + margin])
-    figure.update_layout(showlegend=True)
     return figure

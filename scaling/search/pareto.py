@@ -1,17 +1,12 @@
 """The runs of which no other is both cheaper and better."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
 from scaling.checks import losses, numbers, require_columns
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
-
-def pareto_front(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss") -> pd.DataFrame:
+def pareto_front(rows: pd.DataFrame, cost: str = "compute_flops") -> pd.DataFrame:
     """The rows on the front, cost ascending and so loss descending; columns and index are the caller's.
 
     A row is on the front if no other costs at most as much and loses at most as much, with one of the two less. Of rows of
@@ -19,16 +14,14 @@ def pareto_front(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "l
     order. Diverged runs (loss null, NaN or infinite) are not.
 
     Args:
-        rows: one row per run, any columns.
+        rows: one row per run: `loss`, nats per token, and any other columns.
         cost: the column of what a run cost, in any unit, at least 0.
-        loss: the column of its loss, nats per token.
 
     Raises:
         ValueError: a column is missing, a cost is not finite or below 0, or a finite loss is not above 0.
     """
-    require_columns(rows, (cost, loss))
-    paid = numbers(rows, cost, inclusive=True)
-    lost = losses(rows[[loss]].set_axis(["loss"], axis=1))
+    require_columns(rows, (cost, "loss"))
+    paid, lost = numbers(rows, cost, inclusive=True), losses(rows)
     order = np.lexsort((lost, paid))  # stable; NaN losses last of their cost
     order = order[np.isfinite(lost[order])]
     least_before = np.minimum.accumulate(np.append(np.inf, lost[order]))[:-1]
@@ -39,14 +32,3 @@ def pareto_front(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "l
     group = np.cumsum(~twins)
     on_front = np.isin(group, group[better])
     return rows.iloc[order[on_front]]
-
-
-def plot_pareto(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss") -> "go.Figure":
-    """Loss against cost: every finished run, and the front as steps.
-
-    Raises:
-        ValueError: as `pareto_front`.
-    """
-    from scaling.search.figures import draw_pareto, pareto_data
-
-    return draw_pareto(pareto_data(rows, pareto_front(rows, cost, loss), cost, loss), cost)

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import pareto_front, plot_pareto
+from scaling import pareto_front
+from scaling.search.figures import draw_pareto, pareto_data
 
 
 def by_definition(rows: pd.DataFrame) -> set[int]:
@@ -31,11 +32,11 @@ def test_ties_and_diverged_runs() -> None:
     rows = pd.DataFrame(
         {
             "hours": [1.0, 1.0, 2.0, 2.0, 3.0, 0.5, 4.0],
-            "final": [4.0, 3.5, 3.0, 3.0, 3.0, np.nan, np.inf],
+            "loss": [4.0, 3.5, 3.0, 3.0, 3.0, np.nan, np.inf],
             "name": list("abcdefg"),
         }
     )
-    front = pareto_front(rows, cost="hours", loss="final")
+    front = pareto_front(rows, cost="hours")
     assert front["name"].tolist() == ["b", "c", "d"]  # a: dearer at its cost; c, d: twins; e: dearer at its loss
     assert front.columns.tolist() == rows.columns.tolist()
 
@@ -55,9 +56,10 @@ def test_bad_tables_are_refused() -> None:
 
 def test_the_figure_shows_runs_and_front() -> None:
     rows = pd.DataFrame({"compute_flops": [1e15, 2e15, 3e15, 4e15], "loss": [4.0, 3.0, 3.5, np.nan]})
-    figure = plot_pareto(rows)
+    figure = draw_pareto(pareto_data(rows, pareto_front(rows)))
     assert {trace.name: len(trace.x) for trace in figure.data} == {"runs": 3, "front": 2}
     assert figure.layout.xaxis.title.text == "training compute 6·N·D (FLOPs)"
     assert figure.layout.xaxis.type == "log"
-    free = plot_pareto(rows.assign(gpu_hours=[0.0, 1.0, 2.0, 3.0]), cost="gpu_hours")
+    rows = rows.assign(gpu_hours=[0.0, 1.0, 2.0, 3.0])
+    free = draw_pareto(pareto_data(rows, pareto_front(rows, "gpu_hours"), "gpu_hours"), "gpu_hours")
     assert (free.layout.xaxis.title.text, free.layout.xaxis.type) == ("gpu hours", None)
