@@ -568,12 +568,10 @@ class Study(Result):
                 imported, as a study opened without `trains` has it.
             BundleError: If the bundle was written before and is damaged.
         """
+        from muscale.bundles.preserve import preserve, preserve_continuation
+
         if continuation is not None:
-            from muscale.bundles.preserve_continuation import preserve_continuation
-
             return preserve_continuation(self.contents, continuation, average=average)
-        from muscale.bundles.preserve import preserve
-
         return preserve(self.contents, self._known, average=average)
 
     def runs(self) -> pd.DataFrame:

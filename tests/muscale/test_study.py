@@ -17,7 +17,7 @@ import pytest
 from muscale import Promotion, StageError, Study
 from muscale.bundles.bundle import LINEAGE, RUNS
 from muscale.bundles.bundle_files import MANIFEST
-from muscale.full_runs.checkpoints.finished_run import held_out_loss
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.promote.prepared import read
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.calibration import calibrate
@@ -193,7 +193,7 @@ def check_bundle(study: Study, promotion: Promotion) -> None:
     forecast = ScalingFit.from_dict(lineage["fit"]).forecast(study.plan().n_params, study.plan().n_tokens)
     assert forecast.loss == pytest.approx(promotion.forecast)
     assert set(pd.read_csv(bundle.path / RUNS)["key"]) == set(study.runs()["key"])
-    loss = held_out_loss(bundle.decoder(), study.corpus, bundle.numerics)
+    loss = evaluate_unsharded(bundle.decoder(), study.corpus, bundle.numerics)["val_loss"]
     assert loss == pytest.approx(promotion.loss, rel=1e-4)
 
 

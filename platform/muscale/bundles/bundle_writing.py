@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_files import write_manifest
-from muscale.bundles.model_card import model_card
 from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.formatting import finite
-from muscale.full_runs.checkpoints.finished_run import averaged, held_out_loss, last_checkpoint, newest_checkpoints
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import read_table
-from muscale.full_runs.checkpoints.stored_weights import MEMORY, MODEL, MOMENTS, RecordReader
-from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.checkpoints.stored_weights import MEMORY, MODEL, MOMENTS, READ_BYTES, RecordReader, read_weights
 from muscale.layout import EVALUATIONS, METRICS, RESULT
-from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.families import family_of, is_imported, parameter_shapes, with_weights
 from proxy_models.architecture.member import ModuleConfig
@@ -35,7 +35,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
 from proxy_models.files import atomic_directory
-from proxy_models.tensor_files import TensorFiles, write_tensors
+from proxy_models.tensor_files import TensorFiles, cut, write_tensors
 from proxy_models.training.optimizer import multipliers_of, set_multipliers
 from proxy_models.training.step import GOOD
 
@@ -44,103 +44,38 @@ LOSS_TOLERANCE = 1e-3
 sharding changes it by less than 1e-4 (a test of `full_run`), and all evaluate in fp32."""
 
 
-class Bundled(Protocol):
-    """Source of a bundle: a promoted run, or a continuation of one; attributes as those of `FinishedRun`."""
-
-    @property
-    def chain(self) -> Chain: ...
-    @property
-    def directory(self) -> Path: ...
-    @property
-    def corpus(self) -> Corpus: ...
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def lineage(self) -> dict[str, Any]: ...
-    @property
-    def runs(self) -> pd.DataFrame: ...
-
-    @property
-    def loss(self) -> float:
-        """Validation loss at the end."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens read of the corpus."""
-
-    @property
-    def outcome(self) -> tuple[str, dict[str, Any]]:
-        """Name and content of the file of the outcome."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts for the manifest."""
-
-    def card(self, averaging: dict[str, Any] | None) -> str:
-        """The model card, with the loss of an average of checkpoints."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """A promoted run, for its bundle.
+    """A promoted run, or a continuation of one, for its bundle.
 
     Attributes:
-        name: The study's.
-        plan: As it was registered.
-        promotion: The run beside its forecast.
         chain: Its numerics and segments.
-        directory: Where its checkpoints, metrics and result lie.
-        corpus: What it was trained on.
+        directory: Folder of its checkpoints, metrics and result.
+        corpus: Training data.
+        n_tokens: Tokens read of the corpus.
+        loss: Validation loss at the end.
+        outcome: Name and content of the file of the outcome.
+        facts: Facts for the manifest.
+        card: Model card, given the losses of an average of checkpoints, or None without one.
         config: The resolved study file.
-        lineage: How the plan came to be, by stage.
+        lineage: Origin of the run, by stage or by segment.
         runs: The ledger's.
     """
 
-    name: str
-    plan: Plan
-    promotion: Promotion
     chain: Chain
     directory: Path
     corpus: Corpus
+    n_tokens: int
+    loss: float
+    outcome: tuple[str, dict[str, Any]]
+    facts: dict[str, Any]
+    card: Callable[[dict[str, Any] | None], str]
     config: dict[str, Any]
     lineage: dict[str, Any]
     runs: pd.DataFrame
 
-    @property
-    def loss(self) -> float:
-        """Validation loss at the end."""
-        return self.promotion.loss
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens read of the corpus."""
-        return self.plan.n_tokens
-
-    @property
-    def outcome(self) -> tuple[str, dict[str, Any]]:
-        """The run beside its forecast."""
-        reasons = list(self.plan.forecast.reasons)
-        return parts.FORECAST, {**self.promotion.to_dict(), "outside_support": reasons}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts for the manifest."""
-        return {"plan": self.plan.key, "finished_at": self.promotion.finished_at}
-
-    def card(self, averaging: dict[str, Any] | None) -> str:
-        """The model card."""
-        return model_card(
-            self.name,
-            plan=self.plan,
-            promotion=self.promotion,
-            numerics=self.chain.numerics,
-            corpus=self.corpus,
-            lineage=self.lineage,
-            averaging=averaging,
-        )
-
-
-def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
+def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
     """Write a run's bundle, whole or not at all, and open it.
 
     Raises:
@@ -154,7 +89,7 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments
     checkpoints = CheckpointFolder(run.directory / CHECKPOINTS)
-    final = last_checkpoint(checkpoints, segments[-1].end)
+    final = _last_checkpoint(checkpoints, segments[-1].end)
     table = numerics.parametrization(segments[-1].recipe.optimizer)
     table.require(read_table(final))
     averaging: dict[str, Any] | None = None
@@ -176,7 +111,7 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     return Bundle.open(path)
 
 
-def _write_weights(run: Bundled, checkpoint: Path, path: Path) -> float:
+def _write_weights(run: FinishedRun, checkpoint: Path, path: Path) -> float:
     """Write the weights as they are read, and return their validation loss, held against the run's."""
     reader, shapes = RecordReader(checkpoint), parameter_shapes(run.chain.numerics.model)
     reader.require_weights(shapes)
@@ -211,28 +146,54 @@ def _name_in_bundle(key: str) -> str | None:
     return None
 
 
-def _average(run: Bundled, checkpoints: CheckpointFolder, k: int, path: Path) -> dict[str, Any]:
-    """Write the average of the last checkpoints, and evaluate it."""
-    found = newest_checkpoints(checkpoints, k)
+def _last_checkpoint(checkpoints: CheckpointFolder, end: int) -> Path:
+    """The intact checkpoint of a run's end."""
+    found = next(checkpoints.intact(), None)
+    if found is None or found[0] != end:
+        at = f"the newest whole one is at {found[0]}" if found else "there is no whole one"
+        raise StageError(f"{checkpoints.folder}: needs the checkpoint of the run's end at {end} tokens; {at}")
+    return found[1]
+
+
+def _average(run: FinishedRun, checkpoints: CheckpointFolder, k: int, path: Path) -> dict[str, Any]:
+    """Write the average of the last `k` checkpoints, and evaluate it."""
+    found = list(islice(checkpoints.intact(), k))
+    if len(found) < k:
+        raise StageError(
+            f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
+            "promote.keep_last of a run are kept"
+        )
     shapes = parameter_shapes(run.chain.numerics.model)
-    write_tensors(path, shapes, averaged([checkpoint for _, checkpoint in found], shapes))
+    write_tensors(path, shapes, _averaged([checkpoint for _, checkpoint in found], shapes))
     return {"averaged_loss": _loss_of(run, path), "checkpoints": [tokens for tokens, _ in found]}
 
 
-def _loss_of(run: Bundled, path: Path) -> float:
+def _averaged(checkpoints: list[Path], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The mean weights of checkpoints by name, summed in fp32; twice `READ_BYTES` are in memory at a time."""
+    for names in cut({name: shape.nbytes for name, shape in shapes.items()}, READ_BYTES):
+        part = {name: shapes[name] for name in names}
+        sums = {name: torch.zeros_like(shape, dtype=torch.float32, device="cpu") for name, shape in part.items()}
+        for checkpoint in checkpoints:
+            for name, tensor in read_weights(checkpoint, part).items():
+                sums[name] += tensor
+        for name, total in sums.items():
+            yield name, total.div_(len(checkpoints))
+
+
+def _loss_of(run: FinishedRun, path: Path) -> float:
     """The validation loss of weights in a bundle, mapped from their files; on the GPU, if there is one."""
     model = with_weights(run.chain.numerics.model, TensorFiles(path))
     set_multipliers(model, _multipliers(run))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return held_out_loss(model.eval().to(device), run.corpus, run.chain.numerics)
+    return float(evaluate_unsharded(model.eval().to(device), run.corpus, run.chain.numerics)["val_loss"])
 
 
-def _multipliers(run: Bundled) -> ForwardMultipliers:
+def _multipliers(run: FinishedRun) -> ForwardMultipliers:
     first = run.chain.segments[0].recipe
     return multipliers_of(run.chain.numerics.parametrization(first.optimizer), first)
 
 
-def _write_facts(run: Bundled, table: Parametrization, folder: Path) -> None:
+def _write_facts(run: FinishedRun, table: Parametrization, folder: Path) -> None:
     model = {"numerics": run.chain.numerics.to_dict(), "multipliers": asdict(_multipliers(run))}
     _write(folder / parts.MODEL, model)
     _write(folder / parts.PARAMETRIZATION, table.to_dict())
@@ -248,7 +209,7 @@ def _write_facts(run: Bundled, table: Parametrization, folder: Path) -> None:
         shutil.copyfile(run.directory / EVALUATIONS, folder / parts.EVALUATIONS)
 
 
-def _seeds(run: Bundled) -> dict[str, Any]:
+def _seeds(run: FinishedRun) -> dict[str, Any]:
     """Seeds of the full run and of the study file."""
     stated = {
         f"{table}.{key}": value
@@ -260,7 +221,7 @@ def _seeds(run: Bundled) -> dict[str, Any]:
     return {"full_run": run.chain.numerics.seed, **stated}
 
 
-def _write_data(run: Bundled, folder: Path) -> None:
+def _write_data(run: FinishedRun, folder: Path) -> None:
     corpus = run.corpus
     sources = {name: files.manifest for name, files in corpus.sources.items()}
     known = any(manifest["tokenizer"] != STATED for manifest in sources.values())
@@ -280,7 +241,7 @@ def _write_data(run: Bundled, folder: Path) -> None:
             shutil.copyfile(corpus.folder / name, folder / parts.TOKENIZER_FOLDER / name)
 
 
-def _write_environment(run: Bundled, folder: Path) -> None:
+def _write_environment(run: FinishedRun, folder: Path) -> None:
     result = json.loads((run.directory / RESULT).read_text())
     here = {**environment(torch.device("cpu")), "package": package_fingerprint()}
     _write(folder / parts.ENVIRONMENT, {"run": result["environment"], "bundle": here})
@@ -289,7 +250,7 @@ def _write_environment(run: Bundled, folder: Path) -> None:
     (folder / parts.LOCK).write_text(comment + "\n".join(sorted(installed, key=str.lower)) + "\n")
 
 
-def _write_source(run: Bundled, folder: Path) -> None:
+def _write_source(run: FinishedRun, folder: Path) -> None:
     """Write the files that define the family of one's own, as data; readers of a bundle never import them."""
     if isinstance(model := run.chain.numerics.model, ModuleConfig):
         (folder / parts.FAMILY_FOLDER).mkdir()

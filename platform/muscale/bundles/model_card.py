@@ -1,4 +1,4 @@
-"""The model card of a bundle: the recorded facts of a run, and the model's limits."""
+"""Model cards of bundles: the recorded facts of a run, and the model's limits, in Markdown; users' texts are escaped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from muscale.full_runs.continue_run.continuation import NOT_FORECAST
 from muscale.plans.planning import format_value
 from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
 if TYPE_CHECKING:
+    from muscale.full_runs.continue_run.train import Continued
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.plans.planning import Plan
     from proxy_models.data.corpus import Corpus
@@ -19,40 +21,34 @@ if TYPE_CHECKING:
 
 
 def model_card(
-    name: str,
+    averaging: dict[str, Any] | None,
     *,
+    name: str,
     plan: Plan,
     promotion: Promotion,
     numerics: Numerics,
     corpus: Corpus,
     lineage: dict[str, Any],
-    averaging: dict[str, Any] | None = None,
 ) -> str:
-    """The text of the card in Markdown; users' texts are escaped.
+    """The card of a promoted run.
 
     Args:
+        averaging: The losses of the last weights and of the average of checkpoints, where there is one.
         name: The study's.
         plan: As registered.
         promotion: The run beside its forecast.
         numerics: Of the run.
         corpus: What it was trained on.
         lineage: Results of sweep and fit as plain values, with caveats.
-        averaging: The losses of the last weights and of the average of checkpoints, where there is one.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["line"] = _line
-    template = environment.from_string(
-        (resources.files("muscale.bundles") / "model_card.md.jinja").read_text(encoding="utf-8")
-    )
     stated = all(files.manifest["tokenizer"] == STATED for files in corpus.sources.values())
-    return template.render(
+    return _render(
+        "model_card.md.jinja",
+        averaging=averaging,
         name=name,
         plan=plan,
         promotion=promotion,
         numerics=numerics,
-        model=numerics.model,
         corpus=corpus,
         epochs=corpus.epochs(plan.n_tokens),
         warnings=corpus.warnings(plan.n_tokens),
@@ -60,9 +56,32 @@ def model_card(
         sweep=lineage["sweep"],
         fit=lineage["fit"],
         caveats=lineage["caveats"],
-        averaging=averaging,
-        format_value=format_value,
     )
+
+
+def continuation_card(
+    averaging: dict[str, Any] | None, *, study: str, done: Continued, numerics: Numerics, corpus: Corpus, n_tokens: int
+) -> str:
+    """The card of a finished continuation; `n_tokens` of its corpus were read by it and the runs before."""
+    return _render(
+        "continuation_card.md.jinja",
+        averaging=averaging,
+        study=study,
+        done=done,
+        numerics=numerics,
+        corpus=corpus,
+        epochs=corpus.epochs(n_tokens),
+        not_forecast=NOT_FORECAST,
+    )
+
+
+def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"line": _line, "format_value": format_value}
+    text = (resources.files("muscale.bundles") / template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(numerics=numerics, model=numerics.model, **values)
 
 
 def _line(value: object) -> str:

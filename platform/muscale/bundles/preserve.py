@@ -1,20 +1,26 @@
-"""Bundle of a promoted run, gathered from the study; trains nothing."""
+"""Bundles of a study's finished runs: gathered from its ledger and folders, written once; trains nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from muscale.bundles.bundle import Bundle
+from muscale.bundles.bundle import CONTINUED, FORECAST, Bundle
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
+from muscale.bundles.model_card import continuation_card, model_card
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
+from muscale.full_runs.continue_run.lineage import find_continuation, plain
+from muscale.full_runs.continue_run.train import Continued
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast, ScalingFit
 
@@ -32,27 +38,85 @@ def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bund
         BundleError: If there is a bundle already, and it is damaged.
     """
     plan, promotion = _promoted(study)
-    name = plan.key if average == 1 else f"{plan.key}-average-{average}"
-    path = study.directory / BUNDLES / name
-    if path.exists():
-        return Bundle.open(path)
+    return _written_once(study, plan.key, average, lambda: _promoted_run(study, known, plan, promotion))
+
+
+def preserve_continuation(study: StudyContents, continuation: str, *, average: int = 1) -> Bundle:
+    """The bundle of a finished continuation, named by its key or name; as `preserve`.
+
+    Raises:
+        StageError: If there is no such continuation, it has not ended, or its last weights are gone.
+        BundleError: If its bundle exists and is damaged.
+    """
+    key, started = find_continuation(continuation, study.ledger)
+    result = study.ledger.result(ResultKind.CONTINUATION, key)
+    if started is None or result is None:
+        state = "has not ended yet" if started else "does not exist"
+        raise StageError(
+            f"bundle: --continuation must be a finished continuation of this study; {continuation!r} {state}"
+        )
+    return _written_once(study, key, average, lambda: _continued_run(study, started, Continued.from_dict(result)))
+
+
+def _written_once(study: StudyContents, key: str, average: int, gather: Callable[[], FinishedRun]) -> Bundle:
+    path = study.directory / BUNDLES / (key if average == 1 else f"{key}-average-{average}")
+    return Bundle.open(path) if path.exists() else write_bundle(gather(), path, average=average)
+
+
+def _promoted_run(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> FinishedRun:
     corpus = study.corpus
     if corpus is None:
         raise StageError(
             f"bundle: the study's corpus is gone from {study.directory}; run `muscale check` to write it again"
         )
-    run = FinishedRun(
-        name=study.config.name,
-        plan=plan,
-        promotion=promotion,
-        chain=_chain_of(study, plan, corpus),
+    chain, lineage = _chain_of(study, plan, corpus), _lineage(study, known, plan, promotion)
+    return FinishedRun(
+        chain=chain,
         directory=study.directory / FULL_RUNS / plan.key,
         corpus=corpus,
+        n_tokens=plan.n_tokens,
+        loss=promotion.loss,
+        outcome=(FORECAST, {**promotion.to_dict(), "outside_support": list(plan.forecast.reasons)}),
+        facts={"plan": plan.key, "finished_at": promotion.finished_at},
+        card=partial(
+            model_card,
+            name=study.config.name,
+            plan=plan,
+            promotion=promotion,
+            numerics=chain.numerics,
+            corpus=corpus,
+            lineage=lineage,
+        ),
         config=study.config.to_dict(),
-        lineage=_lineage(study, known, plan, promotion),
+        lineage=lineage,
         runs=study.ledger.runs(),
     )
-    return write_bundle(run, path, average=average)
+
+
+def _continued_run(study: StudyContents, started: dict[str, Any], done: Continued) -> FinishedRun:
+    numerics, corpus = Numerics.from_dict(started["numerics"]), Corpus.open(study.directory / started["folder"])
+    n_tokens = done.lineage[-1].position + done.n_tokens
+    registered = study.ledger.forecast(done.lineage[0].run)
+    return FinishedRun(
+        chain=Chain(numerics=numerics, segments=tuple(map(Segment.from_dict, started["segments"]))),
+        directory=study.directory / FULL_RUNS / done.key,
+        corpus=corpus,
+        n_tokens=n_tokens,
+        loss=done.after.own,
+        outcome=(CONTINUED, done.to_dict()),
+        facts={"continuation": done.key, "finished_at": done.finished_at},
+        card=partial(
+            continuation_card,
+            study=study.config.name,
+            done=done,
+            numerics=numerics,
+            corpus=corpus,
+            n_tokens=n_tokens,
+        ),
+        config=study.config.to_dict(),
+        lineage={"segments": plain(done.lineage), "plan": registered and registered["payload"]},
+        runs=study.ledger.runs(),
+    )
 
 
 def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +23,11 @@ from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle, load_bundle
 from muscale.bundles.bundle_files import MANIFEST, verify
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
+from muscale.bundles.model_card import model_card
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
-from muscale.full_runs.checkpoints.finished_run import held_out_loss
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import alone
 from muscale.full_runs.full_run import FullRun
@@ -132,21 +134,25 @@ def finish(
         world_size=1,
         seconds=result["seconds"],
     )
+    known = {"sweep": {"winner": 4, "trials": [{}] * 6}, "check": None, "transfer": {}, "fit": None, "caveats": ["x"]}
+    of_card: dict[str, Any] = {
+        "name": "a <b>study</b>",
+        "plan": plan,
+        "promotion": promotion,
+        "numerics": numerics,
+        "corpus": corpus,
+    }
     return FinishedRun(
-        name="a <b>study</b>",
-        plan=plan,
-        promotion=promotion,
         chain=Chain(numerics=numerics, segments=segments),
         directory=directory,
         corpus=corpus,
+        n_tokens=plan.n_tokens,
+        loss=promotion.loss,
+        outcome=(parts.FORECAST, promotion.to_dict()),
+        facts={"plan": plan.key},
+        card=partial(model_card, lineage=known, **of_card),
         config={"name": "a study", "sweep": {"seed": 7}, "fit": {"max_regret": float("inf")}},
-        lineage={
-            "sweep": {"winner": 4, "trials": [{}] * 6},
-            "check": None,
-            "transfer": {},
-            "fit": None,
-            "caveats": ["x"],
-        },
+        lineage=known,
         runs=pd.DataFrame([{"key": "k", "loss": 1.5}]),
     )
 
@@ -178,7 +184,7 @@ def test_its_weights_are_the_run_s_and_give_its_loss_without_the_study(case: Cas
     alone = Path(shutil.copytree(case.bundle, tmp_path / "elsewhere"))
     decoder = load_bundle(alone)
     run = case.run
-    assert held_out_loss(decoder, run.corpus, run.chain.numerics) == pytest.approx(run.promotion.loss, rel=1e-6)
+    assert evaluate_unsharded(decoder, run.corpus, run.chain.numerics)["val_loss"] == pytest.approx(run.loss, rel=1e-6)
     trained = resumed_at(run, BATCH * STEPS)
     expected = dict(trained.module.named_parameters())
     assert all(torch.equal(parameter, expected[name]) for name, parameter in decoder.named_parameters())
@@ -205,8 +211,8 @@ def test_every_optimizer_and_variant_comes_back(
     run = finish(tmp_path, options=options, hyperparameters=hyperparameters, guard=guard)
     bundle = write_bundle(run, tmp_path / "bundle")
     assert {path.name for path in bundle.path.iterdir()} == WRITTEN | {MANIFEST}
-    again = held_out_loss(bundle.decoder(), run.corpus, run.chain.numerics)
-    assert again == pytest.approx(run.promotion.loss, rel=1e-6)
+    again = evaluate_unsharded(bundle.decoder(), run.corpus, run.chain.numerics)["val_loss"]
+    assert again == pytest.approx(run.loss, rel=1e-6)
     check_that_a_training_goes_on(run, bundle)
     assert bundle.numerics == run.chain.numerics
     assert bundle.tokenizer() == BytesTokenizer()
@@ -229,7 +235,7 @@ def check_that_a_training_goes_on(run: FinishedRun, bundle: Bundle) -> None:
 def test_the_facts_are_those_of_the_run(case: Case) -> None:
     bundle, run = Bundle.open(case.bundle), case.run
     forecast = bundle.read(parts.FORECAST)
-    assert forecast["residual"] == run.promotion.loss - 3.0
+    assert forecast["residual"] == run.loss - 3.0
     assert bundle.read(parts.SEEDS) == {"full_run": 3, "sweep.seed": 7}
     assert bundle.read(parts.STUDY)["fit"] == {"max_regret": None}, "JSON has no infinity"
     assert bundle.read(parts.DATA)["key"] == run.corpus.key
@@ -247,9 +253,9 @@ def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> Non
     bundle = Bundle.open(case.bundle)
     averaging = bundle.read(parts.AVERAGING)
     assert averaging["checkpoints"] == newest == [BATCH * 24, BATCH * 16]
-    assert averaging["loss"] == pytest.approx(run.promotion.loss, rel=1e-6)
+    assert averaging["loss"] == pytest.approx(run.loss, rel=1e-6)
     averaged = bundle.decoder(averaged=True)
-    assert held_out_loss(averaged, run.corpus, run.chain.numerics) == pytest.approx(
+    assert evaluate_unsharded(averaged, run.corpus, run.chain.numerics)["val_loss"] == pytest.approx(
         averaging["averaged_loss"], rel=1e-6
     )
     assert f"average of 2 checkpoints {averaging['averaged_loss']:.4f}, last weights {averaging['loss']:.4f}" in str(
@@ -361,8 +367,8 @@ def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_a
         write_bundle(run, tmp_path / "again")
     assert verify(written.path).passed
     assert Recurrent.__module__ not in sys.modules
-    again = held_out_loss(opened.module(), run.corpus, run.chain.numerics)
-    assert again == pytest.approx(run.promotion.loss, rel=1e-6)
+    again = evaluate_unsharded(opened.module(), run.corpus, run.chain.numerics)["val_loss"]
+    assert again == pytest.approx(run.loss, rel=1e-6)
     assert Recurrent.__module__ in sys.modules
     with pytest.raises(BundleError, match="width 32, depth 2 of .*:Recurrent has no class in transformers"):
         opened.export(tmp_path / "exported", to="transformers")
@@ -395,14 +401,15 @@ def test_what_has_no_class_in_transformers_is_not_exported_as_one(copied: Path, 
 def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="must not exist"):
         write_bundle(case.run, case.bundle)
-    broken = replace(case.run, lineage={"sweep": None})  # the card fails, after the weights are written
+    no_card: dict[str, str] = {}
+    broken = replace(case.run, card=lambda _: str(no_card["missing"]))  # fails after the weights are written
     with pytest.raises(KeyError):
         write_bundle(broken, tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_do_not_give_the_run_s_loss_are_refused(case: Case, tmp_path: Path) -> None:
-    other = replace(case.run, promotion=replace(case.run.promotion, loss=case.run.promotion.loss * 1.01))
+    other = replace(case.run, loss=case.run.loss * 1.01)
     with pytest.raises(StageError, match="they are not its last ones"):
         write_bundle(other, tmp_path / "bundle")
     gone = replace(case.run, directory=tmp_path / "nowhere")

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from muscale.bundles.model_card import model_card
+from muscale.bundles.model_card import continuation_card, model_card
+from muscale.full_runs.continue_run.lineage import LineageSegment
+from muscale.full_runs.continue_run.train import Continued, Losses
 from muscale.full_runs.records.events import Event
+from muscale.full_runs.records.goodput import Goodput
 from muscale.plans.planning import Plan
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_mixture
@@ -16,6 +19,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast
 from tests.muscale import planted_ladder
+from tests.proxy_models.families import Recurrent
 
 MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)
 FORECAST = Forecast(
@@ -57,8 +61,8 @@ def card(corpus: Corpus, **known: Any) -> str:
     numerics = Numerics(
         model=MODEL, base=MODEL, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
     )
-    values = {"plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, **known}
-    return model_card(values.pop("name", "study"), numerics=numerics, corpus=corpus, **values)
+    values = {"name": "study", "plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, "averaging": None, **known}
+    return model_card(numerics=numerics, corpus=corpus, **values)
 
 
 def test_a_miss_is_shown_with_its_residual_and_its_reasons(corpus: Corpus) -> None:
@@ -124,8 +128,30 @@ def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
 
 
 def test_events_have_a_section_where_there_were_any(corpus: Corpus) -> None:
-    assert "befell" not in card(corpus)
+    assert "Events of the run" not in card(corpus)
     event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", message="step 9: skip: the loss\nis nan")
     text = card(corpus, promotion=replace(PROMOTION, run_events=(event,)))
     assert "\n- 2026-01-01 00:00:05 step 9: skip: the loss is nan\n" in text
     assert "\n\n## Lineage\n" in text
+
+
+def test_a_continuation_of_a_family_of_one_s_own_names_it(corpus: Corpus) -> None:
+    model = Recurrent(vocab_size=300, context_length=32).member(32, 2)
+    numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048)
+    numbers: dict[str, Any] = {"tokens": 1024, "position": 0, "seed": 5, "evaluation_tokens": 2048}
+    of_corpus: dict[str, Any] = {"corpus": corpus.key, "folder": "corpus", "sources": {}}
+    done = Continued(
+        key="fedcba9876543210",
+        name="code",
+        lineage=(LineageSegment(run="fedcba9876543210", name="code", **numbers, **of_corpus),),
+        before=Losses(own=2.0, sources={}, earlier={"a | b": 1.25}),
+        after=Losses(own=1.5, sources={}, earlier={"a | b": 1.75}),
+        started_at="2026-01-01T00:00:00+00:00",
+        finished_at="2026-01-01T00:00:05+00:00",
+        world_size=1,
+        seconds=5.0,
+        goodput=Goodput(wall=5.0, steps=4.0, evaluation=1.0, blocked=0.0, repeated=0.0),
+    )
+    text = continuation_card(None, study="study", done=done, numerics=numerics, corpus=corpus, n_tokens=1024)
+    assert f"of the family {Recurrent.__module__}:Recurrent |" in text
+    assert "| a \\| b | 1.2500 | 1.7500 |" in text

@@ -12,8 +12,8 @@ import pytest
 from muscale import Continuation, StageError, Study, StudyConfig, StudyFileError
 from muscale.bundles.bundle import CARD, CONTINUED, LINEAGE
 from muscale.cli import app
-from muscale.full_runs.checkpoints.finished_run import held_out_loss
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.continue_run.continuation import plan_continuation
 from muscale.full_runs.continue_run.train import Continued, train_continuation
@@ -289,7 +289,9 @@ def test_a_continuation_is_bundled_with_a_lineage_that_names_its_parents(case: C
     bundle = study.bundle(continuation="code")
     assert bundle.path.name == done.key
     assert study.bundle(continuation=done.key).path == bundle.path
-    found = held_out_loss(bundle.decoder(), Corpus.open(case.directory / done.lineage[-1].folder), bundle.numerics)
+    found = evaluate_unsharded(
+        bundle.decoder(), Corpus.open(case.directory / done.lineage[-1].folder), bundle.numerics
+    )["val_loss"]
     assert found == pytest.approx(done.after.own, rel=1e-5)
     assert bundle.read(CONTINUED) == json.loads(json.dumps(done.to_dict()))
     lineage = bundle.read(LINEAGE)
