@@ -98,7 +98,7 @@ def finish_stage(
             nonlocal done, best
             done += job.chain.compute_flops
             best = min(best, outcome.loss if outcome.loss is not None else best)
-            update(round(done / total * 100), 100, f"% of the compute: {job.label}, best {best:.4f}")
+            update(round(done / total * 100), 100, f"per cent of the compute; last {job.label}, best loss {best:.4f}")
 
         finish(jobs, ledger, resources, on_trained)
 

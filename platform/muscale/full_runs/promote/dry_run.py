@@ -37,7 +37,7 @@ from muscale.plans.gate import (
     precision_line,
     transfer_line,
 )
-from muscale.plans.layouts import NO_ESTIMATE, Layout, conditions_of, layouts_of, propose_layout
+from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_layout
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
@@ -152,7 +152,8 @@ class DryRun(Result):
         }
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (self.plan, self.gate, f"memory: {self.memory or NO_ESTIMATE}", self.launch)))
+        parts = [f"  estimate by part: {self.memory}"] if self.memory else []
+        return "\n".join(map(str, (self.plan, self.gate, self.launch, *parts)))
 
 
 def dry_run(
