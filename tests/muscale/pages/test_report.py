@@ -100,7 +100,7 @@ def test_the_summary_compares_the_measured_loss_with_the_forecast(tmp_path: Path
 def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path: Path) -> None:
     sample = Sample(prompt="<b>", text="</pre>", temperature=1.0, seed=0)
     found = CheckpointEvaluation(
-        checkpoint="tokens=512", tokens=512, loss=2.5, source_losses={"web": 2.25}, samples=(sample,), seconds=1.0
+        checkpoint="tokens=512", tokens=512, val_loss=2.5, source_losses={"web": 2.25}, samples=(sample,), seconds=1.0
     )
     text = page(tmp_path, evaluated=found)
     assert "<p>tokens=512: held-out loss 2.5000 nats per token</p><p>web 2.2500</p>" in text

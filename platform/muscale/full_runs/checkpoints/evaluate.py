@@ -80,8 +80,7 @@ def evaluate_checkpoint(
     return CheckpointEvaluation(
         checkpoint=path.name,
         tokens=tokens_of(path),
-        loss=losses["val_loss"],
-        source_losses=losses["source_losses"],
+        **losses,
         samples=tuple(
             Sample(prompt=prompt, text=text, temperature=temperature, seed=seed)
             for prompt, text in zip(prompts, written, strict=True)

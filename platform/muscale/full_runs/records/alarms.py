@@ -8,12 +8,13 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import pandas as pd
 
+from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, insert_once, stamped
 from muscale.store.tables import ResultKind, results
 
@@ -22,7 +23,7 @@ _TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
+class Alarm(Recorded):
     """Consecutive evaluations outside the band; losses in nats per token.
 
     Attributes:
@@ -34,6 +35,8 @@ class Alarm:
         evaluations: Number in a row.
         asserted: Whether the run is trained elsewhere and its losses are reported by its owner.
     """
+
+    DERIVED = ("text",)
 
     plan: str
     first_tokens: int
@@ -50,20 +53,16 @@ class Alarm:
         """Key in the ledger; the same after a resumption that measures the same losses again."""
         return f"{self.plan}{' external' if self.asserted else ''} {self.first_tokens}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values with the message as `text`, for the ledger and the webhook."""
-        return asdict(self) | {"text": str(self)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
-
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """Message for people."""
         return (
             f"alarm: the loss of plan {self.plan} is {self.loss:.4f} after {self.tokens:,} tokens, {self.place} the band "
             f"[{self.low:.4f}, {self.high:.4f}], and was outside in {self.evaluations} evaluations in a row"
         )
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asserted: bool) -> tuple[Alarm, ...]:

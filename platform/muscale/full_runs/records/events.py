@@ -7,19 +7,20 @@ the run records alarms in the ledger.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from muscale.full_runs.records.alarms import Alarm
 from muscale.layout import FULL_RUNS
+from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, read_incidents
 from muscale.store.tables import ResultKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(Recorded):
     """An alarm, or an incident of the workers.
 
     Attributes:
@@ -31,10 +32,6 @@ class Event:
     at: str
     kind: str
     message: str
-
-    def to_dict(self) -> dict[str, str]:
-        """Plain values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """One line, with the time to the second."""

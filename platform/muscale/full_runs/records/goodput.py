@@ -7,18 +7,19 @@ their time with the attempts.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from muscale import json_lines
 from muscale.layout import METRICS
+from muscale.serialization import Recorded
 
 ATTEMPTS = "attempts.jsonl"  # in a run's directory: start, first tokens and end of each attempt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goodput:
+class Goodput(Recorded):
     """Seconds of wall time, from the first attempt's start to the run's end.
 
     Attributes:
@@ -28,6 +29,8 @@ class Goodput:
         blocked: Waiting for a checkpoint's copy, or for the previous write.
         repeated: Of steps that were trained again, as far as recorded.
     """
+
+    DERIVED = ("share", "rest")
 
     wall: float
     steps: float
@@ -44,15 +47,6 @@ class Goodput:
     def rest(self) -> float:
         """Seconds of starting, waiting for workers, and steps lost without a record."""
         return max(0.0, self.wall - self.steps - self.evaluation - self.blocked - self.repeated)
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain values, the derived ones with them."""
-        return {**asdict(self), "share": self.share, "rest": self.rest}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, float]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     def __str__(self) -> str:
         parts = {

@@ -93,7 +93,7 @@ def test_asynchronous_and_synchronous_evaluation_agree_on_every_source(trained: 
     for row in measured:
         found = evaluate_checkpoint(checkpoint(trained.directory, row["tokens"] // BATCH))
         assert (found.tokens, found.checkpoint) == (row["tokens"], f"tokens={row['tokens']}")
-        assert found.loss == pytest.approx(row["val_loss"], rel=1e-6)
+        assert found.val_loss == pytest.approx(row["val_loss"], rel=1e-6)
         assert found.source_losses == pytest.approx(row["source_losses"], rel=1e-6)
         assert found.source_losses.keys() == set(LETTERS)
     assert measured[-1]["val_loss"] < measured[0]["val_loss"]
@@ -107,7 +107,7 @@ def test_two_sharded_ranks_measure_the_same_and_the_newest_is_taken(
     found = evaluate_checkpoint(str(run.directory))
     last = rows(run)[-1]
     assert found.tokens == run.n_tokens
-    assert found.loss == pytest.approx(last["val_loss"], rel=1e-6)
+    assert found.val_loss == pytest.approx(last["val_loss"], rel=1e-6)
     assert found.source_losses == pytest.approx(last["source_losses"], rel=1e-6)
 
 

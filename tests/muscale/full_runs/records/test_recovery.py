@@ -268,6 +268,6 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
     within = {row["tokens"]: row["val_loss"] for row in rows(whole) if "val_loss" in row}
     for row in evaluations:
         alone = evaluate_checkpoint(run.directory / CHECKPOINTS / row["checkpoint"], prompts=("abcd",))
-        assert (row["val_loss"], row["samples"]) == (alone.loss, alone.to_dict()["samples"])
+        assert (row["val_loss"], row["samples"]) == (alone.val_loss, alone.to_dict()["samples"])
         if row["tokens"] in within:  # not after the notice
             assert row["val_loss"] == pytest.approx(within[row["tokens"]], rel=1e-3)
