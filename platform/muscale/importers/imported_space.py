@@ -120,6 +120,17 @@ def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, 
     return Uniform(low=low, high=high, prior=Prior(centre=mean, spread=sd)), note
 
 
+def multiples_within(low: float, high: float, step: float) -> tuple[float, float]:
+    """The least and the greatest multiple of a step within bounds, to which Tune and W&B round.
+
+    Raises:
+        SpaceError: If the step is not above 0.
+    """
+    if step <= 0:
+        raise SpaceError(f"q must be above 0, got {step:g}")
+    return math.ceil(low / step - 1e-9) * step, math.floor(high / step + 1e-9) * step
+
+
 def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tuple[Distribution, str]:
     """A range in steps: its values where they are few, else `otherwise`; and a note about it."""
     count = int((high - low) / step + 1e-9) + 1

@@ -31,7 +31,6 @@ _OF_OPTUNA = (
 )
 """Errors that Optuna's readers raise at rows that Optuna did not write."""
 _LONGEST = 300  # characters of their message
-SEARCHERS = {"TPESampler": "tpe", "GPSampler": "gp", "CmaEsSampler": "cma_es", "RandomSampler": "random"}
 
 
 @dataclass(frozen=True, kw_only=True)

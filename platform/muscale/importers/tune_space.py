@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from muscale.errors import StageError
-from muscale.importers.imported_space import ImportedSpace, discrete, normal, space_from, stepped
+from muscale.importers.imported_space import ImportedSpace, discrete, multiples_within, normal, space_from, stepped
 from muscale.settings.strict import short_repr
 from search_spaces import Distribution, Fixed, Integer, LogUniform, SpaceError, Uniform
 
@@ -122,8 +122,8 @@ def _distribution(parameter: Parameter) -> tuple[Distribution, str]:
         return discrete(list(listed)), ""
     if bad := [name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)]:
         raise SpaceError(f"{bad[0]} of {kind} must be a number, got {short_repr(values[bad[0]])}")
-    if not all(math.isfinite(value) for value in values.values()) or values.get("q", 1) <= 0:
-        raise SpaceError(f"the arguments of {kind} must be finite, and q above 0, got {dict(values)}")
+    if not all(math.isfinite(value) for value in values.values()):
+        raise SpaceError(f"the arguments of {kind} must be finite, got {dict(values)}")
     if kind.endswith("randn"):
         found, note = normal(values["mean"], values["sd"])
         return found, note + (f"; its steps of {values['q']:g} are left out" if "q" in values else "")
@@ -133,14 +133,9 @@ def _distribution(parameter: Parameter) -> tuple[Distribution, str]:
             raise SpaceError(f"the arguments of {kind} must be whole numbers, got {dict(values)}")
         last = int(high) - (step == 1)  # Tune leaves the upper end out, but with steps
         whole = Fixed(value=int(low)) if low == last else Integer(low=int(low), high=last, log="log" in kind)
-        return (whole, "") if step == 1 else stepped(*_inside(int(low), last, int(step)), int(step), whole)
+        return (whole, "") if step == 1 else stepped(*multiples_within(int(low), last, int(step)), int(step), whole)
     found = (LogUniform if "log" in kind else Uniform)(low=float(low), high=float(high))
-    return stepped(*_inside(low, high, step), step, found) if "q" in values else (found, "")
-
-
-def _inside(low: float, high: float, step: float) -> tuple[float, float]:
-    """The least and the greatest multiple of a step within bounds."""
-    return math.ceil(low / step - 1e-9) * step, math.floor(high / step + 1e-9) * step
+    return stepped(*multiples_within(low, high, step), step, found) if "q" in values else (found, "")
 
 
 def _from_objects(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
-from muscale.importers.imported_space import ImportedSpace, discrete, normal, space_from, stepped
+from muscale.importers.imported_space import ImportedSpace, discrete, multiples_within, normal, space_from, stepped
 from muscale.settings.strict import short_repr
-from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, SpaceError, Uniform
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Uniform
 
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
 _RUNGS = 4  # where the file states none: the study file's default
+_LONGEST = 300  # characters of a library's message
 
 
 def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
@@ -29,28 +30,28 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     Raises:
         StageError: Naming the file, the key, the rule and the value.
     """
-    tree = _load(path)
-    parameters = tree.get("parameters")
+    try:
+        return _search_of(path, _load(path), names)
+    except ValueError as error:
+        raise StageError(f"import-space: {path}: {error}") from error
+
+
+def _search_of(path: Path, tree: dict[str, Any], names: Mapping[str, str]) -> ImportedSpace:
+    parameters, method = tree.get("parameters"), tree.get("method")
     if not isinstance(parameters, dict) or not parameters:
-        raise StageError(
-            f"import-space: {path}: parameters: a table of parameters is required, got {short_repr(parameters)}"
-        )
+        raise ValueError(f"parameters: a table of parameters is required, got {short_repr(parameters)}")
     notes: list[str] = []
-    space = space_from(str(path), dict(_flat(path, parameters, "", notes)), names)
-    settings: dict[str, Any] = {}
-    method = tree.get("method")
+    space = space_from(str(path), dict(_flat(parameters, "", notes)), names)
     if not isinstance(method, str) or method not in SEARCHERS:
-        raise StageError(
-            f"import-space: {path}: method: must be one of {', '.join(SEARCHERS)}, got {short_repr(method)}"
-        )
-    settings["searcher"] = SEARCHERS[method]
+        raise ValueError(f"method: must be one of {', '.join(SEARCHERS)}, got {short_repr(method)}")
+    settings: dict[str, Any] = {"searcher": SEARCHERS[method]}
     if method == "bayes":
         notes.append("method bayes: searcher gp, a Gaussian process too; auto learns from other scales as well")
     if type(cap := tree.get("run_cap")) is int and cap > 0:
         settings["trials"] = cap
     else:
         notes.append("no run_cap: set sweep.trials")
-    settings |= _scheduler(path, tree.get("early_terminate"), notes)
+    settings |= _scheduler(tree.get("early_terminate"), notes)
     notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not state")
     metric = tree.get("metric")
     if isinstance(metric, dict) and metric.get("goal", "minimize") != "minimize":
@@ -63,38 +64,32 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
 def _load(path: Path) -> dict[str, Any]:
     import yaml
 
-    if not path.is_file():
-        raise StageError(f"import-space: {path}: no such file")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise StageError(f"import-space: {path}: {format_read_error(error)}") from error
+        raise ValueError(format_read_error(error)) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise StageError(f"import-space: {path}: can't be read as YAML: {_first_line(error)}") from error
+        raise ValueError(f"can't be read as YAML: {' '.join(str(error).split())[:_LONGEST]}") from error
     if not isinstance(tree, dict):
-        raise StageError(f"import-space: {path}: must be a table with method and parameters, got {short_repr(tree)}")
+        raise ValueError(f"must be a table with method and parameters, got {short_repr(tree)}")
     return tree
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def _flat(path: Path, parameters: dict[str, Any], before: str, notes: list[str]) -> list[tuple[str, Distribution]]:
+def _flat(parameters: dict[str, Any], before: str, notes: list[str]) -> list[tuple[str, Distribution]]:
     """Each parameter by its name, those of nested tables by dotted names."""
     found = []
     for name, table in parameters.items():
         key = f"{before}{name}"
         if not isinstance(table, dict):
-            raise StageError(f"import-space: {path}: parameters.{key}: must be a table, got {short_repr(table)}")
+            raise ValueError(f"parameters.{key}: must be a table, got {short_repr(table)}")
         if isinstance(nested := table.get("parameters"), dict):
-            found += _flat(path, nested, f"{key}.", notes)
+            found += _flat(nested, f"{key}.", notes)
             continue
         try:
             distribution, note = _distribution(table)
-        except (SpaceError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a SpaceError is a ValueError
             why = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise StageError(f"import-space: {path}: parameters.{key}: {why}, got {short_repr(table)}") from error
+            raise ValueError(f"parameters.{key}: {why}, got {short_repr(table)}") from error
         if note:
             notes.append(f"{key}: {note}")
         found.append((key, distribution))
@@ -136,20 +131,12 @@ def _bounds(table: dict[str, Any]) -> tuple[float, float]:
     return float(table["min"]), float(table["max"])
 
 
-def _with_step(table: dict[str, Any], found: Distribution, low: float, high: float) -> tuple[Distribution, str]:
-    step = float(table.get("q", 1))
-    if step <= 0:
-        raise ValueError("q must be above 0")
-    # W&B rounds to multiples of q, which may lie beyond the bounds; only those inside are kept.
-    first, last = math.ceil(low / step - 1e-9) * step, math.floor(high / step + 1e-9) * step
-    return stepped(first, last, step, found)
-
-
 def _q_uniform(table: dict[str, Any]) -> tuple[Distribution, str]:
     low, high = _bounds(table)
     if float(table.get("q", 1)) == 1 and low.is_integer() and high.is_integer():
         return Integer(low=int(low), high=int(high)), ""
-    return _with_step(table, Uniform(low=low, high=high), low, high)
+    step = float(table.get("q", 1))
+    return stepped(*multiples_within(low, high, step), step, Uniform(low=low, high=high))
 
 
 def _log(low: float, high: float) -> tuple[Distribution, str]:
@@ -199,26 +186,19 @@ _KINDS: dict[str, Callable[[dict[str, Any]], tuple[Distribution, str]]] = {
 """Distributions as W&B's documentation of sweep configurations defines them."""
 
 
-def _scheduler(path: Path, table: Any, notes: list[str]) -> dict[str, Any]:
+def _scheduler(table: Any, notes: list[str]) -> dict[str, Any]:
     """W&B's hyperband stops a run that is not among the best 1/eta at a bracket, as asynchronous halving does."""
     if table is None:
         return {"scheduler": "none"}
     if not isinstance(table, dict) or table.get("type") != "hyperband":
-        raise StageError(f"import-space: {path}: early_terminate: type must be hyperband, got {short_repr(table)}")
+        raise ValueError(f"early_terminate: type must be hyperband, got {short_repr(table)}")
     eta, brackets = table.get("eta", 3), table.get("s")
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 1 < eta <= _MOST_ETA:
-        raise StageError(
-            f"import-space: {path}: early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {short_repr(eta)}"
-        )
+        raise ValueError(f"early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {short_repr(eta)}")
     settings = {"scheduler": "asha", "reduction_factor": float(eta)}
     settings["rungs"] = brackets + 1 if type(brackets) is int and 0 < brackets < _MOST_BRACKETS else _RUNGS
     counted = [name for name in ("min_iter", "max_iter") if name in table]
-    notes.append(
-        "early_terminate hyperband: scheduler asha, which stops at brackets of its own"
-        + (
-            f"; {' and '.join(counted)} count what was logged: rungs lie at sweep.n_tokens / eta^k here"
-            if counted
-            else ""
-        )
-    )
+    notes.append("early_terminate hyperband: scheduler asha, which stops at brackets of its own")
+    if counted:
+        notes.append(f"{' and '.join(counted)} count what was logged: rungs lie at sweep.n_tokens / eta^k here")
     return settings
