@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from muscale.search.sweep import Sweep
 from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.sources import Trials
+from muscale.tracking.sources import trials
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
 from tests.muscale.event_files import scalars
@@ -65,7 +66,7 @@ def by_key(runs: list[OfflineRun]) -> dict[str, list[OfflineRun]]:
 
 def test_trials_are_wandb_runs_that_resume(swept: Sweep, offline: None) -> None:
     directory = swept.ledger.directory
-    source, wanted = Trials(swept), {run.name: run for run in Trials(swept)()}
+    source, wanted = partial(trials, swept), {run.name: run for run in trials(swept)}
     with make_mirror(TrackingSettings(), directory).following(source):
         pass
     runs = read_runs(directory)
@@ -112,10 +113,10 @@ def test_files_are_artifacts_below_the_study(tmp_path: Path, offline: None) -> N
 def test_tensorboard_has_the_same_metrics_under_the_same_names(swept: Sweep) -> None:
     pytest.importorskip("tensorboardX")
     directory, settings = swept.ledger.directory, TrackingSettings(wandb="off", tensorboard=True)
-    runs = {run.name: run for run in Trials(swept)()}
+    runs = {run.name: run for run in trials(swept)}
     for more in (0, 2):
         plant(swept, more=more)
-        with make_mirror(settings, directory).following(Trials(swept)):
+        with make_mirror(settings, directory).following(partial(trials, swept)):
             pass
     folder = directory / "tracking" / "tensorboard" / "trial"
     assert len(list(folder.iterdir())) == len(runs) + 2
@@ -137,7 +138,7 @@ def test_mlflow_has_the_same_in_a_file_of_the_study(swept: Sweep, monkeypatch: p
     directory, settings = swept.ledger.directory, TrackingSettings(wandb="off", mlflow=True)
     for more in (0, 1):
         plant(swept, more=more)
-        with make_mirror(settings, directory).following(Trials(swept)):
+        with make_mirror(settings, directory).following(partial(trials, swept)):
             pass
     client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'tracking' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("muscale")
@@ -158,7 +159,7 @@ def test_an_unwritable_place_is_reported_and_the_work_continues(swept: Sweep, ca
     (directory / "tracking" / "tensorboard").write_text("a file where a folder should be")
     settings = TrackingSettings(wandb="off", tensorboard=True)
     done = False
-    with caplog.at_level(logging.WARNING), make_mirror(settings, directory).following(Trials(swept)):
+    with caplog.at_level(logging.WARNING), make_mirror(settings, directory).following(partial(trials, swept)):
         done = True
     assert done
     (message,) = [message for message in caplog.messages if message.startswith("tracking:")]
@@ -218,7 +219,7 @@ def test_a_secret_of_the_environment_is_in_no_file_and_no_message(
         monkeypatch.setenv(name, SECRET)
 
     def source() -> Iterator[TrackedRun]:
-        yield from Trials(swept)()
+        yield from trials(swept)
         yield TrackedRun(key="k", name="n", kind="study", group="g", config=swept.config.to_dict())
 
     settings = TrackingSettings(tensorboard=find_spec("tensorboardX") is not None)

@@ -24,7 +24,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.sources import FullRun, Trials, _run_rows, study_key
+from muscale.tracking.sources import FullRun, _run_rows, study_key, trials
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
@@ -152,7 +152,7 @@ def test_trials_are_shown_with_what_became_of_them(make_study: MakeStudy) -> Non
     ledger = Ledger(path.parent / "ledger.sqlite")
     sweep = open_sweep(path, ledger)
     plant(sweep)
-    runs = list(Trials(sweep)())
+    runs = list(trials(sweep))
     assert [run.summary["status"] for run in runs] == ["completed", "stopped", "diverged"], "one has arrived nowhere"
     first, last = sweep.plan.rung_tokens
     assert [(row.at, row.values["val_loss"]) for row in runs[0].rows["rungs"]] == [(first, 2.0), (last, 1.8)]
@@ -162,7 +162,7 @@ def test_trials_are_shown_with_what_became_of_them(make_study: MakeStudy) -> Non
     assert (runs[0].config["learning_rate"], runs[0].config["searched"]) == (0.008, ["init_scale", "learning_rate"])
     assert len({run.key for run in runs}) == 3
     assert len({run.group for run in runs}) == 1
-    assert [run.key for run in Trials(sweep)()] == [run.key for run in runs], "for ever"
+    assert [run.key for run in trials(sweep)] == [run.key for run in runs], "for ever"
     ledger.close()
 
 
@@ -176,14 +176,14 @@ def test_the_same_study_in_another_directory_is_another_one(tmp_path: Path) -> N
 def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Planted, tmp_path: Path) -> None:
     planted.write(1, 200, 400, evaluated=(100,))
     first, later = Listed(), Listed()
-    assert Mirror([first], tmp_path / "t").bring_up(planted.source()) == 1
+    Mirror([first], tmp_path / "t").bring_up(planted.source())
     mirror = Mirror([later], tmp_path / "t")
-    assert mirror.bring_up(planted.source()) == 0
+    mirror.bring_up(planted.source())
     assert later.begun == [], "a tracker is not even started where it has nothing to do"
     planted.write(201, 400, 400, evaluated=(300, 400))
     planted.end(3.1)
-    assert mirror.bring_up(planted.source()) == 1
-    assert mirror.bring_up(planted.source()) == 0
+    for _ in range(2):
+        mirror.bring_up(planted.source())
     (key,) = first.rows
     assert later.begun == [key], "the same run resumes"
     assert later.ended == [(key, "finished")]

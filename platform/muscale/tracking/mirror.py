@@ -125,19 +125,21 @@ class Mirror:
         given = ", ".join(f"{tracker.place} {self._given.get(tracker.name, 0)}" for tracker in self._trackers)
         return f"sync: updated runs: {given}; local files in {self._folder}"
 
-    def bring_up(self, source: Source) -> int:
-        """Send every tracker what is new to it of these runs; returns the number of runs with anything new."""
+    def bring_up(self, source: Source) -> None:
+        """Send every tracker what is new to it of these runs."""
         with self._lock:
             try:
                 runs = list(source())
             except (MuscaleError, OSError) as error:  # the ledger may be away, and what is trained is worth more
                 self._tell("source", f"the study can't be read: {error}")
-                return 0
-            return sum(sum(self._give(tracker, run) for tracker in self._trackers) > 0 for run in runs)
+                return
+            for run in runs:
+                for tracker in self._trackers:
+                    self._give(tracker, run)
 
-    def _give(self, tracker: Tracker[Any], run: TrackedRun) -> bool:
+    def _give(self, tracker: Tracker[Any], run: TrackedRun) -> None:
         if tracker.name in self._rests and time.monotonic() < self._rests[tracker.name][0]:
-            return False
+            return
         try:
             sent = self._sent_to(tracker)
             rows = sent.new_rows(run)
@@ -149,7 +151,7 @@ class Mirror:
                 if sent.is_new(run, name, digest):
                     files[name], marks[name] = path, digest
             if not rows and not marks:
-                return False
+                return
             ordered = sorted((row for new in rows.values() for row in new), key=lambda row: row.at)
             tracker.show(run, ordered, summary="summary" in marks, files=files)
             sent.note(run, rows, marks)
@@ -158,10 +160,9 @@ class Mirror:
             _, rest = self._rests.get(tracker.name, (0.0, FIRST_REST_SECONDS))
             self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, LONGEST_REST_SECONDS)
             self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")
-            return False
-        self._rests.pop(tracker.name, None)
-        self._given[tracker.name] += 1
-        return True
+        else:
+            self._rests.pop(tracker.name, None)
+            self._given[tracker.name] += 1
 
     def _sent_to(self, tracker: Tracker[Any]) -> Sent:
         if tracker.place not in self._sent:

@@ -45,43 +45,37 @@ def study_key(directory: Path) -> str:
     return file.read_text().strip()
 
 
-class Trials:
-    """The trials of a sweep: `val_loss` at each rung, by which they were ranked."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-
-    def __call__(self) -> Iterator[TrackedRun]:
-        """Yield the trials as they stand now, without those that have reached no rung."""
-        sweep, record, name = self._sweep, self._sweep.record(), self._sweep.config.name
-        key, plan = study_key(sweep.ledger.directory), sweep.plan
-        given = plan.defaults.to_dict()
-        annealed = annealed_runs(sweep, record).dropna()
-        longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")["loss"]
-        for trial, values in record.configs.items():
-            if record.last_rung(trial) < 0:
-                continue
-            known = float(longest[trial]) if trial in longest.index else None
-            status = record.status(trial, plan.top)
-            model = plan.numerics.model
-            yield TrackedRun(
-                key=input_key(key, "trial", sweep.key, trial),
-                name=f"{name} trial {trial}",
-                kind="trial",
-                group=f"{name} {key}",
-                config={
-                    **given,
-                    **values,
-                    "trial": trial,
-                    "searched": sorted(values),
-                    "n_params": model.n_params,
-                    "model": model.to_dict(),
-                    "sweep": sweep.key,
-                },
-                rows={"rungs": list(_rung_rows(sweep, record, trial))},
-                summary=_trial_summary(record, trial, status, known),
-                ended="failed" if status == "diverged" else "finished" if status == "completed" and known else None,
-            )
+def trials(sweep: Sweep) -> Iterator[TrackedRun]:
+    """The trials of a sweep as they stand now, with `val_loss` at each rung, by which they were ranked; none before its first."""
+    record, name = sweep.record(), sweep.config.name
+    key, plan = study_key(sweep.ledger.directory), sweep.plan
+    given = plan.defaults.to_dict()
+    annealed = annealed_runs(sweep, record).dropna()
+    longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")["loss"]
+    for trial, values in record.configs.items():
+        if record.last_rung(trial) < 0:
+            continue
+        known = float(longest[trial]) if trial in longest.index else None
+        status = record.status(trial, plan.top)
+        model = plan.numerics.model
+        yield TrackedRun(
+            key=input_key(key, "trial", sweep.key, trial),
+            name=f"{name} trial {trial}",
+            kind="trial",
+            group=f"{name} {key}",
+            config={
+                **given,
+                **values,
+                "trial": trial,
+                "searched": sorted(values),
+                "n_params": model.n_params,
+                "model": model.to_dict(),
+                "sweep": sweep.key,
+            },
+            rows={"rungs": list(_rung_rows(sweep, record, trial))},
+            summary=_trial_summary(record, trial, status, known),
+            ended="failed" if status == "diverged" else "finished" if status == "completed" and known else None,
+        )
 
 
 def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
@@ -186,46 +180,36 @@ def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> d
     return summary | ({"goodput": promotion.goodput.share} if promotion.goodput else {})
 
 
-class WholeStudy:
-    """The study as one run: a row for every run of its ledger, a summary, and the files to keep."""
-
-    def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
-        self._config, self._ledger = config, ledger
-
-    def __call__(self) -> Iterator[TrackedRun]:
-        """Yield the study as it stands now; nothing before its first run or forecast."""
-        config, ledger, directory = self._config, self._ledger, self._ledger.directory
-        runs, forecast, promotion = (
-            ledger.runs(without=NESTED),
-            ledger.latest_forecast(),
-            ledger.latest_result(ResultKind.PROMOTION),
-        )
-        if runs.empty and forecast is None:
-            return
-        name, key = config.name, study_key(directory)
-        summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
-        files = {REPORT: directory / REPORT}
-        if verdict := ledger.latest_result(ResultKind.TRANSFER):
-            summary["verdict"] = verdict["payload"]["verdict"]
-        if forecast:
-            plan = forecast["payload"]
-            summary |= {f"forecast/{side}": forecast[side] for side in _SIDES}
-            summary |= {f"plan/{name}": plan[name] for name in ("n_params", "n_tokens", "compute_flops")}
-            files["plan.toml"] = path_of(directory, forecast["plan"])
-            bundle = directory / BUNDLES / forecast["plan"]
-            files |= {kept: bundle / kept for kept in (MANIFEST, _CARD)}
-        if promotion:
-            summary["val_loss"] = promotion["payload"]["loss"]
-        yield TrackedRun(
-            key=input_key(key, "study"),
-            name=name,
-            kind="study",
-            group=f"{name} {key}",
-            config=config.to_dict(),
-            rows={"runs": list(_run_rows(runs, directory / TRACKING / "numbers.jsonl"))},
-            summary=summary,
-            files={kept: path for kept, path in files.items() if path.is_file()},
-        )
+def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
+    """The study as one run: a row for every run of its ledger, a summary, and the files to keep; none before its first run."""
+    directory, runs = ledger.directory, ledger.runs(without=NESTED)
+    forecast, promotion = ledger.latest_forecast(), ledger.latest_result(ResultKind.PROMOTION)
+    if runs.empty and forecast is None:
+        return
+    name, key = config.name, study_key(directory)
+    summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
+    files = {REPORT: directory / REPORT}
+    if verdict := ledger.latest_result(ResultKind.TRANSFER):
+        summary["verdict"] = verdict["payload"]["verdict"]
+    if forecast:
+        plan = forecast["payload"]
+        summary |= {f"forecast/{side}": forecast[side] for side in _SIDES}
+        summary |= {f"plan/{name}": plan[name] for name in ("n_params", "n_tokens", "compute_flops")}
+        files["plan.toml"] = path_of(directory, forecast["plan"])
+        bundle = directory / BUNDLES / forecast["plan"]
+        files |= {kept: bundle / kept for kept in (MANIFEST, _CARD)}
+    if promotion:
+        summary["val_loss"] = promotion["payload"]["loss"]
+    yield TrackedRun(
+        key=input_key(key, "study"),
+        name=name,
+        kind="study",
+        group=f"{name} {key}",
+        config=config.to_dict(),
+        rows={"runs": list(_run_rows(runs, directory / TRACKING / "numbers.jsonl"))},
+        summary=summary,
+        files={kept: path for kept, path in files.items() if path.is_file()},
+    )
 
 
 def _run_rows(runs: pd.DataFrame, numbered: Path) -> Iterator[Row]:

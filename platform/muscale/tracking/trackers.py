@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.mlflow_tracker import MlflowTracker
-from muscale.tracking.sources import FullRun, Trials, WholeStudy
+from muscale.tracking.sources import FullRun, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
@@ -46,7 +47,7 @@ class Tracking:
 
     def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
         self._config, self._ledger = config, ledger
-        self._whole = WholeStudy(config, ledger)
+        self._whole = partial(whole_study, config, ledger)
         self._mirror = make_mirror(config.tracking, ledger.directory)
 
     def during_sweep(self, sweep: Sweep) -> AbstractContextManager[None]:
@@ -73,7 +74,7 @@ class Tracking:
         return str(self._mirror)
 
     def _trials(self, sweep: Sweep) -> Source:
-        return Trials(sweep) if self._config.tracking.trials else lambda: ()
+        return partial(trials, sweep) if self._config.tracking.trials else lambda: ()
 
     def _full_run(self, plan: str) -> FullRun:
         return FullRun(self._ledger, plan, self._config.to_dict(), self._config.tracking.points)
