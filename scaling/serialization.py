@@ -75,6 +75,22 @@ class JsonResult(Result):
         return converter.structure(data, cls)
 
 
+class FittedResult(JsonResult):
+    """Base of fits that may be doubtful: `warnings` are the reasons, empty if there is none."""
+
+    warnings: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "ok"
+
+    @property
+    def status_line(self) -> str:
+        """The status, and the warnings behind it."""
+        return "; ".join((self.status, *self.warnings))
+
+
 def _annotated_with(kind: type) -> Callable[[Any], bool]:
     return lambda hint: get_origin(hint) is Annotated and isinstance(get_args(hint)[1], kind)
 

@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.presentation import lines, span
-from scaling.serialization import JsonResult, TableLayout
+from scaling.quantiles import tails
+from scaling.serialization import FittedResult, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -30,7 +31,7 @@ Powers = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ComputePowers(JsonResult):
+class ComputePowers(FittedResult):
     """Two powers of compute.
 
     Attributes:
@@ -65,11 +66,6 @@ class ComputePowers(JsonResult):
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
 
-    @property
-    def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
-
     def n_params(self, compute_flops: ArrayLike) -> Array:
         """N* at a budget in FLOPs, of its shape."""
         ratio = np.asarray(compute_flops, np.float64) / self.compute_ref
@@ -85,13 +81,11 @@ class ComputePowers(JsonResult):
 
         Percentiles over resampled runs: the approach's own bias (`bias`, `warnings`) is not in them.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         ratio = (compute_flops or self.compute_ref) / self.compute_ref
         estimate = np.array([getattr(self, name) for name in PARAMETERS])
         both = np.vstack([estimate, self.draws])
         both[:, 2:] *= ratio ** both[:, :2]
-        low, high = np.quantile(both[1:], [(1 - level) / 2, (1 + level) / 2], axis=0)
+        low, high = np.quantile(both[1:], tails(level), axis=0)
         index = ["params_exponent", "tokens_exponent", "n_params", "n_tokens"]
         return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
 
@@ -117,7 +111,7 @@ class ComputePowers(JsonResult):
             f"N* and D* above at {self.compute_ref:.3g}",
             "interval": f"90 % of {len(self.draws)} resamplings of the runs, without the approach's own bias",
             **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
-            "status": "; ".join((self.status, *self.warnings)),
+            "status": self.status_line,
         }
         return f"{table}\n{lines(about)}"
 

@@ -32,6 +32,7 @@ from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
 from scaling.minimizers.bootstrap import stem_weights, widening
+from scaling.quantiles import two_sided
 
 SAME_BUDGET = 0.05
 """Decades of compute by which neighbours among the runs of one budget may differ."""
@@ -71,13 +72,11 @@ class _Grid:
         The ends are the sizes at which the slope cannot be distinguished from zero, for runs whose errors are alike and independent
         (Fieller, JRSS B 16 (1954) 175).
         """
-        from scipy.special import stdtrit
-
         x, y = log_size[self.rows] - log_size[self.rows].mean(), loss[self.rows]
         columns = np.vander(x, 3)
         (a, b, c), dof = np.linalg.lstsq(columns, y)[0], len(x) - 3
         variance = float(np.square(y - columns @ [a, b, c]).sum()) / dof * np.linalg.inv(columns.T @ columns)
-        reach = variance * stdtrit(dof, (1 + LEVEL) / 2) ** 2
+        reach = variance * two_sided(LEVEL, dof) ** 2
         # Of (2·a·x + b)² = the square of t times its standard error.
         square, twice, rest = 4 * (a**2 - reach[0, 0]), 4 * (a * b - reach[0, 1]), b**2 - reach[1, 1]
         if square <= 0:

@@ -22,6 +22,7 @@ from scaling.checks import losses, require_columns, seeds
 from scaling.comparisons.noise import TwoWay, fit_two_way
 from scaling.errors import ScalingError
 from scaling.presentation import lines
+from scaling.quantiles import tails
 from scaling.serialization import JsonResult, OrNan, TableLayout
 
 if TYPE_CHECKING:
@@ -163,8 +164,7 @@ def compare_finalists(
             out of its range.
         ScalingError: every run diverged, or two trials share no seed, not even through others.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    ends = tails(level)
     if noise is not None and not (0 <= noise[0] < math.inf and 0 < noise[1] < math.inf):
         raise ValueError(
             f"noise must be a standard deviation, at least 0, and its degrees of freedom, above 0, got {noise!r}"
@@ -190,7 +190,7 @@ def compare_finalists(
     sum_of_squares, dof = fitted.sum_of_squares, float(fitted.dof)
     if noise is not None:
         sum_of_squares, dof = sum_of_squares + noise[1] * noise[0] ** 2, dof + noise[1]
-    posterior = _describe(fitted, max(sum_of_squares, dof * ROUNDING**2), dof, level, np.random.default_rng(seed))
+    posterior = _describe(fitted, max(sum_of_squares, dof * ROUNDING**2), dof, ends, np.random.default_rng(seed))
     trials = posterior.set_index(pd.Index(names, name="trial")).join(trials, how="right")
     trials["loss"] = trials["loss"].fillna(trials["measured"])
     trials = trials.fillna(UNKNOWN | {"p_best": 0.0 if dof or len(names) == 1 else math.nan})
@@ -211,11 +211,10 @@ def compare_finalists(
 
 
 def _describe(
-    fitted: TwoWay, sum_of_squares: float, dof: float, level: float, generator: np.random.Generator
+    fitted: TwoWay, sum_of_squares: float, dof: float, ends: tuple[float, float], generator: np.random.Generator
 ) -> pd.DataFrame:
-    """Columns loss, low, high, difference_low, difference_high, p_best, a row per trial of the fit."""
+    """Columns loss, low, high, difference_low, difference_high, p_best, a row per trial of the fit; `ends` as probabilities."""
     n_trials, n_seeds = len(fitted.settings), len(fitted.seeds)
-    tails = ((1 - level) / 2, (1 + level) / 2)
     if n_trials == 1:
         effects, draws = fitted.settings, np.zeros((N_DRAWS, 1))
     elif dof:
@@ -224,14 +223,14 @@ def _describe(
         return pd.DataFrame({"loss": np.exp(fitted.level + fitted.settings), **UNKNOWN, "p_best": math.nan})
     summary = pd.DataFrame({"loss": np.exp(fitted.level + effects), **UNKNOWN})
     winner = int(np.argmin(effects))
-    ends = np.quantile(draws - draws[:, [winner]], tails, axis=0)
-    summary["difference_low"], summary["difference_high"] = summary["loss"].iloc[winner] * np.expm1(ends)
+    differences = np.quantile(draws - draws[:, [winner]], ends, axis=0)
+    summary["difference_low"], summary["difference_high"] = summary["loss"].iloc[winner] * np.expm1(differences)
     summary["p_best"] = np.bincount(draws.argmin(axis=1), minlength=n_trials) / len(draws)
     if n_seeds > 1:
         # The seeds are few of many: their mean differs from that of all seeds by their spread over the root of their number.
         error = math.sqrt(float(np.sum(fitted.seeds**2)) / (n_seeds - 1) / n_seeds)
         level_draws = fitted.level + error * generator.standard_t(n_seeds - 1, len(draws))
-        summary["low"], summary["high"] = np.exp(np.quantile(level_draws[:, None] + draws, tails, axis=0))
+        summary["low"], summary["high"] = np.exp(np.quantile(level_draws[:, None] + draws, ends, axis=0))
     return summary
 
 

@@ -35,6 +35,7 @@ from scaling.fits.result import ScalingFit
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
 from scaling.presentation import counted
+from scaling.quantiles import tails
 
 SANE_RATIO = (0.5, 2e4)
 """Assumed: tokens per parameter outside which a law alone warns."""
@@ -93,8 +94,7 @@ def decide(
     for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    tails(level)
     require_positive("serving_price", serving_price)
     memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory or ())
     fit = law if isinstance(law, ScalingFit) else None

@@ -13,6 +13,7 @@ from scaling.fits.result import ScalingFit
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
 from scaling.forms.spending import QUANTITIES, Spending
+from scaling.quantiles import tails
 
 
 def by_forecast(
@@ -50,7 +51,7 @@ def by_forecast(
     sizes = np.minimum(sizes, spending.max_params)
     if loss is None:
         tokens = spending.tokens(sizes, answer["total_flops"])
-    ends = np.array([(1 - forecast.level) / 2, (1 + forecast.level) / 2])
+    ends = np.array(tails(forecast.level))
     table = pd.DataFrame({"estimate": answer.to_numpy(float)}, index=[*QUANTITIES])
     ratio = np.where(
         np.isfinite(tokens) & np.isfinite(sizes), tokens / np.where(np.isfinite(sizes), sizes, 1.0), np.inf
@@ -78,5 +79,5 @@ def by_refits(
     budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
     found = spending.answers(values, budgets).to_numpy()
     # Ends are draws themselves: between two infinite ones there is nothing to interpolate.
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0, method="nearest")
+    low, high = np.quantile(found, tails(level), axis=0, method="nearest")
     return pd.DataFrame({"estimate": answer.to_numpy(float), "low": low, "high": high}, index=[*QUANTITIES])

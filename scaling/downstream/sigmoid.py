@@ -24,7 +24,8 @@ from scaling.checks import names, numbers, require_columns
 from scaling.downstream.posterior import draw
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
-from scaling.serialization import JsonResult
+from scaling.quantiles import tails
+from scaling.serialization import FittedResult
 
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6
@@ -38,7 +39,7 @@ _WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' spa
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DownstreamLaw(JsonResult):
+class DownstreamLaw(FittedResult):
     """A sigmoid of loss.
 
     Attributes:
@@ -69,11 +70,6 @@ class DownstreamLaw(JsonResult):
     scatters: Array = field(repr=False)
     warnings: tuple[str, ...]
 
-    @property
-    def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
-
     def predict(self, loss: ArrayLike) -> Array:
         """The metric at a loss, of its shape."""
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
@@ -88,13 +84,11 @@ class DownstreamLaw(JsonResult):
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
         """Interval where the loss itself is uncertain: one loss for each draw, [n_draws], or several, [n_draws, n]."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-        each = losses.reshape(len(self.draws), -1)
+        ends, each = tails(level), losses.reshape(len(self.draws), -1)
         values = _sigmoid(self.draws.T[:, :, None], each)[..., None]
         errors = np.random.default_rng(seed).standard_normal((*each.shape, 20))
         scattered = values + self.scatters[:, None, None] * errors
-        low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
+        low, high = np.quantile(scattered, ends)
         return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
 
     def __str__(self) -> str:
@@ -110,7 +104,7 @@ class DownstreamLaw(JsonResult):
                 "numbers": ", ".join(shown),
                 "rows": f"{self.n_rows}, losses {span(*self.loss_range)}, intervals 90 % of {len(self.draws)} draws",
                 "residual": f"{self.residual:.3g}",
-                "status": "; ".join((self.status, *self.warnings)),
+                "status": self.status_line,
             }
         )
 

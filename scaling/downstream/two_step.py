@@ -22,6 +22,7 @@ from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_runs, to_nats
 from scaling.forms.law import NATS, Form
 from scaling.presentation import counted, lines
+from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult
 
 _PER_DRAW = 20  # errors of the loss's forecast that each draw of the sigmoid is met with
@@ -83,7 +84,7 @@ class TwoStep(JsonResult):
             ValueError, ScalingError: as `ScalingFit.forecast`.
         """
         ahead = self.loss.forecast(n_params, n_tokens, level)
-        deviation = ahead.log_scale * interval_factor(level) / _normal(level)
+        deviation = ahead.log_scale * interval_factor(level) / two_sided(level)
         errors = np.random.default_rng(seed).standard_normal((len(self.task.draws), _PER_DRAW))
         low, high = self.task.interval_of(ahead.loss * np.exp(deviation * errors), level, seed=seed + 1)
         reasons = [*ahead.reasons, *self.task.warnings]
@@ -171,9 +172,3 @@ def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
 def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:
     stems = names(table, "stem") if "stem" in table else np.arange(len(table))
     return np.array([f"{kind} {stem}" for stem in stems])
-
-
-def _normal(level: float) -> float:
-    from scipy.special import ndtri
-
-    return float(ndtri((1 + level) / 2))

@@ -25,6 +25,7 @@ from scaling.fits.forecast import Forecast
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
+from scaling.quantiles import tails
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -122,9 +123,7 @@ def allocation_data(
     Raises:
         ValueError: the level is not between 0 and 1.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    low, high = compute_range
+    probabilities, (low, high) = tails(level), compute_range
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
     best = law.frontier(flops, **columns)
     around = best["n_params"].to_numpy()
@@ -140,7 +139,7 @@ def allocation_data(
     series = np.where(np.arange(len(flops)) < 33, "fitted", "extrapolated")
     parts = []
     for quantity, values in of_draws.items():
-        ends = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
+        ends = np.quantile(values, probabilities, axis=0)
         column = {"compute_flops": flops, "value": best[quantity], "low": ends[0], "high": ends[1], "series": series}
         parts.append(pd.DataFrame(column).assign(quantity=quantity, level=level))
     return pd.concat(parts, ignore_index=True)

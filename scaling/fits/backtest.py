@@ -24,6 +24,7 @@ from scaling.fits.support import unsupported
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted
+from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _predictions(
         result, rows = fits[form], {name: unknown[name].to_numpy() for name in form.columns}
         scale = np.hypot(_spread(result, rows), result.residual_std)
         predicted = form.loss(result.law.parameters, rows)
-        yield _table(held_out, form.name, np.log(predicted), scale, _normal, "")
+        yield _table(held_out, form.name, np.log(predicted), scale, two_sided, "")
 
 
 def _table(
@@ -198,9 +199,3 @@ def _spread(result: ScalingFit, rows: dict[str, Array]) -> Array:
     """Standard deviation of log loss over the bootstrap draws, [K]."""
     values = result.law.form.stacked(result.draws)
     return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
-
-
-def _normal(level: float) -> float:
-    from scipy.special import ndtri
-
-    return float(ndtri((1 + level) / 2))

@@ -23,7 +23,7 @@ from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
-from scaling.minimizers.starts import minima, require_loss
+from scaling.minimizers.starts import minima, require_loss, thresholds
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
@@ -91,13 +91,12 @@ def fit(
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
-    deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
-    thetas, values, converged = minima(problem, log_loss, weights, deltas)
+    thetas, values, converged = minima(problem, log_loss, weights, delta)
     best = int(np.argmin(values))
     require_loss(values)
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
-    draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
+    draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], thresholds(delta)[-2:])
     apart = thetas[best] + widening(free_columns(problem, thetas[best]), weights, stems) * (draws - thetas[best])
 
     return ScalingFit(

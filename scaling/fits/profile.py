@@ -34,8 +34,9 @@ from scaling.forms.law import Form, Law, params_exponent
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, share_seen, stem_weights
 from scaling.minimizers.newton import objective
-from scaling.minimizers.starts import minima
+from scaling.minimizers.starts import minima, thresholds
 from scaling.presentation import counted, lines
+from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, TableLayout
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Profile(JsonResult):
     @property
     def threshold(self) -> float:
         """Threshold of the squared root, t²: what lies below it is in the interval."""
-        return _quantile(self.dof, self.level) ** 2
+        return two_sided(self.level, self.dof) ** 2
 
     def plot(self) -> go.Figure:
         """The rise of the objective over the quantity, the threshold, and the interval between its crossings."""
@@ -146,8 +147,6 @@ def profile(
         ValueError: `name` is none of these, `level` not between 0 and 1, or `at` has not exactly the form's columns.
         ScalingError: there are no more runs than parameters.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     form, stems = law.form, pd.factorize(rows["stem"])[0]
     log_loss, weights = np.log(rows["loss"].to_numpy()), noise_weights(rows)
     problem = form.problem({column: rows[column].to_numpy() for column in form.columns}, log_loss)
@@ -156,12 +155,13 @@ def profile(
         raise ScalingError(
             f"need more runs than parameters, got {len(np.unique(stems))} runs for {len(problem.lower)} parameters"
         )
-    best = _estimate(problem, log_loss, weights, delta)
+    reach = two_sided(level, dof)
+    minimised, values, _ = minima(problem, log_loss, weights, delta)
+    best = np.asarray(minimised[np.argmin(values)])
     resampled = weights * stem_weights(stems, N_CALIBRATION, seed)
     gain, deviation = _calibrated(problem, log_loss, resampled, best, quantity, delta)
     scale = gain / share_seen(free_columns(problem, best), weights, stems)
 
-    reach = _quantile(dof, level)
     trace = Trace(problem, quantity, log_loss, weights, delta, best, scale)
     below, above = (trace.outwards(side * deviation / STEPS_PER_DEVIATION, _BEYOND * reach) for side in (-1, 1))
     thetas = np.array([*below[::-1], best, *above])
@@ -181,13 +181,6 @@ def profile(
         loss_unit=law.loss_unit,
         table=table,
     )
-
-
-def _quantile(dof: int, level: float) -> float:
-    """Student's t, two-sided."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(dof, (1 + level) / 2))
 
 
 def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) -> Quantity:
@@ -217,19 +210,11 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
     raise ValueError(f"name must be one of {', '.join(filter(None, [*form.parameters, also, 'loss']))}, got {name!r}")
 
 
-def _estimate(problem: Problem, log_loss: Array, weights: Array, delta: float) -> Array:
-    """Theta of the fit, found again from the starts."""
-    deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
-    thetas, values, _ = minima(problem, log_loss, weights, deltas)
-    return np.asarray(thetas[np.argmin(values)])
-
-
 def _calibrated(
     problem: Problem, log_loss: Array, resampled: Array, best: Array, quantity: Quantity, delta: float
 ) -> tuple[float, float]:
     """Twice what refits to resampled runs gain for each parameter, and the standard deviation of log g over them."""
-    deltas = (3 * delta, delta) if np.isfinite(delta) else (delta,)
-    thetas, _ = refit(problem, log_loss, resampled, best, deltas)
+    thetas, _ = refit(problem, log_loss, resampled, best, thresholds(delta)[-2:])
     there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), delta)
     gained = there - objective(problem, log_loss, resampled, thetas, delta)
     spread = quantity(thetas)

@@ -19,6 +19,7 @@ from scaling.fits.runs import UNIT_ASSUMED
 from scaling.fits.support import unsupported
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
+from scaling.quantiles import tails
 from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
@@ -183,13 +184,11 @@ class ScalingFit(JsonResult):
         These are percentiles of the widened bootstrap: on planted ladders of 20 runs nominal 90 % covered 87 to 97 %
         (tests/benchmarks/RESULTS.md). They take the form to be right: for a loss use `forecast`.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         estimate, draws = dict(self.law.parameters), dict(zip(self.law.parameters, self.draws.T, strict=True))
         if (exponent := self.law.params_exponent) is not None:
             estimate["params_exponent"] = exponent
             draws["params_exponent"] = params_exponent(self.law.form, draws)
-        low, high = np.quantile(np.stack([*draws.values()]), [(1 - level) / 2, (1 + level) / 2], axis=1)
+        low, high = np.quantile(np.stack([*draws.values()]), tails(level), axis=1)
         return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
 
     def profile(self, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None) -> "Profile":

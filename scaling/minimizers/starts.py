@@ -14,22 +14,24 @@ N_STARTS, N_FINALISTS = 6, 3
 """Minimised under a wide Huber threshold, and of these under the last."""
 
 
-def minima(
-    problem: Problem, log_loss: Array, weights: Array, deltas: tuple[float, ...]
-) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """The best minima: theta [N_FINALISTS, P], objective, converged.
+def thresholds(delta: float) -> tuple[float, ...]:
+    """Huber thresholds that narrow to the one of the objective; of least squares there is one alone."""
+    return (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
+
+
+def minima(problem: Problem, log_loss: Array, weights: Array, delta: float) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """The best minima under Huber's threshold `delta`: theta [N_FINALISTS, P], objective, converged.
 
     A part of many rows suffices to locate the minima, and only the best are polished on all of them.
     """
+    deltas = thresholds(delta)
     starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
     some = some_rows(len(log_loss), MANY_ROWS)
     thetas, values, _ = minimize(
         problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1]
     )
     best = thetas[np.argsort(values)[:N_FINALISTS]]
-    thetas, values, converged = minimize(
-        problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
-    )
+    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[-2:])
     return thetas, values, converged
 
 

@@ -20,7 +20,8 @@ from scaling.arrays import Array
 from scaling.checks import numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
-from scaling.serialization import JsonResult, TableLayout
+from scaling.quantiles import two_sided
+from scaling.serialization import FittedResult, TableLayout
 
 MAX_CORRELATION = 0.95
 """Correlation of log N and log D over the cells above which their exponents cannot be separated (assumed)."""
@@ -29,7 +30,7 @@ _ROUNDING = 1e-12  # of a correlation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepLaw(JsonResult):
+class StepLaw(FittedResult):
     """One power law of N and D.
 
     Attributes:
@@ -58,14 +59,13 @@ class StepLaw(JsonResult):
     cells: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
 
     @property
-    def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
-
-    @property
     def of_params(self) -> bool:
         """True if the exponent of N was fitted."""
         return len(self.covariance) == 3
+
+    @property
+    def _dof(self) -> int:
+        return len(self.cells) - len(self.covariance)
 
     def best(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         """The best rate, or batch in tokens, of the broadcast shape."""
@@ -83,13 +83,13 @@ class StepLaw(JsonResult):
         octaves = [math.log2(sizes / self.centre[0])] if self.of_params else []
         gradient = np.array([1.0, *octaves, math.log2(tokens / self.centre[1])])
         spread = math.sqrt(gradient @ self.covariance @ gradient + self.scatter**2)
-        reach = self._quantile(level) * spread
+        reach = two_sided(level, self._dof) * spread
         value = float(self.best(sizes, tokens))
         return value * 2**-reach, value * 2**reach
 
     def intervals(self, level: float = 0.9) -> pd.DataFrame:
         """Columns estimate, low, high for the coefficient (at N = D = 1, far outside the cells) and the exponents."""
-        reach = self._quantile(level)
+        reach = two_sided(level, self._dof)
         back = np.array([1.0, *([-math.log2(self.centre[0])] if self.of_params else []), -math.log2(self.centre[1])])
         spread = reach * math.sqrt(back @ self.covariance @ back)
         rows = {"coefficient": (self.coefficient, self.coefficient * 2**-spread, self.coefficient * 2**spread)}
@@ -100,13 +100,6 @@ class StepLaw(JsonResult):
             rows[name] = (value, value - error, value + error)
         return pd.DataFrame.from_dict(rows, orient="index", columns=["estimate", "low", "high"])
 
-    def _quantile(self, level: float) -> float:
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-        from scipy.special import stdtrit
-
-        return float(stdtrit(len(self.cells) - len(self.covariance), (1 + level) / 2))
-
     def __str__(self) -> str:
         """The law with 90 % intervals, its cells and the status."""
         power = f"·N^{self.params_exponent:.3f}" if self.of_params else ""
@@ -115,7 +108,7 @@ class StepLaw(JsonResult):
         about = {
             "cells": f"{len(self.cells)}, N {span(*self.n_params_range)}, D {span(*self.n_tokens_range)}",
             "scatter": f"{self.scatter:.2f} octaves",
-            "status": "; ".join((self.status, *self.warnings)),
+            "status": self.status_line,
         }
         return f"{self.of} = {self.coefficient:.4g}{power}·D^{self.tokens_exponent:.3f}{unit}\n{table}\n{lines(about)}"
 

@@ -6,7 +6,6 @@ For optima of groups g (widths, say) at token budgets D:   log2 value = offset_g
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -18,7 +17,8 @@ from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum
 from scaling.presentation import lines, span
-from scaling.serialization import JsonResult, TableLayout
+from scaling.quantiles import two_sided
+from scaling.serialization import FittedResult, TableLayout
 
 MAX_DECADES_BEYOND = 2.0
 """A law is followed so many decades of tokens beyond the tuned budgets and held constant from there (assumed)."""
@@ -28,7 +28,7 @@ MIN_SPAN = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokensLaw(JsonResult):
+class TokensLaw(FittedResult):
     """A power law of the tokens, fitted through optima.
 
     Attributes:
@@ -66,11 +66,6 @@ class TokensLaw(JsonResult):
     warnings: tuple[str, ...]
 
     @property
-    def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
-
-    @property
     def stderr(self) -> float:
         """Standard error of the exponent used."""
         return math.sqrt(self.covariance[1][1])
@@ -92,12 +87,10 @@ class TokensLaw(JsonResult):
 
     def interval(self, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
         """Interval of the best value of one run of `n_tokens`: normal, with an optimum's own scatter."""
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         octaves = math.log2(float(positive("n_tokens", n_tokens)) / self.n_tokens_ref)
         gradient = np.array([1.0, self.SIGN * octaves])
         spread = math.sqrt(gradient @ np.array(self.covariance) @ gradient + self.SCATTER**2)
-        reach = NormalDist().inv_cdf((1 + level) / 2) * spread
+        reach = two_sided(level) * spread
         value = float(self.best(n_tokens))
         return value * 2**-reach, value * 2**reach
 
@@ -117,7 +110,7 @@ class TokensLaw(JsonResult):
                 self.NAME: f"{float(self.best(self.n_tokens_ref)):.4g} at {self.n_tokens_ref:.4g} tokens",
                 "tuned at": f"{span(*self.n_tokens_range)} tokens, {used}",
                 "followed": f"{span(*self.supported_range)} tokens, constant outside",
-                "status": "; ".join((self.status, *self.warnings)),
+                "status": self.status_line,
             }
         )
 

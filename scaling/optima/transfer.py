@@ -16,6 +16,7 @@ from scaling.checks import losses, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.presentation import lines
+from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter
 
 if TYPE_CHECKING:
@@ -187,15 +188,13 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
 
 def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float:
     """Half width of the 90 % interval of a difference: Student's t with Welch's degrees of freedom; infinite if one is unknown."""
-    from scipy.special import stdtrit
-
     variances = np.array(stderrs) ** 2
     if not np.isfinite(variances).all():
         return math.inf
     if not variances.any():
         return 0.0
     dof = variances.sum() ** 2 / (variances**2 / np.array(dofs)).sum()
-    return float(stdtrit(dof, 0.95) * math.sqrt(variances.sum()))
+    return two_sided(0.9, dof) * math.sqrt(variances.sum())
 
 
 def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along: str, over: str) -> str | None:

@@ -31,7 +31,7 @@ from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
 from scaling.schedules.schedule_curve import Curve, peak_and_depth
-from scaling.serialization import JsonResult
+from scaling.serialization import FittedResult
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "L0": (1e-3, 1e3),
@@ -63,7 +63,7 @@ three, above; the last loss may lie before the end), and a least rate, as a part
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleLaw(JsonResult):
+class ScheduleLaw(FittedResult):
     """The law of one model's curves.
 
     Attributes:
@@ -96,11 +96,6 @@ class ScheduleLaw(JsonResult):
     peaks: tuple[float, float]
     deepest: float
     warnings: tuple[str, ...]
-
-    @property
-    def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
 
     def predict(self, schedule: pd.DataFrame) -> Array:
         """Loss, nats per token, at each row of one run's schedule: `step` and `lr`, densely enough to follow the rate.
@@ -177,7 +172,7 @@ class ScheduleLaw(JsonResult):
                 "fitted to": f"{self.n_rows} losses of {', '.join(self.runs)}, {span(*self.steps, 5)} steps",
                 "rates": f"peaks {span(*self.peaks)}, falling to {self.deepest:.3g} of it",
                 "residual": f"{self.rms:.2%} of the loss",
-                "status": "; ".join((self.status, *self.warnings)),
+                "status": self.status_line,
             }
         )
 

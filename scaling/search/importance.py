@@ -27,6 +27,7 @@ from scaling.checks import names as names_of
 from scaling.errors import ScalingError
 from scaling.minimizers.bootstrap import stem_weights
 from scaling.presentation import lines
+from scaling.quantiles import tails
 from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
@@ -131,10 +132,9 @@ def hyperparameter_importance(
     names = [*coordinates, *categorical]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"coordinates and categorical must name each column once, and at least one, got {names}")
-    if not 0 < within <= 1 or not 0 < level < 1 or n_bootstrap < 20:
-        raise ValueError(
-            f"need 0 < within ≤ 1, 0 < level < 1 and n_bootstrap ≥ 20, got {within!r}, {level!r} and {n_bootstrap!r}"
-        )
+    ends = tails(level)
+    if not 0 < within <= 1 or n_bootstrap < 20:
+        raise ValueError(f"need 0 < within ≤ 1 and n_bootstrap ≥ 20, got {within!r} and {n_bootstrap!r}")
     require_columns(rows, (*names, "loss"))
     finished = rows[np.isfinite(losses(rows))]
     box = dict(box or {})
@@ -165,7 +165,7 @@ def hyperparameter_importance(
     # (1985), HC1. A draw has the estimate's error and its own, so the error is taken off twice.
     refits = theta + np.sqrt(len(y) / (len(y) - n_coefficients)) * (refits - theta)
     draws, _ = _shares(_variances(refits, terms) - 2 * error, rests)
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(draws, ends, axis=0)
     share = share[0]
     noise = _by_chance(design, y, trials, terms, n_bootstrap, seed)
     table = pd.DataFrame(

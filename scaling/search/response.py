@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scaling.arrays import Array, Integers
 from scaling.checks import losses, require_columns
 from scaling.presentation import Result, lines
+from scaling.quantiles import tails
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.search.coverage import Region, is_within, moved_into, untried
 from scaling.search.excess import clipped_excess, most_informative
@@ -150,15 +151,13 @@ class ResponseSurface(Result):
         Raises:
             ValueError: a scale is missing or not above 0, or the level is not between 0 and 1.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        ends = tails(level)
         s, cell = self._at(scale)
         generator = np.random.default_rng(self.n_runs)
         best = self._lowest(self.process, s, cell, generator)
         drawn = self._drawn_optima(best, s, cell, generator)
-        tails = [(1 - level) / 2, (1 + level) / 2]
         d, names = len(self.box.bounds), list(self.box.bounds)
-        low, high = self.box.decode(np.quantile(drawn, tails, axis=0))[names].to_numpy(np.float64)
+        low, high = self.box.decode(np.quantile(drawn, ends, axis=0))[names].to_numpy(np.float64)
         choices = self.box.decode(drawn)
         return ResponseOptimum(
             point=self._point(best),

@@ -49,7 +49,7 @@ def test_no_start_of_lbfgs_finds_a_lower_minimum(ladder: Callable[..., pd.DataFr
         scipy_minimize(value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         for start in screened(problem, log_loss, ones, delta, n_starts=24)
     ]
-    theta, values, converged = minima(problem, log_loss, ones, (3 * delta, delta) if np.isfinite(delta) else (delta,))
+    theta, values, converged = minima(problem, log_loss, ones, delta)
     best, theirs = int(np.argmin(values)), min(found, key=lambda one: one.fun)
     assert converged[best]
     assert 1e3 * values[best] <= theirs.fun * (1 + 1e-9)
