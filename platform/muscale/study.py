@@ -24,7 +24,7 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
-from muscale.monitoring.losses import loss_source
+from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
@@ -441,7 +441,7 @@ class Study(Result):
             StageError: If there is no such run, the losses can't be read or go beyond the plan's tokens, or `losses` are given
                 for a plan that was promoted in this study.
         """
-        source = None if losses is None else loss_source(losses)
+        source = None if losses is None else LossSource(losses=losses)
         return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after).look()
 
     def compare(self, *, one_size: bool = False) -> Comparison:

@@ -34,7 +34,7 @@ from muscale.importers.runs_fit import fit_runs
 from muscale.layout import CORPUS, FULL_RUNS, RUN
 from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
-from muscale.monitoring.losses import LossFile
+from muscale.monitoring.losses import LossSource
 from muscale.plans import plan_file
 from muscale.plans.planning import register
 from muscale.search.prior_runs import runs_of
@@ -209,7 +209,7 @@ def external_losses(folder: Path) -> Target:
     file = folder / "losses.csv"
 
     def read() -> object:
-        source = LossFile(path=file, growing=False)
+        source = LossSource(losses=file, growing=False)
         return ExternalRun(ledger, source).records(source.read())
 
     return Target(file, read, (StageError,), ["\n".join(["tokens,val_loss,train_loss", *rows, ""]).encode()])

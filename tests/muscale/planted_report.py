@@ -9,7 +9,7 @@ import pandas as pd
 
 from muscale import StudyConfig
 from muscale.monitoring.band import make_band
-from muscale.pages.report_contents import ReportContents
+from muscale.pages.contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import make_plan

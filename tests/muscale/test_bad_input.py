@@ -9,7 +9,7 @@ import pytest
 
 from muscale import StageError
 from muscale.monitoring.external_run import ExternalRun
-from muscale.monitoring.losses import LossFile
+from muscale.monitoring.losses import LossSource
 from muscale.search.prior_runs import runs_of
 from muscale.settings.toml_file import parse_toml
 from muscale.store.ledger import Ledger
@@ -38,7 +38,7 @@ FIT = ("fit", "--n-params", "total", "--runs")
         (FIT, "a b.csv", None, "directory"),
         (("import-space",), "sweep.yaml", "method: [a]\nparameters: {a: {value: 1}}", "method"),
         (("import-space",), "sweep.yaml", "method: !!python/object/apply:os.system [touch x]", "YAML"),
-        (("import-space",), "sweep.yaml", None, "no such file"),
+        (("import-space",), "sweep.yaml", None, "directory"),
         (("import-space",), "train.py", "param_space = {'lr': open('x')}", "open"),
         (("train",), "run.json", "{}", ""),
         (("train",), "run.json", None, "directory"),
@@ -78,7 +78,7 @@ def test_impossible_losses_of_a_run_trained_elsewhere_are_refused(content: str, 
     path.write_text(content)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StageError) as refusal:
-        ExternalRun(ledger, LossFile(path=path)).update()
+        ExternalRun(ledger, LossSource(losses=path)).update()
     assert str(path) in str(refusal.value)
     assert word in str(refusal.value)
     assert ledger.result(ResultKind.EXTERNAL_RUN_STARTED, plan.key) is None

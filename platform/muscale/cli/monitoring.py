@@ -46,7 +46,7 @@ def watch(
         loss_column: Name of the column of held-out losses; by default loss or val_loss.
         every: Seconds between two looks.
     """
-    from muscale.monitoring.losses import loss_source
+    from muscale.monitoring.losses import LossSource
 
     if not every > 0:
         raise StudyFileError(f"--every: must be more than 0 seconds, got {every:g}")
@@ -56,7 +56,9 @@ def watch(
     if follow and until is not None:
         raise StudyFileError(f"--follow: can't be combined with --until, got --until {until}")
     stop = until or ("end" if follow or losses is None else "now")
-    source = losses and loss_source(losses, tokens_column=tokens_column, loss_column=loss_column, growing=stop != "now")
+    source = losses and LossSource(
+        losses=losses, tokens_column=tokens_column, loss_column=loss_column, growing=stop != "now"
+    )
 
     def watched(opened: Study) -> RunStatus:
         from rich.console import Console

@@ -62,12 +62,12 @@ class Band(Recorded):
     high: float
     level: float
     n_tokens: int
-    shares: tuple[float, ...]
-    log_ratio: tuple[float, ...]
+    shares: tuple[float, ...] = (1.0,)
+    log_ratio: tuple[float, ...] = (0.0,)
     log_reach: tuple[float, ...]
-    n_runs: int
-    n_stems: int
-    offset: float
+    n_runs: int = 0
+    n_stems: int = 0
+    offset: float = 0.0
     window: float = WINDOW
     reason: str = ""
 
@@ -111,33 +111,10 @@ class Band(Recorded):
         return frame
 
     @classmethod
-    def end_only(
-        cls,
-        reason: str,
-        *,
-        n_tokens: int,
-        loss: float,
-        low: float,
-        high: float,
-        level: float,
-        n_runs: int = 0,
-        n_stems: int = 0,
-    ) -> Self:
-        """A band that is the registered interval at the end and has no earlier points, for a reason."""
-        return cls(
-            loss=loss,
-            low=low,
-            high=high,
-            level=level,
-            n_tokens=n_tokens,
-            shares=(1.0,),
-            log_ratio=(0.0,),
-            log_reach=(math.log(high / loss),),
-            n_runs=n_runs,
-            n_stems=n_stems,
-            offset=0.0,
-            reason=reason,
-        )
+    def end_only(cls, reason: str, *, loss: float, high: float, **known: Any) -> Self:
+        """A band that is the registered interval at the end and has no earlier points, for a reason; `known`: other fields."""
+        reach = math.log(high / loss)
+        return cls(loss=loss, high=high, log_reach=(reach,), reason=reason, **known)
 
     def __str__(self) -> str:
         if self.reason:
@@ -280,9 +257,8 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         return known
     fitted = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
-    if ledger.result(ResultKind.PROMOTION_STARTED, plan.key) or ledger.result(
-        ResultKind.EXTERNAL_RUN_STARTED, plan.key
-    ):
+    started = (ResultKind.PROMOTION_STARTED, ResultKind.EXTERNAL_RUN_STARTED)
+    if any(ledger.result(kind, plan.key) for kind in started):
         reason = "the run began before the band was registered"
         return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
     band = make_band(

@@ -13,7 +13,6 @@ from scipy.stats import binomtest
 
 from muscale.errors import StudyDirectoryError
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.settings.strict import short_repr
 from muscale.store.ledger import Ledger, find
 from muscale.store.read_only import Read, open_read_only
 from muscale.store.tables import ResultKind
@@ -21,24 +20,22 @@ from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
 _LONGEST = 300  # characters of a reason, or of a key
-_KINDS: dict[str, type] = dict.fromkeys(("study", "plan", "registered", "ended"), str)
-_KINDS |= dict.fromkeys(("inside", "asserted", "forced"), bool)  # all others are numbers
 _COVERAGE_LEVEL = 0.9  # of the interval of the share inside
 _COLUMNS = (
-    "study",
-    "plan",
-    "registered",
-    "ended",
-    "forecast",
-    "low",
-    "high",
-    "level",
-    "measured",
-    "residual",
-    "residual_in_s",
-    "inside",
-    "asserted",
-    "forced",
+    *(
+        "study",
+        "plan",
+        "registered",
+        "ended",
+        "forecast",
+        "low",
+        "high",
+        "level",
+        "measured",
+        "residual",
+        "residual_in_s",
+    ),
+    *("inside", "asserted", "forced"),
 )
 
 
@@ -64,15 +61,7 @@ class Calibration(Result):
             inside = int(group["inside"].sum())
             limits = binomtest(inside, len(group)).proportion_ci(_COVERAGE_LEVEL, method="exact")
             rows.append(
-                {
-                    "level": level,
-                    "asserted": asserted,
-                    "runs": len(group),
-                    "inside": inside,
-                    "share": inside / len(group),
-                    "low": float(limits.low),
-                    "high": float(limits.high),
-                }
+                (level, asserted, len(group), inside, inside / len(group), float(limits.low), float(limits.high))
             )
         return pd.DataFrame(rows, columns=["level", "asserted", "runs", "inside", "share", "low", "high"])
 
@@ -143,11 +132,6 @@ def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dic
         "forced": run.forced,
     }
     for name, value in row.items():
-        wanted = _KINDS.get(name, float)
-        if not isinstance(value, int | float if wanted is float else wanted) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
-            raise ValueError(
-                f"{name}: must be {'a finite number' if wanted is float else wanted.__name__}, got {short_repr(value)}"
-            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}: must be a finite number, got {value}")
     return row

@@ -50,6 +50,13 @@ def follow_run(
         console: Where to show the run, live in a terminal and otherwise line by line; None: nowhere.
     """
     printed: set[str] = set()
+
+    def say(line: str) -> None:
+        if console is None:
+            _log.warning("%s", line)
+        else:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)  # above a live view
+
     shown = Live(console=console, auto_refresh=False) if console and console.is_terminal else nullcontext()
     evaluated = 0
     with shown as live:
@@ -57,36 +64,23 @@ def follow_run(
             status = monitor.look()
             new = [alarm for alarm in status.alarms if alarm.key not in printed]
             for line in raise_alarms(monitor.ledger, new, webhook=settings.webhook):
-                (live.console if live else console or _log_console).print(
-                    line, soft_wrap=True, highlight=False, markup=False
-                )
+                say(line)
             printed |= {alarm.key for alarm in new}
             if live:
                 live.update(view(status), refresh=True)
             elif console and until != "now" and len(status.evaluations) > evaluated:
                 new_rows = status.evaluations.iloc[evaluated:].tail(_SHOWN).to_dict("records")
                 for line in (str(status).splitlines()[0], *map(format_evaluation, new_rows)):
-                    console.print(line, soft_wrap=True, highlight=False, markup=False)
+                    say(line)
             if console and not live and until != "now":
                 for event in status.run_events:
                     if event.kind != "alarm" and str(event) not in printed:
-                        console.print(str(event), soft_wrap=True, highlight=False, markup=False)
+                        say(str(event))
                         printed.add(str(event))
             evaluated = len(status.evaluations)
             if until == "now" or status.ended or (until == "alarm" and status.alarming):
                 return status
             time.sleep(every)
-
-
-class _LogConsole:
-    """The console of a command that shows nothing: lines go to the log."""
-
-    def print(self, line: str, **_style: object) -> None:
-        """Log it."""
-        _log.warning("%s", line)
-
-
-_log_console = _LogConsole()
 
 
 def view(status: RunStatus) -> RenderableType:

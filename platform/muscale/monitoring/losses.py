@@ -1,4 +1,4 @@
-"""Sources of the losses of a run trained elsewhere: a CSV or JSON Lines file, a run of Weights & Biases, a DataFrame."""
+"""The losses of a run trained elsewhere: from a CSV or JSON Lines file, a run of Weights & Biases, or a DataFrame."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
@@ -22,64 +21,61 @@ _LOSSES = {"loss": "val_loss", "val_loss": "val_loss", "train_loss": "train_loss
 
 Row = dict[str, float]
 """`tokens` or `step`, and `val_loss` (held-out), `train_loss` or both, in nats per token."""
+_Records = tuple[list[str], list[tuple[str, dict[Any, Any]]]]  # columns; each record after its place in the source
 
 
-class LossSource(Protocol):
-    """All losses of a run so far, under a name."""
-
-    @property
-    def name(self) -> str:
-        """Name of the source in messages and in the ledger."""
-
-    def read(self) -> list[Row]:
-        """The rows in their order in the source.
-
-        Raises:
-            StageError: If it can't be read, naming source, row and column.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossFile:
-    """A CSV file with a header line, or a .jsonl file of objects, such as a trainer's rows.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossSource:
+    """All losses of a run so far.
 
     Attributes:
-        path: Of the file; it has a column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both.
+        losses: A CSV file with a header line, a .jsonl file of objects such as a trainer's rows, a run `wandb:entity/project/run`,
+            which is read through W&B's public API with the key in WANDB_API_KEY, or a DataFrame, whose NaN means "not logged".
+            The columns are `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both.
         tokens_column, loss_column: Other names of the columns; a name that ends in "step" counts steps.
         growing: Whether the file is still being written; a last line without a newline is left for later.
     """
 
-    path: Path
+    losses: str | Path | pd.DataFrame
     tokens_column: str | None = None
     loss_column: str | None = None
     growing: bool = False
 
     @property
     def name(self) -> str:
-        """The absolute path."""
-        return str(self.path.absolute())
+        """Name in messages and in the ledger."""
+        if isinstance(self.losses, pd.DataFrame):
+            return "DataFrame"
+        return str(self.losses) if str(self.losses).startswith(WANDB) else str(Path(self.losses).absolute())
 
     def read(self) -> list[Row]:
-        """See `LossSource`; a row without a loss is skipped."""
+        """The rows in their order in the source; records without a loss are skipped.
+
+        Raises:
+            StageError: If it can't be read, naming source, row and column.
+        """
+        if isinstance(self.losses, pd.DataFrame):
+            known = self.losses.astype(object).where(self.losses.notna(), None).to_dict("records")
+            return self._rows(list(map(str, self.losses.columns)), _numbered(known))
+        if self.name.startswith(WANDB):
+            return self._rows(*self._read_wandb())
         try:
-            text = self.path.read_text(encoding="utf-8-sig")
+            text = Path(self.losses).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise StageError(f"watch: {self.name}: {format_read_error(error)}") from error
-        if self.growing:
-            text = text[: text.rfind("\n") + 1]
-        if self.path.suffix == ".jsonl":
-            return self._read_json_lines(text)
+        text = text[: text.rfind("\n") + 1] if self.growing else text
+        return self._rows(*(self._read_json_lines(text) if self.name.endswith(".jsonl") else self._read_csv(text)))
+
+    def _read_csv(self, text: str) -> _Records:
         lines = csv.DictReader(text.splitlines())
         try:
-            columns = list(lines.fieldnames or [])
-            numbered = ((f"line {lines.line_num}", line) for line in lines)
-            return _rows(numbered, columns, self.name, self.tokens_column, self.loss_column)
+            return list(lines.fieldnames or []), [(f"line {lines.line_num}", line) for line in lines]
         except csv.Error as error:
             raise StageError(f"watch: {self.name}, line {lines.line_num}: not valid CSV: {error}") from error
 
-    def _read_json_lines(self, text: str) -> list[Row]:
-        """Rows of objects, a line each; a loss of null is a divergence, as in a trainer's rows."""
-        records: list[tuple[str, dict[str, Any]]] = []
+    def _read_json_lines(self, text: str) -> _Records:
+        """An object in each line; a loss of null is a divergence, as in a trainer's rows."""
+        records: list[tuple[str, dict[Any, Any]]] = []
         for number, line in enumerate(text.splitlines(), start=1):
             try:
                 found = json.loads(line)
@@ -90,122 +86,61 @@ class LossFile:
             records.append(
                 (f"line {number}", {name: math.nan if value is None else value for name, value in found.items()})
             )
-        columns = list(dict.fromkeys(name for _, record in records for name in record))
-        return _rows(records, columns, self.name, self.tokens_column, self.loss_column)
+        return list(dict.fromkeys(name for _, record in records for name in record)), records
 
-
-@dataclass(frozen=True, kw_only=True)
-class WandbRun:
-    """A run of Weights & Biases, read through its public API with the key in WANDB_API_KEY.
-
-    Attributes:
-        path: entity/project/run.
-        tokens_column, loss_column: Keys that the run logged; `_step` is its own count of steps.
-    """
-
-    path: str
-    tokens_column: str | None = None
-    loss_column: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The path after `wandb:`."""
-        return WANDB + self.path
-
-    def read(self) -> list[Row]:
-        """See `LossSource`."""
+    def _read_wandb(self) -> _Records:
+        """The keys that the run logged; `_step` is its own count of steps."""
         if not os.environ.get("WANDB_API_KEY"):
             raise StageError(f"watch: {self.name}: WANDB_API_KEY is not set; it must hold a key of Weights & Biases")
         import wandb
 
-        tokens, loss = self.tokens_column or "tokens", self.loss_column or "loss"
+        columns = [self.tokens_column or "tokens", self.loss_column or "loss"]
         try:
-            history = [dict(row) for row in wandb.Api().run(self.path).scan_history(keys=[tokens, loss])]
+            run = wandb.Api().run(self.name.removeprefix(WANDB))
+            return columns, _numbered([dict(row) for row in run.scan_history(keys=columns)])
         except Exception as error:  # wandb also raises its transport's errors
             reason = redacted(f"{type(error).__name__}: {error}")
             raise StageError(f"watch: {self.name}: {reason}") from error
-        return _rows(_numbered(history), [tokens, loss], self.name, tokens, loss)
+
+    def _rows(self, columns: list[str], records: list[tuple[str, dict[Any, Any]]]) -> list[Row]:
+        """The rows of records, whose values are numbers or text."""
+        counter = self.tokens_column or next((name for name in ("tokens", "step") if name in columns), "tokens or step")
+        if self.loss_column:
+            losses = {self.loss_column: _LOSSES.get(self.loss_column, "val_loss")}
+        else:
+            losses = {name: meaning for name, meaning in _LOSSES.items() if name in columns}
+        wanted = [counter, *(losses or ("loss, val_loss or train_loss",))]
+        if missing := [name for name in wanted if name not in columns]:
+            raise StageError(
+                f"watch: {self.name}: no column {' and none '.join(missing)}; the columns are {', '.join(columns) or 'none'}"
+            )
+        if repeated := [name for name in wanted if columns.count(name) > 1]:
+            raise StageError(
+                f"watch: {self.name}: column {repeated[0]} must occur once, got it {columns.count(repeated[0])} times"
+            )
+        unit = "step" if counter.endswith("step") else "tokens"
+        rows: list[Row] = []
+        for place, record in records:
+            at = f"{self.name}, {place}"
+            row = {
+                meaning: _number(record.get(name), f"{at}, {name}")
+                for name, meaning in losses.items()
+                if record.get(name) not in (None, "")
+            }
+            if not row:
+                continue  # other metrics were logged there
+            row[unit] = _number(record.get(counter), f"{at}, {counter}")
+            if not 0 <= row[unit] < math.inf:
+                raise StageError(f"watch: {at}, {counter}: must be finite and not negative, got {row[unit]}")
+            for name, meaning in losses.items():
+                if row.get(meaning, 1.0) <= 0:
+                    raise StageError(f"watch: {at}, {name}: must be above 0 (or NaN: diverged), got {row[meaning]}")
+            rows.append(row)
+        return rows
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossTable:
-    """A DataFrame with the columns of a `LossFile`; NaN means "not logged", and an infinite loss that the run diverged."""
-
-    frame: pd.DataFrame
-    name: str = "DataFrame"
-
-    def read(self) -> list[Row]:
-        """See `LossSource`."""
-        rows = self.frame.astype(object).where(self.frame.notna(), None).to_dict("records")
-        return _rows(_numbered(rows), list(map(str, self.frame.columns)), self.name, None, None)
-
-
-def loss_source(
-    losses: str | Path | pd.DataFrame,
-    *,
-    tokens_column: str | None = None,
-    loss_column: str | None = None,
-    growing: bool = False,
-) -> LossSource:
-    """The source that is meant by a path, by `wandb:entity/project/run`, or by a DataFrame.
-
-    Args:
-        losses: Path, run or table.
-        tokens_column, loss_column, growing: As in `LossFile`; a DataFrame's columns are named as they must be.
-    """
-    if isinstance(losses, pd.DataFrame):
-        return LossTable(frame=losses)
-    if str(losses).startswith(WANDB):
-        run = str(losses).removeprefix(WANDB)
-        return WandbRun(path=run, tokens_column=tokens_column, loss_column=loss_column)
-    return LossFile(path=Path(losses), tokens_column=tokens_column, loss_column=loss_column, growing=growing)
-
-
-def _numbered(records: list[dict[Any, Any]]) -> Iterable[tuple[str, dict[Any, Any]]]:
-    return ((f"row {number}", record) for number, record in enumerate(records))
-
-
-def _rows(
-    records: Iterable[tuple[str, Mapping[Any, Any]]],
-    columns: list[str],
-    source: str,
-    tokens_column: str | None,
-    loss_column: str | None,
-) -> list[Row]:
-    """The rows of records, each with its place in the source; their values are numbers or text."""
-    counter = tokens_column or next((name for name in ("tokens", "step") if name in columns), "tokens or step")
-    if loss_column:
-        losses = {loss_column: _LOSSES.get(loss_column, "val_loss")}
-    else:
-        losses = {name: meaning for name, meaning in _LOSSES.items() if name in columns}
-    wanted = [counter, *(losses or ("loss, val_loss or train_loss",))]
-    if missing := [name for name in wanted if name not in columns]:
-        raise StageError(
-            f"watch: {source}: no column {' and none '.join(missing)}; the columns are {', '.join(columns) or 'none'}"
-        )
-    if repeated := [name for name in wanted if columns.count(name) > 1]:
-        raise StageError(
-            f"watch: {source}: column {repeated[0]} must occur once, got it {columns.count(repeated[0])} times"
-        )
-    unit = "step" if counter.endswith("step") else "tokens"
-    rows: list[Row] = []
-    for place, record in records:
-        at = f"{source}, {place}"
-        row = {
-            meaning: _number(record.get(name), f"{at}, {name}")
-            for name, meaning in losses.items()
-            if record.get(name) not in (None, "")
-        }
-        if not row:
-            continue  # other metrics were logged there
-        row[unit] = _number(record.get(counter), f"{at}, {counter}")
-        if not 0 <= row[unit] < math.inf:
-            raise StageError(f"watch: {at}, {counter}: must be finite and not negative, got {row[unit]}")
-        for name, meaning in losses.items():
-            if row.get(meaning, 1.0) <= 0:
-                raise StageError(f"watch: {at}, {name}: must be above 0 (or NaN: diverged), got {row[meaning]}")
-        rows.append(row)
-    return rows
+def _numbered(records: list[dict[Any, Any]]) -> list[tuple[str, dict[Any, Any]]]:
+    return [(f"row {number}", record) for number, record in enumerate(records)]
 
 
 def _number(value: Any, where: str) -> float:

@@ -1,8 +1,9 @@
-"""Gathers what a study knows for its report, straight from the ledger: nothing is trained, and no stage is run."""
+"""The values of a report, gathered straight from the ledger: nothing is trained, and no stage is run."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -14,18 +15,52 @@ from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
-from muscale.monitoring.band import registered_band
-from muscale.monitoring.calibration import calibrate
-from muscale.pages.report_contents import ReportContents
+from muscale.monitoring.band import Band, registered_band
+from muscale.monitoring.calibration import Calibration, calibrate
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
+from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.proxies.comparison import Comparison
-from muscale.search.search_so_far import search_so_far
+from muscale.search.search_so_far import SearchSoFar, search_so_far
+from muscale.search.sweep_result import SweepResult
 from muscale.store.ledger import NESTED, now
 from muscale.store.tables import ResultKind, segments
 from muscale.store.tables import runs as run_table
 from proxy_models.coordinates.check import CoordinateCheck
+from proxy_models.data.corpus import Corpus
+from scaling import ScalingFit, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportContents:
+    """Values of a report; None is what is not known yet."""
+
+    name: str
+    config: dict[str, Any]
+    created_at: str
+    runs: pd.DataFrame
+    corpus: Corpus | None = None
+    check: CoordinateCheck | None = None
+    so_far: SearchSoFar | None = None
+    sweep: SweepResult | None = None
+    transfer: Verdict | None = None
+    fit: ScalingFit | None = None
+    next_runs: NextStems | None = None
+    comparison: Comparison | None = None
+    plan: dict[str, Any] | None = None
+    forecast: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
+    promotion: dict[str, Any] | None = None
+    curve: pd.DataFrame | None = None
+    evaluations: pd.DataFrame | None = None
+    evaluated: CheckpointEvaluation | None = None
+    band: Band | None = None
+    calibration: Calibration | None = None
+    run_events: pd.DataFrame | None = None
+    bundle: str | None = None
+    spending: pd.DataFrame = field(default_factory=pd.DataFrame)
+    reproduction: dict[str, Any] | None = None
 
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:

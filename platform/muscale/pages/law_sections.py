@@ -1,4 +1,4 @@
-"""The report's sections on the law: its data, its optimum, its uncertainty, and the next runs."""
+"""The report's sections on the law: its data, its optimum, its uncertainty, the next runs, and the study's variants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from scaling import Forecast, ScalingError, ScalingFit, fit_isoflops
 
 if TYPE_CHECKING:
     from muscale.plans.next_stems import NextStems
+    from muscale.proxies.comparison import Comparison
 
 _WITHIN = 0.005  # of the loss: the band of sizes, where a plan says no other
 _BUDGETS = 4  # isoFLOPs that are drawn by the law
@@ -20,6 +21,7 @@ _GRIDS = 3  # from which a power through their minima is shown at all: through t
 _RESAMPLINGS = 200
 _PROFILED = {"E": "the irreducible loss E", "params_exponent": "the exponent of the best size"}
 GROUP = "The law"
+_LISTED = ["variant", "verdict", "multiplier", "low", "high", "p_better", "change", "loss", "runs", "diverged", "look"]
 
 
 def law_sections(
@@ -161,3 +163,29 @@ def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
         result=result,
         drawings=(*drawings, *beside),
     )
+
+
+def variant_sections(found: Comparison | None) -> list[Section]:
+    """The section, once variants were compared."""
+    if found is None:
+        return []
+    outcome = found.outcome
+    table = outcome.table[_LISTED].rename(columns={"p_better": "P(better)", "change": "loss there, log ratio"})
+    several = outcome.n_sizes > 1
+    return [
+        Section(
+            title="Variants",
+            command="compare",
+            group=GROUP,
+            about="Compute that the study would need for each variant's loss at the target, over the variant's own, and the verdict.",
+            result=found.about,
+            drawings=(
+                *drawn(found.plot(), "multiplier of each variant against compute, with its band up to the target"),
+                *drawn(outcome.plot_losses(), "loss of each variant beside the study's at the same compute"),
+                *drawn(
+                    outcome.plot_looks() if several else None, "probability that each variant is better, look by look"
+                ),
+            ),
+            table=as_table(table),
+        )
+    ]

@@ -20,9 +20,8 @@ import sqlalchemy as sa
 from muscale.errors import MuscaleError, StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
-from muscale.pages.contents import gather
+from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import sections_of
-from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
 from muscale.search.search_so_far import search_so_far
 from muscale.store.cancels import cancel_study, cancel_trial

@@ -14,17 +14,15 @@ from plotly.offline import get_plotlyjs
 
 from muscale.monitoring import figures
 from muscale.pages import summary
-from muscale.pages.law_sections import law_sections
-from muscale.pages.report_contents import ReportContents
+from muscale.pages.law_sections import law_sections, variant_sections
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
 from muscale.pages.spending import draw_spending, format_spending
-from muscale.pages.variant_section import variant_sections
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration
-    from muscale.pages.reproduction import Reproduction
+    from muscale.pages.contents import ReportContents
 
 _CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
 _CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
@@ -55,26 +53,11 @@ def page(sections: list[Section], *, name: str, written: str, **values: Any) -> 
         written: The line below it.
         values: Where the page's scripts are from, and what they may do.
     """
-    given = {
-        "policy": None,
-        "plotly": None,
-        "script": None,
-        "nonce": None,
-        "live": False,
-        "known": None,
-        "actions": False,
-    }
-    return (
-        templates()
-        .get_template("page.html.jinja")
-        .render(
-            name=name,
-            written=written,
-            sections=sections,
-            groups=list(grouped(sections)),
-            style=page_file("report.css"),
-            **(given | values),
-        )
+    unset: dict[str, Any] = dict.fromkeys(("policy", "plotly", "script", "nonce", "live", "known", "actions"))
+    contents, style = list(grouped(sections)), page_file("report.css")
+    template = templates().get_template("page.html.jinja")
+    return template.render(
+        name=name, written=written, sections=sections, groups=contents, style=style, **unset | values
     )
 
 
@@ -111,7 +94,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
 
     return [
         _summary(contents),
-        *_plan(contents),
+        _plan(contents),
         Section(
             title="The corpus",
             command="check",
@@ -182,12 +165,14 @@ def _summary(contents: ReportContents) -> Section:
     )
 
 
-def _plan(contents: ReportContents) -> list[Section]:
-    about = "Size, tokens and hyperparameters of the full run, each with the rule that transferred it."
-    if contents.plan is None:
-        return [Section(title="The plan", command="plan", about=about)]
-    values = {"plan": contents.plan, "gate": contents.gate}
-    return [Section(title="The plan", command="plan", about=about, template="plan.html.jinja", values=values)]
+def _plan(contents: ReportContents) -> Section:
+    return Section(
+        title="The plan",
+        command="plan",
+        about="Size, tokens and hyperparameters of the full run, each with the rule that transferred it.",
+        template="plan.html.jinja" if contents.plan else None,
+        values={"plan": contents.plan, "gate": contents.gate},
+    )
 
 
 def _corpus_warnings(contents: ReportContents) -> list[str]:
@@ -255,16 +240,13 @@ def _spending(table: pd.DataFrame) -> Section:
     )
 
 
-def _reproduction(found: Reproduction | None) -> Section:
-    about = "The commands, the hashes that determine the results, and the study file."
-    if found is None:
-        return Section(title="How to reproduce", command="run", group="Ledger", about=about)
+def _reproduction(found: dict[str, Any] | None) -> Section:
     return Section(
         title="How to reproduce",
         command="run",
         group="Ledger",
-        about=about,
-        template="reproduction.html.jinja",
+        about="The commands, the hashes that determine the results, and the study file.",
+        template="reproduction.html.jinja" if found else None,
         values={"found": found},
     )
 

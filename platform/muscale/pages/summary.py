@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from muscale.formatting import format_duration
 from muscale.pages.sections import count
 from proxy_models.data.corpus import Corpus
 
 if TYPE_CHECKING:
-    from muscale.pages.report_contents import ReportContents
+    from muscale.pages.contents import ReportContents
 
 _OPEN = (None, None)
 _ROOM = 0.35  # of the interval, left and right of all that is drawn
@@ -102,7 +103,7 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
         return []
     workers = promotion["world_size"]
     note = f"wall time on {workers} workers" if workers else "reported by the run's owner"
-    return [Tile(label="trained in", value=_duration(promotion["seconds"]), note=note)]
+    return [Tile(label="trained in", value=format_duration(promotion["seconds"]), note=note)]
 
 
 def _of_transfer(contents: ReportContents) -> list[Tile]:
@@ -180,9 +181,3 @@ def _searched(contents: ReportContents) -> Step:
 def _step(title: str, leads_to: str, value: str | None, note: str | None, *, failed: bool = False) -> Step:
     state = "failed" if failed else "done" if value else "open"
     return Step(title=title, value=value or "–", note=note or "not yet", state=state, leads_to=leads_to)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -21,7 +21,7 @@ from muscale.layout import EXTERNAL_RUNS
 from muscale.monitoring.band import Band, register_band
 from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
-from muscale.monitoring.losses import LossFile, LossTable, WandbRun
+from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.plans.planning import Plan
@@ -48,7 +48,7 @@ class Elsewhere:
 
     def watch(self, **columns: Any) -> RunStatus:
         """The status after one look at the table."""
-        return Monitor(self.ledger, losses=LossFile(path=self.table, **columns), alarm_after=3).look()
+        return Monitor(self.ledger, losses=LossSource(losses=self.table, **columns), alarm_after=3).look()
 
     def write(self, *shares: float, off: float = 1.0, header: bool = False, newline: bool = True) -> None:
         tokens = [round(share * self.plan.n_tokens) for share in shares]
@@ -94,8 +94,8 @@ def test_what_was_seen_first_is_kept(elsewhere: Elsewhere) -> None:
 
 def test_a_line_that_is_half_written_waits(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.5, header=True, newline=False)
-    assert len(LossFile(path=elsewhere.table, growing=True).read()) == 1
-    assert len(LossFile(path=elsewhere.table).read()) == 2
+    assert len(LossSource(losses=elsewhere.table, growing=True).read()) == 1
+    assert len(LossSource(losses=elsewhere.table).read()) == 2
 
 
 def test_a_run_that_was_set_back_counts_as_it_went_on(elsewhere: Elsewhere) -> None:
@@ -127,7 +127,7 @@ def test_steps_of_a_growing_batch_are_counted_once_for_all_rows(
     monkeypatch.setattr(BatchRamp, "steps", counted)
     n_tokens = ramped.whole_batches(elsewhere.plan.n_tokens)
     plan = replace(elsewhere.plan, hyperparameters=ramped, n_tokens=n_tokens)
-    run = ExternalRun(elsewhere.ledger, LossTable(frame=pd.DataFrame()))
+    run = ExternalRun(elsewhere.ledger, LossSource(losses=pd.DataFrame()))
     run.plan = plan
     records = run.records([{"step": float(step), "val_loss": 3.0} for step in range(1, 9)])
     assert len(asked) == 1
@@ -176,7 +176,7 @@ def test_a_table_that_can_t_be_used_is_refused(tmp_path: Path, text: str, messag
     path = tmp_path / "losses.csv"
     path.write_text(text)
     with pytest.raises(StageError, match=message):
-        LossFile(path=path).read()
+        LossSource(losses=path).read()
 
 
 def test_a_table_of_another_run_is_refused(elsewhere: Elsewhere) -> None:
@@ -184,13 +184,13 @@ def test_a_table_of_another_run_is_refused(elsewhere: Elsewhere) -> None:
     with pytest.raises(StageError, match="must be a run of the .* tokens of plan"):
         elsewhere.watch()
     with pytest.raises(StageError, match="is a directory, not a file"):
-        LossFile(path=elsewhere.table.parent).read()
+        LossSource(losses=elsewhere.table.parent).read()
 
 
 def test_rows_without_a_loss_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "losses.csv"
     path.write_text("tokens,val_loss,train_loss\n1,,3\n2,2.5,2.9\n3,,\n")
-    assert LossFile(path=path).read() == [
+    assert LossSource(losses=path).read() == [
         {"tokens": 1, "train_loss": 3.0},
         {"tokens": 2, "val_loss": 2.5, "train_loss": 2.9},
     ]
@@ -199,7 +199,7 @@ def test_rows_without_a_loss_are_passed_over(tmp_path: Path) -> None:
 def test_weights_and_biases_wants_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(StageError, match="WANDB_API_KEY is not set"):
-        WandbRun(path="entity/project/run").read()
+        LossSource(losses="wandb:entity/project/run").read()
 
 
 def test_the_command_follows_a_growing_file_to_its_end(

@@ -12,9 +12,8 @@ from muscale import Study, StudyConfig
 from muscale.findings import findings
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
 from muscale.layout import FULL_RUNS, METRICS
-from muscale.pages.contents import gather
+from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import write_report
-from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan, register

@@ -25,7 +25,7 @@ def test_settings_from_python_are_quoted_for_a_shell(make_study: Callable[[], Pa
     study = Study.open(path, given, quiet=True)
     found = gather(study.contents, findings(study.contents)).reproduction
     assert found is not None
-    (first, _), *_ = found.commands
+    (first, _), *_ = found["commands"]
     assert first.startswith("muscale run study.toml --set sweep.trials=3 --set 'transfer.horizons=[0.5, 1.0]' --set ")
     words = shlex.split(first)
     assert words[3:][::2] == ["--set"] * len(given)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from muscale.pages.report_contents import ReportContents
+from muscale.pages.contents import ReportContents
 from muscale.pages.sections import as_table, count, escaped
 from muscale.pages.summary import headline, lineage, ruler, tiles
 from tests.muscale.pages.test_report import COLUMNS, promoted

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from muscale import StageError
+from muscale.pages.contents import ReportContents
 from muscale.pages.report import write_report
-from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import search_sections
 from muscale.search.sweep_figures import (
     coloured_by,
