@@ -60,7 +60,6 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
     trained = [("sweep", "trial 0", 1000, 2000 - i, 0.01, 2.0 + i / 10, 1.0) for i in range(30)]
     return ReportContents(
         name=name,
-        config=config.to_dict(),
         created_at=stamp,
         runs=pd.DataFrame(trained, columns=RUNS),
         check=planted_check(),

@@ -37,7 +37,6 @@ class ReportContents:
     """Values of a report; None is what is not known yet."""
 
     name: str
-    config: dict[str, Any]
     created_at: str
     runs: pd.DataFrame
     corpus: Corpus | None = None
@@ -75,7 +74,6 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
     corpus, known = study.corpus, _full_run(study, found.plan)
     return ReportContents(
         name=study.config.name,
-        config=study.config.to_dict(),
         created_at=now(),
         corpus=corpus,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ _GRIDS = 3  # from which a power through their minima is shown at all: through t
 _RESAMPLINGS = 200
 _PROFILED = {"E": "the irreducible loss E", "params_exponent": "the exponent of the best size"}
 GROUP = "The law"
+_of_fit = partial(Section, command="fit", group=GROUP)
+_of_plan = partial(Section, command="plan", group=GROUP)
 _LISTED = ["variant", "verdict", "multiplier", "low", "high", "p_better", "change", "loss", "runs", "diverged", "look"]
 
 
@@ -34,10 +37,8 @@ def law_sections(
         plan: As `Plan.to_dict` gives it; its target is marked in the figures.
         further: Runs that would narrow its forecast.
     """
-    whole = Section(
+    whole = _of_fit(
         title="The law and its data",
-        command="fit",
-        group=GROUP,
         about="The law is fitted to annealed runs near their best rate only.",
         result=f"L(N, D)  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
@@ -70,14 +71,12 @@ def law_sections(
     ]
     return [
         whole,
-        *(_figure(*part, "fit") for part in figures),
+        *(_figure(*part) for part in figures),
         _profiles(fit),
         _isoflops(fit, plan),
-        *_of_plan(fit, plan, target),
-        Section(
+        *_of_target(fit, plan, target),
+        _of_plan(
             title="What to run next",
-            command="plan",
-            group=GROUP,
             about="The runs that would narrow the forecast's interval most, among those that the family and the corpus allow.",
             result=further.advice if further else None,
             table=as_table(further.table if further else None),
@@ -85,15 +84,13 @@ def law_sections(
     ]
 
 
-def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | None) -> list[Section]:
+def _of_target(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | None) -> list[Section]:
     """Sections that depend on the plan's budget and its target."""
     if plan is None or target is None:
         return []
     decision = plan["decision"]
-    sizes = Section(
+    sizes = _of_plan(
         title="Loss at other sizes",
-        command="plan",
-        group=GROUP,
         about="The forecast over sizes at the plan's compute; along the thick part the loss hardly changes.",
         drawings=drawn(
             fit.plot_sizes([decision["budget_flops"]], decision["tolerance"]),
@@ -101,18 +98,16 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
         ),
         table=as_table(pd.DataFrame(decision["near"])),
     )
-    variants = Section(
+    variants = _of_plan(
         title="Forecast of each fit",
-        command="plan",
-        group=GROUP,
         about="The forecast is the mean of several fits; their spread is part of its interval.",
         drawings=drawn(fit.plot_variants(target), "the loss of the full run by each fit behind the forecast"),
     )
     return [sizes, variants]
 
 
-def _figure(title: str, about: str, figure: go.Figure, command: str) -> Section:
-    return Section(title=title, command=command, group=GROUP, about=about, drawings=drawn(figure, title.lower()))
+def _figure(title: str, about: str, figure: go.Figure) -> Section:
+    return _of_fit(title=title, about=about, drawings=drawn(figure, title.lower()))
 
 
 def _profiles(fit: ScalingFit) -> Section:
@@ -127,10 +122,8 @@ def _profiles(fit: ScalingFit) -> Section:
         else:
             results.append(str(profile))
             drawings += drawn(profile.plot(), f"profile likelihood of {called}")
-    return Section(
+    return _of_fit(
         title="Profile likelihood of the law",
-        command="fit",
-        group=GROUP,
         about="Each point is the best fit with that value held fixed. On a side that stays low the runs set no bound.",
         result="\n\n".join(results),
         drawings=drawings,
@@ -155,10 +148,8 @@ def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
         )
     except (ScalingError, ValueError) as error:
         result, beside = f"no parabolas beside the law, as the ladder is no isoFLOP grid: {error}", ()
-    return Section(
+    return _of_fit(
         title="IsoFLOPs",
-        command="fit",
-        group=GROUP,
         about="The loss of each size at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",
         result=result,
         drawings=(*drawings, *beside),

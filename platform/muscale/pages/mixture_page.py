@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from scaling import MixtureFit
     from scaling.mixtures.best import BestMixture
     from scaling.mixtures.following import NextMixtures
+
+_section = partial(Section, command="mixture")
 
 
 def write_mixture_page(
@@ -29,25 +32,22 @@ def write_mixture_page(
     """
     weights = best.table.sort_values("weight", ascending=False, kind="stable")
     sections = [
-        Section(
+        _section(
             title="The best mixture",
-            command="mixture",
             group="Mixture",
             about="Weight of each domain; its interval is where the best mixtures of laws as likely as this one lie.",
             result=best.about,
             drawings=drawn(best.plot(), "weight of each domain in the best mixture, with its interval"),
             table=as_table(weights),
         ),
-        Section(
+        _section(
             title="Its losses",
-            command="mixture",
             group="Mixture",
             about="Loss that a run of the best mixture is expected to have on each held-out set of the objective.",
             table=as_table(best.losses),
         ),
-        Section(
+        _section(
             title="Whose data lowers which loss",
-            command="mixture",
             group="The law",
             about="Change of each loss where .1 of the runs' mean mixture gives way to one domain.",
             result=fit.about,
@@ -59,9 +59,8 @@ def write_mixture_page(
         columns = following.runs.rename(columns=lambda name: name.removeprefix("weight_")).T
         table = columns.rename(columns=lambda number: f"run {number + 1}").rename_axis("weight of").reset_index()
         sections.append(
-            Section(
+            _section(
                 title="What to train next",
-                command="mixture",
                 group="The law",
                 about="A column for each run: its weights, and what it is worth once those before it have ended as expected.",
                 result=following.about,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
 _CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
 """Columns of the table of ended runs."""
+_of_full_run = partial(Section, command="promote", group="The full run")
+_of_ledger = partial(Section, command="run", group="Ledger")
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
@@ -118,10 +121,8 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         *kept(transfer_sections, contents.transfer),
         *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
         *kept(variant_sections, contents.comparison),
-        Section(
+        _of_full_run(
             title="The full run",
-            command="promote",
-            group="The full run",
             about="The forecast and the band were registered before the first step and cannot be changed.",
             result="\n".join(str(one) for one in (contents.band, contents.evaluated) if one),
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and the measured loss"),
@@ -130,10 +131,8 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         _events(contents),
         *_calibration(contents.calibration),
         _spending(contents.spending),
-        Section(
+        _of_ledger(
             title="Every run",
-            command="run",
-            group="Ledger",
             about="One row for each annealed run, loss in nats per token on held-out text. A long table shows the "
             "latest runs; `muscale runs` has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
@@ -203,10 +202,8 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
 def _events(contents: ReportContents) -> Section:
     events, begun = contents.run_events, contents.curve is not None or contents.promotion is not None
     quiet = "none: no alarm, no skipped batch, no rollback to a checkpoint, no restart" if begun else None
-    return Section(
+    return _of_full_run(
         title="Events",
-        command="promote",
-        group="The full run",
         about="Alarms, skipped batches, rollbacks to a checkpoint and restarts, in order of time.",
         result=quiet if events is None or events.empty else None,
         table=as_table(events),
@@ -218,10 +215,8 @@ def _calibration(found: Calibration | None) -> list[Section]:
     if found is None or found.table.empty:
         return []
     return [
-        Section(
+        _of_full_run(
             title="Did the forecasts hold?",
-            command="promote",
-            group="The full run",
             about="Every full run that ended, its residual in units of the forecast's scale. Asserted: reported by the run's owner.",
             table=as_table(found.table[_CALIBRATION].assign(ended=found.table["ended"].str[:19])),
         )
@@ -229,10 +224,8 @@ def _calibration(found: Calibration | None) -> list[Section]:
 
 
 def _spending(table: pd.DataFrame) -> Section:
-    return Section(
+    return _of_ledger(
         title="Cost",
-        command="run",
-        group="Ledger",
         about="Compute and time by purpose; training that several runs share is counted once, for the first of them.",
         result=format_spending(table) if len(table) else None,
         drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
@@ -241,10 +234,8 @@ def _spending(table: pd.DataFrame) -> Section:
 
 
 def _reproduction(found: dict[str, Any] | None) -> Section:
-    return Section(
+    return _of_ledger(
         title="How to reproduce",
-        command="run",
-        group="Ledger",
         about="The commands, the hashes that determine the results, and the study file.",
         template="reproduction.html.jinja" if found else None,
         values={"found": found},

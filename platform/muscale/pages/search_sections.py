@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muscale.pages.sections import Section, as_table, drawn
@@ -17,27 +18,25 @@ if TYPE_CHECKING:
 
 SEARCH, TRANSFER = "The search", "Transfer"
 FINALISTS = "Confidence in the winner"
+_of_search = partial(Section, command="sweep", group=SEARCH)
+_of_transfer = partial(Section, command="transfer", group=TRANSFER)
 
 
 def search_sections(sweep: SweepResult | None) -> list[Section]:
     """The finished search, with a section for each figure for which there is data."""
     about = "Trials at the base shape, compared at rungs; trials that advanced and the best of each rung were annealed."
     if sweep is None:
-        return [Section(title="What was searched", command="sweep", group=SEARCH, about=about)]
-    whole = Section(
+        return [_of_search(title="What was searched", about=about)]
+    whole = _of_search(
         title="What was searched",
-        command="sweep",
-        group=SEARCH,
         about=about,
         result=sweep.about,
         drawings=drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
         table=as_table(_trials(sweep)),
     )
     parts = [
-        Section(
+        _of_search(
             title=title,
-            command="sweep",
-            group=SEARCH,
             about=about,
             result=sweep.finalists.about if sweep.finalists and title == FINALISTS else None,
             drawings=drawn(figure, title.lower()),
@@ -47,10 +46,8 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
     ]
     if isinstance(reason := sweep.importance_or_reason, str):
         parts.append(
-            Section(
+            _of_search(
                 title="Which hyperparameters matter",
-                command="sweep",
-                group=SEARCH,
                 about="Shares of the variance of log loss.",
                 missing=f"Importance can't be estimated: {reason}.",
             )
@@ -104,10 +101,8 @@ def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> li
     if so_far is None or (sweep is not None and not so_far.running):
         return []
     return [
-        Section(
+        _of_search(
             title="Search in progress",
-            command="sweep",
-            group=SEARCH,
             about="Every started trial with its loss at the last rung it reached; nothing is annealed yet.",
             result=str(so_far),
             drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
@@ -121,10 +116,8 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
     about = "Under muP the best rate does not move with width; the verdict gates promotion."
     horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
     laws = [
-        Section(
+        _of_transfer(
             title="Best rate against training tokens",
-            command="transfer",
-            group=TRANSFER,
             about="muP does not cover longer training; this law scales the rate with the tokens.",
             result=str(horizon) if horizon else missing.get("horizon law"),
             drawings=drawn(horizon and horizon.plot(), "best learning rate against training tokens"),
@@ -132,10 +125,8 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
     ]
     if batch or "batch law" in missing:
         laws.append(
-            Section(
+            _of_transfer(
                 title="Best batch against training tokens",
-                command="transfer",
-                group=TRANSFER,
                 about="Loss at equal tokens, the rate tuned for each batch; the best batch depends on the tokens, not on the size.",
                 result=str(batch) if batch else missing.get("batch law"),
                 drawings=drawn(batch and batch.plot(), "best batch against training tokens"),
@@ -144,13 +135,11 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
         )
     if verdict is None:
         title = "Loss against learning rate, per width"
-        return [Section(title=title, command="transfer", group=TRANSFER, about=about), *laws]
+        return [_of_transfer(title=title, about=about), *laws]
     several = len(verdict.transfers) > 1
     panels = [
-        Section(
+        _of_transfer(
             title=f"Loss against {'learning rate' if found.over == 'rate' else found.over}, per {found.along}",
-            command="transfer",
-            group=TRANSFER,
             about="Dotted: the runs, with the range over seeds; solid: the parabola; stars: the optima.",
             result=found.about,
             drawings=drawn(found.plot(), f"loss against {found.over} for each {found.along}"),
@@ -158,10 +147,8 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
         )
         for found in verdict.transfers
     ]
-    summary = Section(
+    summary = _of_transfer(
         title="Does it transfer?",
-        command="transfer",
-        group=TRANSFER,
         about=about,
         result=verdict.about,
         drawings=drawn(verdict.plot_drifts() if several else None, "drift of each optimum with its interval"),

@@ -30,7 +30,6 @@ COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", 
 def page(tmp_path: Path, **known: object) -> str:
     values = {
         "name": "s",
-        "config": {},
         "created_at": "2026-01-02T03:04:05+00:00",
         "runs": pd.DataFrame(columns=COLUMNS),
         **known,

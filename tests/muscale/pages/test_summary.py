@@ -18,9 +18,7 @@ from tests.muscale.pages.test_report import COLUMNS, promoted
 
 def contents(**known: Any) -> ReportContents:
     runs = pd.DataFrame(columns=COLUMNS)
-    return ReportContents(
-        **{"name": "s", "config": {}, "created_at": "2026-01-02T03:04:05+00:00", "runs": runs, **known}
-    )
+    return ReportContents(**{"name": "s", "created_at": "2026-01-02T03:04:05+00:00", "runs": runs, **known})
 
 
 FORECAST = {

@@ -128,7 +128,6 @@ def test_the_report_shows_every_figure_for_which_there_is_data(search: Search, t
     ):
         contents = ReportContents(
             name=name,
-            config={},
             created_at="2026-01-02T03:04:05+00:00",
             runs=pd.DataFrame(columns=columns),
             sweep=result,
