@@ -1,7 +1,7 @@
 """Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from scaling.fits.forecast import Forecast
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
+from scaling.forms.spending import Spending
 from scaling.quantiles import tails
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ _MARGIN = 1.3  # of the box of N and D around what is shown
 _N_LEVELS, _N_RAYS = 10, 160
 _INSET = 3  # points of 64 from a line's end to its label, else it is cut off
 _HALVINGS = 60  # of a bracket of some tens in log units: to rounding
-_REACH = math.log(1e4)  # around the law's best log N, within which a draw's is sought
 
 
 def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, **columns: float) -> pd.DataFrame:
@@ -126,13 +126,11 @@ def allocation_data(
     probabilities, (low, high) = tails(level), compute_range
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
     best = law.frontier(flops, **columns)
-    around = best["n_params"].to_numpy()
     if isinstance(fits, Ensemble):
-        drawn = around * np.exp(
-            fits.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
-        )
+        moves = fits.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, columns)))
+        drawn = best["n_params"].to_numpy() * np.exp(moves)
     else:
-        drawn = best_sizes(law.form, law.form.stacked(fits), flops, around, columns)
+        drawn = best_sizes(law.form, law.form.stacked(fits), flops, columns)
     product = flops / FLOPS_PER_PARAM_TOKEN
     of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
     best["tokens_per_param"] = best["n_tokens"] / best["n_params"]
@@ -176,37 +174,21 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
     return figure
 
 
-def best_sizes(
-    form: Form, draws: Values, flops: Array, around: Array, columns: dict[str, float] | None = None
-) -> NDArray[np.float64]:
+def best_sizes(form: Form, draws: Values, flops: Array, columns: Mapping[str, float]) -> NDArray[np.float64]:
     """N of least loss for J parameter vectors at M budgets, [J, M].
 
     Args:
         form: of the law.
         draws: its parameters, [J, 1] each.
         flops: budgets, [M].
-        around: N of about the best, [M]; where there is no formula, it is sought within 10⁴ times of that, by halving an
-            interval in which the loss has one minimum.
         columns: values of the form's further columns.
     """
-    product = flops / FLOPS_PER_PARAM_TOKEN
     if powers := form.powers(draws):
         a, p, b, q = powers
+        product = flops / FLOPS_PER_PARAM_TOKEN
         return np.asarray(np.exp((np.log(p / q) + np.log(a) - np.log(b) + q * np.log(product)) / (p + q)))
-    n_draws = max(len(np.atleast_1d(value)) for value in draws.values())
-    centre = np.broadcast_to(np.log(around), (n_draws, len(flops)))
-    low, high = centre - _REACH, centre + _REACH
-
-    def loss(log_n: Array) -> Array:
-        rows = {"n_params": np.exp(log_n), "n_tokens": product * np.exp(-log_n), **(columns or {})}
-        return np.asarray(form.loss(draws, rows))
-
-    golden = (math.sqrt(5) - 1) / 2
-    for _ in range(_HALVINGS):
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        falls = loss(left) > loss(right)
-        low, high = np.where(falls, left, low), np.where(falls, high, right)
-    return np.asarray(np.exp((low + high) / 2))
+    spending, n_draws = Spending.of(form, columns), max(map(len, draws.values()))
+    return np.stack([spending.best(draws, np.full(n_draws, budget)) for budget in flops], axis=1)
 
 
 def _points(law: Law, n_params: Array, n_tokens: Array, columns: dict[str, float], series: str) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from scaling.drawing import ALONE, COLOURS, STAR, log_axis, loss_title, params_title
 from scaling.forms.law import NATS, Law
-from scaling.forms.spending import UNIQUE, Spending
+from scaling.forms.spending import Spending
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -41,8 +41,7 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
         raise ValueError("compute_flops must name at least one budget, got none")
     if not (math.isfinite(within) and within > 0):
         raise ValueError(f"within must be finite and above 0, got {within!r}")
-    further = {name: value for name, value in columns.items() if name != UNIQUE}
-    spending = Spending(form=law.form, unique_tokens=columns.get(UNIQUE, math.inf), columns=further)
+    spending = Spending.of(law.form, columns)
     budgets = np.array(compute_flops, np.float64)
     parts = []
     for flops, size in zip(budgets.tolist(), spending.best(law.parameters, budgets).tolist(), strict=True):

@@ -37,7 +37,7 @@ NATS = "nats per token"
 """The unit of losses where none is stated."""
 FLOPS_PER_PARAM_TOKEN = 6.0
 """C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
-_N_SHARE = (0.05, 0.95)
+N_SHARE = (0.05, 0.95)
 """Shares of log(C/6) between which log N of the best size is sought where there is no formula."""
 
 
@@ -252,8 +252,7 @@ class Law(JsonResult):
         else:
             from scipy.optimize import minimize_scalar
 
-            share_low, share_high = _N_SHARE
-            bounds = (share_low * math.log(product), share_high * math.log(product))
+            bounds = tuple(share * math.log(product) for share in N_SHARE)
             log_n = minimize_scalar(
                 lambda log_n: float(self.loss(math.exp(log_n), product * math.exp(-log_n), **columns)),
                 bounds=bounds,

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
-from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Form
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, N_SHARE, Form
 from scaling.forms.problem import Values
 
 FLOPS_PER_PARAM_SERVED = 2.0
@@ -26,7 +26,6 @@ UNIQUE = "unique_tokens"
 """Column of the forms that know what a repeated token is worth."""
 LEAST_FLOPS, MOST_FLOPS = 1e6, 1e60
 """Bounds between which the budget for a loss is sought."""
-_SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
 
 
@@ -55,6 +54,12 @@ class Spending:
     max_training_flops: float = math.inf
     sizes: Array | None = None
     columns: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, form: Form, columns: Mapping[str, float]) -> "Spending":
+        """Training alone, without limits but the unique tokens, with the form's further columns."""
+        further = {name: value for name, value in columns.items() if name != UNIQUE}
+        return cls(form=form, unique_tokens=columns.get(UNIQUE, math.inf), columns=further)
 
     @property
     def served_flops_per_param(self) -> float:
@@ -124,8 +129,8 @@ class Spending:
     def range(self, budget: Array) -> tuple[Array, Array]:
         """Log N between which the best is sought."""
         log_product = np.log(budget / FLOPS_PER_PARAM_TOKEN)
-        high = np.minimum(_SHARE[1] * log_product, math.log(self.max_params))
-        return np.minimum(_SHARE[0] * log_product, high), high
+        high = np.minimum(N_SHARE[1] * log_product, math.log(self.max_params))
+        return np.minimum(N_SHARE[0] * log_product, high), high
 
     def least_budget(self, values: Values, loss: float, n_laws: int) -> Array:
         """FLOPs, serving included, with which each of J laws first reaches the loss; infinite where none does, [J]."""
