@@ -1,7 +1,7 @@
 """Parts of all figures: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles."""
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -48,6 +48,22 @@ def add_band(
         hoverinfo="skip",
         **place,
     )
+
+
+def blank() -> "go.Figure":
+    """A figure without anything; plotly is imported here, when the first one is drawn."""
+    import plotly.graph_objects as go
+
+    return go.Figure()
+
+
+def add(
+    figure: "go.Figure", table: pd.DataFrame, x: str, y: str, bars: Literal["", "x", "y"] = "", /, **looks: Any
+) -> None:
+    """Draw two columns of a table, with `error_bars` along an axis if one is named; looks and place are plotly's."""
+    if bars:
+        looks[f"error_{bars}"] = error_bars(table, x if bars == "x" else y)
+    figure.add_scatter(x=table[x], y=table[y], **looks)
 
 
 def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:

@@ -5,7 +5,7 @@ The warnings of the fit stand above its panels: approach 2 is biased by itself.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,9 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    add,
     add_note,
+    blank,
     error_bars,
     log_axis,
     loss_title,
@@ -53,10 +55,9 @@ def draw_isoflops(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
 ) -> "go.Figure":
     """Loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
-    import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
 
-    figure = go.Figure()
+    figure = blank()
     budgets = np.sort(data["compute_flops"].unique())
     shades = sample_colorscale(list(COLOURS), np.linspace(0, 1, max(2, len(budgets))))
     for i, flops in enumerate(budgets):
@@ -101,44 +102,24 @@ def draw_envelope(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
 ) -> "go.Figure":
     """Loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
-    import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
 
-    figure = go.Figure()
+    figure = blank()
     curves, envelope, crossings = (data[data["series"] == name] for name in ("curve", "envelope", "crossing"))
     low, high = np.log([curves["n_params"].min(), curves["n_params"].max()])
     for i, (run, curve) in enumerate(curves.groupby("run")):
         size = curve["n_params"].iloc[0]
         (colour,) = sample_colorscale(list(COLOURS), [(math.log(size) - low) / max(high - low, 1e-9)])
-        figure.add_scatter(
-            x=curve["compute_flops"],
-            y=curve["loss"],
-            mode="lines",
-            line={"color": colour, "width": 1},
-            name="curves of runs",
-            legendgroup="curves",
-            showlegend=i == 0,
-            hovertemplate=f"{run}, N {size:.3g}<br>%{{x:.3g}} FLOPs, loss %{{y:.4f}}<extra></extra>",
-        )
-    figure.add_scatter(
-        x=envelope["compute_flops"],
-        y=envelope["loss"],
-        mode="lines",
-        line={"color": EDGE, "width": 5},
-        opacity=0.5,
-        name="envelope",
-        text=[f"N {size:.3g}" for size in envelope["n_params"]],
-    )
-    figure.add_scatter(
-        x=crossings["compute_flops"],
-        y=crossings["loss"],
-        mode="markers",
-        name="crossings, N* and D* there",
-        marker=STAR
-        | size_colours(crossings["n_params"], n_params_convention)
-        | {"cmin": low / math.log(10), "cmax": high / math.log(10)},
-        text=[f"N* {size:.3g}" for size in crossings["n_params"]],
-    )
+        group = {"name": "curves of runs", "legendgroup": "curves", "showlegend": i == 0}
+        hover = f"{run}, N {size:.3g}<br>%{{x:.3g}} FLOPs, loss %{{y:.4f}}<extra></extra>"
+        line = {"color": colour, "width": 1}
+        add(figure, curve, "compute_flops", "loss", mode="lines", line=line, hovertemplate=hover, **group)
+    text, line = [f"N {size:.3g}" for size in envelope["n_params"]], {"color": EDGE, "width": 5}
+    add(figure, envelope, "compute_flops", "loss", mode="lines", line=line, opacity=0.5, name="envelope", text=text)
+    marker = STAR | size_colours(crossings["n_params"], n_params_convention)
+    marker |= {"cmin": low / math.log(10), "cmax": high / math.log(10)}
+    text, name = [f"N* {size:.3g}" for size in crossings["n_params"]], "crossings, N* and D* there"
+    add(figure, crossings, "compute_flops", "loss", mode="markers", name=name, marker=marker, text=text)
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
     figure.update_yaxes(title=loss_title(loss_unit), type="log")
     _warn(figure, warnings)
@@ -156,6 +137,6 @@ def _flops(value: float) -> str:
     return f"{value / 10**exponent:.2g}·10<sup>{exponent}</sup>"
 
 
-def _trace(figure: "go.Figure", part: pd.DataFrame, name: str, first: bool, **looks: object) -> None:
+def _trace(figure: "go.Figure", part: pd.DataFrame, name: str, first: bool, **looks: Any) -> None:
     common = {"name": name, "legendgroup": name, "showlegend": first}
-    figure.add_scatter(x=part["n_params"], y=part["loss"], **common, **looks)
+    add(figure, part, "n_params", "loss", **common, **looks)

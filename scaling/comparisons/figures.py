@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import COLOURS, GREY, LOSS, error_bars
+from scaling.drawing import COLOURS, GREY, LOSS, add, blank
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,23 +23,14 @@ def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -
 
 def draw_finalists(data: pd.DataFrame) -> go.Figure:
     """Each trial's loss with its interval; the text is the probability that it is the best."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = blank()
     for name, colour in (("winner", COLOURS[0]), ("near-tie", COLOURS[3]), ("other", GREY)):
         part = data[data["series"] == name]
         if not len(part):
             continue
-        figure.add_scatter(
-            x=part["trial"].astype(str),
-            y=part["loss"],
-            error_y=error_bars(part, "loss"),
-            text=["" if np.isnan(p) else f"best: {p:.2f}" for p in part["p_best"]],
-            textposition="middle right",
-            mode="markers+text",
-            name=name,
-            marker={"color": colour, "size": 10},
-        )
+        text = ["" if np.isnan(p) else f"best: {p:.2f}" for p in part["p_best"]]
+        looks = {"mode": "markers+text", "textposition": "middle right", "marker": {"color": colour, "size": 10}}
+        add(figure, part.astype({"trial": str}), "trial", "loss", "y", name=name, text=text, **looks)
     order = data["trial"].astype(str).tolist()
     ends = [-0.4, len(order) - 0.25]  # else the last one's text is cut off
     figure.update_xaxes(title="trial", type="category", categoryorder="array", categoryarray=order, range=ends)

@@ -14,7 +14,9 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    add,
     add_band,
+    blank,
     log_axis,
     loss_title,
     params_title,
@@ -77,10 +79,9 @@ def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, 
 
 def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
-    import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
 
-    figure = go.Figure()
+    figure = blank()
     levels = np.sort(data.loc[data["series"] == "contour", "loss"].unique())
     places = max((len(f"{level:g}".partition(".")[2]) for level in levels), default=0)
     shades = sample_colorscale(list(COLOURS[3:]), np.linspace(0, 1, max(2, len(levels))))
@@ -159,15 +160,11 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
             own = part[part["series"] == series]
             hover = [f"{low:.3g} to {high:.3g}" for low, high in zip(own["low"], own["high"], strict=True)]
-            figure.add_scatter(
-                x=own["compute_flops"],
-                y=own["value"],
-                mode="lines",
-                name="best, within the runs" if series == "fitted" else "best, beyond them",
-                line={"color": COLOURS[2], "dash": dash},
-                text=hover,
-                **place,
+            name, line = (
+                f"best, {'within the runs' if series == 'fitted' else 'beyond them'}",
+                {"color": COLOURS[2], "dash": dash},
             )
+            add(figure, own, "compute_flops", "value", mode="lines", name=name, line=line, text=hover, **place)
         figure.update_yaxes(title=titles[quantity], **log_axis(part["value"]), row=row, col=1)
     figure.update_xaxes(**log_axis(data["compute_flops"]))
     figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
@@ -237,12 +234,12 @@ def _hover(part: pd.DataFrame) -> list[str]:
 
 def _line(figure: "go.Figure", part: pd.DataFrame, line: dict[str, Any], name: str, *, first: bool = True) -> None:
     common = {"mode": "lines", "line": line, "name": name, "legendgroup": name, "showlegend": first}
-    figure.add_scatter(x=part["n_params"], y=part["n_tokens"], text=_hover(part), hoverinfo="text", **common)
+    add(figure, part, "n_params", "n_tokens", text=_hover(part), hoverinfo="text", **common)
 
 
 def _markers(figure: "go.Figure", part: pd.DataFrame, name: str, marker: dict[str, Any]) -> None:
     common = {"mode": "markers", "marker": marker, "name": name}
-    figure.add_scatter(x=part["n_params"], y=part["n_tokens"], text=_hover(part), hoverinfo="text", **common)
+    add(figure, part, "n_params", "n_tokens", text=_hover(part), hoverinfo="text", **common)
 
 
 def _label(figure: "go.Figure", point: "pd.Series[Any]", text: str, place: str) -> None:

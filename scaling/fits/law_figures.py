@@ -10,8 +10,9 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    add,
     add_band,
-    error_bars,
+    blank,
     log_axis,
     loss_title,
     size_colours,
@@ -33,17 +34,15 @@ def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
 
 def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
-    import plotly.graph_objects as go
-
     figure = stacked(2)
     marker = size_colours(data["n_params"], n_params_convention) | {"size": 6}
     hover = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(data["n_params"], data["n_tokens"], strict=True)]
     common = {"mode": "markers", "marker": marker, "text": hover, "showlegend": False}
-    figure.add_trace(go.Scatter(x=data["predicted"], y=data["loss"], **common), row=1, col=1)
+    add(figure, data, "predicted", "loss", row=1, col=1, **common)
     ends = [data[["loss", "predicted"]].min().min(), data[["loss", "predicted"]].max().max()]
     diagonal = {"mode": "lines", "line": {"color": "grey", "dash": "dot"}, "showlegend": False, "hoverinfo": "skip"}
-    figure.add_trace(go.Scatter(x=ends, y=ends, **diagonal), row=1, col=1)
-    figure.add_trace(go.Scatter(x=data["compute_flops"], y=data["residual"], **common), row=2, col=1)
+    figure.add_scatter(x=ends, y=ends, row=1, col=1, **diagonal)
+    add(figure, data, "compute_flops", "residual", row=2, col=1, **common)
     figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=2, col=1)
     figure.update_xaxes(title="predicted " + loss_title(loss_unit), row=1, col=1)
     figure.update_yaxes(title="actual " + loss_title(loss_unit), row=1, col=1)
@@ -79,26 +78,13 @@ def frontier_data(
 
 def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
-    import plotly.graph_objects as go
-
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
-    figure = go.Figure()
+    figure = blank()
     add_band(figure, frontier["compute_flops"], frontier["low"], frontier["high"])
-    figure.add_scatter(
-        x=frontier["compute_flops"], y=frontier["loss"], mode="lines", name="best N and D", line={"color": COLOURS[2]}
-    )
-    figure.add_scatter(
-        x=runs["compute_flops"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5}
-    )
+    add(figure, frontier, "compute_flops", "loss", mode="lines", name="best N and D", line={"color": COLOURS[2]})
+    add(figure, runs, "compute_flops", "loss", mode="markers", name="runs", marker={"color": "grey", "size": 5})
     if len(target):
-        figure.add_scatter(
-            x=target["compute_flops"],
-            y=target["loss"],
-            error_y=error_bars(target, "loss"),
-            mode="markers",
-            name="forecast",
-            marker=STAR,
-        )
+        add(figure, target, "compute_flops", "loss", "y", mode="markers", name="forecast", marker=STAR)
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
     figure.update_yaxes(title=loss_title(loss_unit), type="log")
     return figure
@@ -136,13 +122,8 @@ def draw_backtest(data: pd.DataFrame) -> "go.Figure":
     }
     shown: set[str] = set()
     for row, part in enumerate(cuts, start=1):
-        ends = {
-            "array": part["error_high"],
-            "arrayminus": -part["error_low"],
-            "thickness": 1,
-            "width": 0,
-            "color": EDGE,
-        }
+        ends = {"array": part["error_high"], "arrayminus": -part["error_low"]}
+        ends |= {"thickness": 1, "width": 0, "color": EDGE}
         place = {"row": row, "col": 1, "mode": "markers"}
         none = {"symbol": "line-ns-open", "size": 8, "color": EDGE}
         x = part["compute_flops"]
@@ -154,9 +135,8 @@ def draw_backtest(data: pd.DataFrame) -> "go.Figure":
                 continue
             text = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(own["n_params"], own["n_tokens"], strict=True)]
             name = "within it" if within else "outside"
-            x, y = own["compute_flops"], own["error"]
             common = {"name": name, "legendgroup": name, "showlegend": name not in shown, **place}
-            figure.add_scatter(x=x, y=y, marker=marker, text=text, **common)
+            add(figure, own, "compute_flops", "error", marker=marker, text=text, **common)
             shown.add(name)
         figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=row, col=1)
         figure.update_yaxes(title="measured above<br>forecast (%)", row=row, col=1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import BAND, COLOURS, EDGE, STAR, add_note, parameter_title
+from scaling.drawing import BAND, COLOURS, EDGE, STAR, add, add_note, blank, parameter_title
 from scaling.forms.law import NATS
 from scaling.presentation import span
 
@@ -55,32 +55,28 @@ def profile_data(
 
 def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """The rise of the objective over the quantity, the threshold, and the interval, which stands above."""
-    import plotly.graph_objects as go
-
     about = data.iloc[0]
     fits, curve, estimate, ends, threshold = (
         data[data["series"] == name] for name in ("fit", "curve", "estimate", "end", "threshold")
     )
-    figure = go.Figure()
+    figure = blank()
     left, right = threshold["value"]
     inside = max(left, about["low"]), min(right, about["high"])
     figure.add_vrect(x0=inside[0], x1=inside[1], fillcolor=BAND, line_width=0, layer="below")
     level = f"threshold of {100 * about['level']:g} %"
     dashed = {"color": EDGE, "dash": "dash"}
-    figure.add_scatter(x=threshold["value"], y=threshold["rise"], mode="lines", line=dashed, name=level)
-    figure.add_scatter(x=curve["value"], y=curve["rise"], mode="lines", line={"color": COLOURS[2]}, name="profile")
+    add(figure, threshold, "value", "rise", mode="lines", line=dashed, name=level)
+    add(figure, curve, "value", "rise", mode="lines", line={"color": COLOURS[2]}, name="profile")
     hover = [
         "<br>".join([f"{about['name']} {value:.5g}", f"rise {rise:.3g}"])
         for value, rise in zip(fits["value"], fits["rise"], strict=True)
     ]
     dots = {"color": COLOURS[2], "size": 6}
-    figure.add_scatter(
-        x=fits["value"], y=fits["rise"], mode="markers", marker=dots, name="fits", text=hover, hoverinfo="text"
-    )
-    figure.add_scatter(x=estimate["value"], y=estimate["rise"], mode="markers", marker=STAR, name="estimate")
+    add(figure, fits, "value", "rise", mode="markers", marker=dots, name="fits", text=hover, hoverinfo="text")
+    add(figure, estimate, "value", "rise", mode="markers", marker=STAR, name="estimate")
     if len(ends):
         marker = {"symbol": "line-ns-open", "size": 14, "color": COLOURS[2], "line": {"width": 3}}
-        figure.add_scatter(x=ends["value"], y=ends["rise"], mode="markers", marker=marker, name="ends of the interval")
+        add(figure, ends, "value", "rise", mode="markers", marker=marker, name="ends of the interval")
     figure.update_xaxes(title=parameter_title(about["name"], loss_unit))
     top = data["rise"].max()
     figure.update_yaxes(title="rise of the objective, 2·ΔQ / scale", range=[-0.06 * top, 1.05 * top])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import ALONE, COLOURS, STAR, log_axis, loss_title, params_title
+from scaling.drawing import ALONE, COLOURS, STAR, add, blank, log_axis, loss_title, params_title
 from scaling.forms.law import NATS, Law
 from scaling.forms.spending import Spending
 
@@ -60,9 +60,7 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
 
 def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """A curve for each budget, its flat part thick, its best size a star."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = blank()
     for i, (flops, part) in enumerate(data.groupby("compute_flops")):
         colour = COLOURS[(i + 2) % len(COLOURS)]
         size, band, best = (part[part["series"] == name] for name in ("size", "band", "best"))
@@ -72,26 +70,10 @@ def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NA
         thick = {"color": colour, "width": 9, "simplify": False}
         common = {"legendgroup": label, "hoverinfo": "text"}
         for own, line in ((band, thick), (size, {"color": colour, "simplify": False})):
-            figure.add_scatter(
-                x=own["n_params"],
-                y=own["loss"],
-                mode="lines",
-                line=line,
-                opacity=0.4 if own is band else 1,
-                name=label,
-                showlegend=own is size,
-                text=_hover(own),
-                **common,
-            )
-        figure.add_scatter(
-            x=best["n_params"],
-            y=best["loss"],
-            mode="markers",
-            marker=STAR | {"color": colour},
-            showlegend=False,
-            text=_hover(best),
-            **common,
-        )
+            looks = {"mode": "lines", "line": line, "opacity": 0.4 if own is band else 1, "showlegend": own is size}
+            add(figure, own, "n_params", "loss", name=label, text=_hover(own), **looks, **common)
+        looks = {"mode": "markers", "marker": STAR | {"color": colour}, "showlegend": False}
+        add(figure, best, "n_params", "loss", text=_hover(best), **looks, **common)
     title = f"{params_title(n_params_convention)}<br>tokens D are what the compute leaves"
     figure.update_xaxes(title=title, **log_axis(data["n_params"]))
     figure.update_yaxes(title=loss_title(loss_unit))

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.drawing import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
+from scaling.drawing import BAND, COLOURS, STAR, add, blank, loss_title, parameter_title, stacked
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import NATS, Law
@@ -65,29 +65,11 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
         common = {"showlegend": i == 0, **place}
         hover = f"{first['x_name']} %{{x:.4g}}, {first['y_name']} %{{y:.4g}}<extra></extra>"
         dots = {"color": "grey", "size": 3, "opacity": 0.5}
-        figure.add_scatter(
-            x=draws["x"], y=draws["y"], mode="markers", name="refits", marker=dots, hovertemplate=hover, **common
-        )
-        figure.add_scatter(
-            x=ellipse["x"],
-            y=ellipse["y"],
-            mode="lines",
-            line={"color": COLOURS[3]},
-            fill="toself",
-            fillcolor=BAND,
-            name=f"ellipse with {100 * first['level']:g} % of them",
-            hoverinfo="skip",
-            **common,
-        )
-        figure.add_scatter(
-            x=estimate["x"],
-            y=estimate["y"],
-            mode="markers",
-            name="estimate",
-            marker=STAR,
-            hovertemplate=hover,
-            **common,
-        )
+        add(figure, draws, "x", "y", mode="markers", name="refits", marker=dots, hovertemplate=hover, **common)
+        filled_by = {"line": {"color": COLOURS[3]}, "fill": "toself", "fillcolor": BAND, "hoverinfo": "skip"}
+        name = f"ellipse with {100 * first['level']:g} % of them"
+        add(figure, ellipse, "x", "y", mode="lines", name=name, **filled_by, **common)
+        add(figure, estimate, "x", "y", mode="markers", name="estimate", marker=STAR, hovertemplate=hover, **common)
         for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
             is_log = first[f"{axis}_log"]
             values = np.log10(part[axis]) if is_log else part[axis]
@@ -120,9 +102,7 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
 
 def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """A strip for each fit: its loss against the forecast and its interval."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure, data = blank(), data.assign(lines=data["name"].map(_on_lines))
     target = data[data["series"] == "forecast"]
     low, high = target["low"].item(), target["high"].item()
     figure.add_vrect(x0=low, x1=high, fillcolor=BAND, line_width=0, layer="below")
@@ -145,18 +125,10 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
         text = [
             f"{name}<br>{loss:.4f} ({o:+.2f} %)" for name, loss, o in zip(part["name"], part["loss"], off, strict=True)
         ]
-        figure.add_scatter(
-            x=part["loss"],
-            y=part["name"].map(_on_lines),
-            mode="markers",
-            marker=marker,
-            error_x=error_bars(part, "loss") if series == "forecast" else None,
-            name=names[series],
-            text=text,
-            hoverinfo="text",
-        )
+        common = {"mode": "markers", "name": names[series], "text": text, "hoverinfo": "text"}
+        add(figure, part, "loss", "lines", "x" if series == "forecast" else "", marker=marker, **common)
     figure.update_xaxes(title=loss_title(loss_unit))
-    names_in_order = [*data["name"].map(_on_lines).unique()][::-1]
+    names_in_order = [*data["lines"].unique()][::-1]
     figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names_in_order)
     return figure.update_layout(height=200 + 36 * len(names_in_order))  # pixels: two lines for each fit
 

@@ -81,9 +81,9 @@ class BatchLaw(TokensLaw):
 
     def plot(self) -> "go.Figure":
         """Best batches against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import draw_batch, tokens_law_data
+        from scaling.optima.figures import draw_tokens_law, tokens_law_data
 
-        return draw_batch(tokens_law_data(self, "batch_tokens"))
+        return draw_tokens_law(tokens_law_data(self, "batch_tokens"), "batch_tokens", "best batch (tokens)")
 
 
 def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> BatchLaw:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import BAND, COLOURS, LOSS, add_band, error_bars, stacked
+from scaling.drawing import BAND, COLOURS, LOSS, add, add_band, blank, stacked
 from scaling.optima.optimum import Optimum
 from scaling.optima.tokens_law import TokensLaw
 
@@ -48,30 +48,16 @@ def transfer_data(
 
 def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> "go.Figure":
     """Loss against the log2 of the value, one colour per size; stars mark the optima."""
-    import plotly.graph_objects as go
-
-    figure, x = go.Figure(), f"log2_{over}"
+    figure, x = blank(), f"log2_{over}"
     for i, (size, part) in enumerate(data.groupby(along)):
         colour, group = COLOURS[i % len(COLOURS)], f"{along} {size:g}"
         runs, parabola, optimum = (part[part["series"] == name] for name in ("run", "parabola", "optimum"))
-        bars = error_bars(runs, "loss")
         common = {"legendgroup": group, "marker": {"color": colour}}
-        dotted = {"color": colour, "dash": "dot"}
-        figure.add_scatter(
-            x=runs[x], y=runs["loss"], error_y=bars, mode="markers+lines", name=group, line=dotted, **common
-        )
-        solid = {"color": colour}
-        figure.add_scatter(x=parabola[x], y=parabola["loss"], mode="lines", showlegend=False, line=solid, **common)
+        dotted, solid = {"color": colour, "dash": "dot"}, {"color": colour}
+        add(figure, runs, x, "loss", "y", mode="markers+lines", name=group, line=dotted, **common)
+        add(figure, parabola, x, "loss", mode="lines", showlegend=False, line=solid, **common)
         star = {"symbol": "star", "size": 13, "color": colour}
-        figure.add_scatter(
-            x=optimum[x],
-            y=optimum["loss"],
-            error_x=error_bars(optimum, x),
-            mode="markers",
-            marker=star,
-            showlegend=False,
-            legendgroup=group,
-        )
+        add(figure, optimum, x, "loss", "x", mode="markers", showlegend=False, **common | {"marker": star})
     figure.update_xaxes(title=f"log2 of {'the learning rate' if over == 'rate' else over} at the base shape")
     figure.update_yaxes(title=LOSS, type="log")
     return figure
@@ -91,25 +77,12 @@ def draw_verdict(panels: Sequence["go.Figure"]) -> "go.Figure":
     return figure
 
 
-def drift_data(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Verdict.table`, each with the label of its transfer."""
-    return table.assign(label=lambda t: t["over"] + " along " + t["along"])
-
-
-def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
-    """The drift of each optimum with its interval, and the band of ±`bound` octaves that a pass needs."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+def draw_drifts(table: pd.DataFrame, bound: float) -> "go.Figure":
+    """The drifts of `Verdict.table` with their intervals, and the band of ±`bound` octaves that a pass needs."""
+    data = table.assign(label=table["over"] + " along " + table["along"])
+    figure = blank()
     figure.add_vrect(x0=-bound, x1=bound, fillcolor=BAND, line_width=0)
-    figure.add_scatter(
-        x=data["drift_octaves"],
-        y=data["label"],
-        error_x=error_bars(data, "drift_octaves"),
-        mode="markers",
-        text=data["verdict"],
-        showlegend=False,
-    )
+    add(figure, data, "drift_octaves", "label", "x", mode="markers", text=data["verdict"], showlegend=False)
     figure.update_xaxes(title="drift of the optimum (octaves),<br>from the smallest size to the largest")
     return figure
 
@@ -126,33 +99,14 @@ def tokens_law_data(law: TokensLaw, name: str, level: float = 0.9) -> pd.DataFra
     return pd.concat([optima, line.assign(series="law")], ignore_index=True)
 
 
-def draw_horizon(data: pd.DataFrame) -> "go.Figure":
-    """The best learning rate against training tokens, both logarithmic."""
-    return _draw_law(data, "rate", "best learning rate at the base shape")
-
-
-def draw_batch(data: pd.DataFrame) -> "go.Figure":
-    """The best batch against training tokens, both logarithmic."""
-    return _draw_law(data, "batch_tokens", "best batch (tokens)")
-
-
-def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
-    import plotly.graph_objects as go
-
-    law = data[data["series"] == "law"]
-    figure = go.Figure()
+def draw_tokens_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
+    """The best value, of the column `name`, against training tokens, both logarithmic."""
+    law, figure = data[data["series"] == "law"], blank()
     add_band(figure, law["n_tokens"], law["low"], law["high"])
-    figure.add_scatter(x=law["n_tokens"], y=law[name], mode="lines", name="law", line={"color": COLOURS[2]})
+    add(figure, law, "n_tokens", name, mode="lines", name="law", line={"color": COLOURS[2]})
     for i, (group, part) in enumerate(data[data["series"] == "optimum"].groupby("group")):
         marker = {"color": COLOURS[i % len(COLOURS)], "size": 9}
-        figure.add_scatter(
-            x=part["n_tokens"],
-            y=part[name],
-            error_y=error_bars(part, name),
-            mode="markers",
-            name=str(group),
-            marker=marker,
-        )
+        add(figure, part, "n_tokens", name, "y", mode="markers", name=str(group), marker=marker)
     figure.update_xaxes(title="training tokens D", type="log")
     figure.update_yaxes(title=title, type="log")
     return figure

@@ -50,9 +50,9 @@ class HorizonLaw(TokensLaw):
 
     def plot(self) -> "go.Figure":
         """Fitted optima against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import draw_horizon, tokens_law_data
+        from scaling.optima.figures import draw_tokens_law, tokens_law_data
 
-        return draw_horizon(tokens_law_data(self, "rate"))
+        return draw_tokens_law(tokens_law_data(self, "rate"), "rate", "best learning rate at the base shape")
 
 
 def fit_horizon_law(

@@ -120,9 +120,9 @@ class Verdict(JsonResult):
 
     def plot_drifts(self) -> "go.Figure":
         """The drift of each optimum with its interval, and the band that a pass needs."""
-        from scaling.optima.figures import draw_drifts, drift_data
+        from scaling.optima.figures import draw_drifts
 
-        return draw_drifts(drift_data(self.table()), MAX_DRIFT)
+        return draw_drifts(self.table(), MAX_DRIFT)
 
     @property
     def about(self) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, error_bars, log_axis
+from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, add, blank, error_bars, log_axis
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -20,9 +20,7 @@ def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
 
 def draw_importance(data: pd.DataFrame) -> "go.Figure":
     """Bars with intervals, the most important on top; ticks mark what a column that means nothing reaches."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+    figure = blank()
     for name, colour in (("significant", COLOURS[2]), ("within noise", GREY)):
         part = data[data["series"] == name]
         if len(part):
@@ -35,9 +33,7 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
                 marker_color=colour,
             )
     tick = {"symbol": "line-ns-open", "size": 14, "color": EDGE}
-    figure.add_scatter(
-        y=data["hyperparameter"], x=data["noise"], mode="markers", marker=tick, name="a shuffled column's"
-    )
+    add(figure, data, "noise", "hyperparameter", mode="markers", marker=tick, name="a shuffled column's")
     figure.update_xaxes(title="share of the variance of log loss", tickformat=".0%", rangemode="tozero")
     figure.update_yaxes(categoryorder="array", categoryarray=data["hyperparameter"].tolist()[::-1])
     return figure
@@ -52,13 +48,10 @@ def pareto_data(rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_fl
 
 def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
     """Loss against cost, the cost logarithmic unless a run was free; the front is drawn as steps."""
-    import plotly.graph_objects as go
-
     runs, front = (data[data["series"] == name] for name in ("run", "front"))
-    figure = go.Figure()
-    figure.add_scatter(x=runs["cost"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5})
-    steps = {"color": COLOURS[2], "shape": "hv"}
-    figure.add_scatter(x=front["cost"], y=front["loss"], mode="lines+markers", name="front", line=steps)
+    figure = blank()
+    add(figure, runs, "cost", "loss", mode="markers", name="runs", marker={"color": "grey", "size": 5})
+    add(figure, front, "cost", "loss", mode="lines+markers", name="front", line={"color": COLOURS[2], "shape": "hv"})
     scale = log_axis(runs["cost"]) if (runs["cost"] > 0).all() else {}
     figure.update_xaxes(title=COMPUTE if cost == "compute_flops" else cost.replace("_", " "), **scale)
     figure.update_yaxes(title=LOSS)

@@ -10,7 +10,7 @@ import pytest
 
 from scaling import ScalingFit, fit, fit_batch_law, fit_horizon_law, fit_transfer, fit_verdict
 from scaling.fits.law_figures import fit_data, frontier_data
-from scaling.optima.figures import drift_data, tokens_law_data, transfer_data
+from scaling.optima.figures import tokens_law_data, transfer_data
 
 
 @pytest.fixture
@@ -82,11 +82,12 @@ def test_another_scale_and_hyperparameter_are_named_on_the_axis(grids: pd.DataFr
 def test_drifts(grids: pd.DataFrame) -> None:
     rows = grids.rename(columns={"width": "size", "rate": "value"}).assign(along="width", over="rate")
     verdict = fit_verdict(rows)
-    data = drift_data(verdict.table())
-    assert data["label"].tolist() == ["rate along width"]
-    assert data["low"].item() < verdict.drift_octaves < data["high"].item()
+    figure = verdict.plot_drifts()
+    assert list(figure.data[0].y) == ["rate along width"]
+    assert figure.data[0].x[0] == verdict.drift_octaves
+    assert figure.data[0].error_x.array[0] > 0
     title = "drift of the optimum (octaves),<br>from the smallest size to the largest"
-    assert axis_titles(verdict.plot_drifts()) == {title, None}, "the labels of the other axis say what they are"
+    assert axis_titles(figure) == {title, None}, "the labels of the other axis say what they are"
 
 
 def test_batch(grids: pd.DataFrame) -> None:
