@@ -95,7 +95,6 @@ class Fixed(Distribution):
 
     @property
     def dimensions(self) -> int:
-        """Zero."""
         return 0
 
     def contains(self, value: object) -> bool:

@@ -306,7 +306,6 @@ class Space(Mapping[str, Distribution]):
         return {name: [next(rest) for _ in range(d.dimensions)] for name, d in self.items()}
 
     def __str__(self) -> str:
-        """One aligned line for each hyperparameter, name, kind, support; then the constraints."""
         rows = [(name, d.kind, str(d)) for name, d in self.items()]
         rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
         name_width, kind_width = (max(len(row[i]) for row in rows) for i in (0, 1))

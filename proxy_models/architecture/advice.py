@@ -27,7 +27,6 @@ class Advice:
     source: str
 
     def __str__(self) -> str:
-        """One line."""
         return f"{self.name}: {self.finding} ({self.source})"
 
 

@@ -162,7 +162,6 @@ class ModelConfig(Member):
 
     @property
     def n_params_total(self) -> int:
-        """Number of all parameters, the embedding table included."""
         return sum(self.n_params_by_group.values())
 
     @property

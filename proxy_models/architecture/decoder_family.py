@@ -31,7 +31,6 @@ class DecoderFamily(Family):
         return cls(vocab_size=config.vocab_size, context_length=config.context_length, config=config)
 
     def build(self, width: int, depth: int) -> Decoder:
-        """Build a decoder."""
         from proxy_models.architecture.decoder import Decoder
 
         return Decoder(self.member(width, depth))
@@ -77,7 +76,6 @@ class DecoderFamily(Family):
         return (width for width in count(step, step) if float(width * self.config.mlp_ratio).is_integer())
 
     def member_for(self, n_params: float, depth: int) -> ModelConfig:
-        """The decoder whose `n_params` is nearest to the wanted one in ratio."""
         widths = self.widths()
         below = self.member(next(widths), depth)
         while (above := self.member(next(widths), depth)).n_params < n_params:

@@ -95,15 +95,12 @@ class ModuleConfig(Member):
 
     @property
     def n_params(self) -> int:
-        """The N of the scaling law."""
         return self.counts.n_params
 
     @property
     def n_params_total(self) -> int:
-        """Number of all parameters."""
         return self.counts.n_params_total
 
     @property
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token."""
         return self.counts.train_flops_per_token

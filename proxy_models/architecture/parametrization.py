@@ -194,7 +194,6 @@ class Parametrization(Serializable):
         return entries | {f"the multiplier {name}": value for name, value in plain["multipliers"].items()}
 
     def __str__(self) -> str:
-        """One aligned line for each kind of tensor; layers that agree share one, their numbers an asterisk."""
         kinds = {(re.sub(r"\.\d+\.", ".*.", name), rule): None for name, rule in self.rules.items()}
         longest = max(len(name) for name, _ in kinds) + 2
         header = f"{'tensor':<{longest}}{'class':<12}{'m':>7}{'init std':>10}{'rate':>9}{'decay':>8}{'eps':>10}"

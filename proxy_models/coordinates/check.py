@@ -109,7 +109,6 @@ class Finding:
     high: float
 
     def __str__(self) -> str:
-        """One line."""
         found = (
             f"slope {self.slope:+.2f}, bound [{self.low:+.2f}, {self.high:+.2f}]"
             if math.isfinite(self.slope)
@@ -206,7 +205,6 @@ class CoordinateCheck:
         return not self.findings and not self.unapplied
 
     def __str__(self) -> str:
-        """The verdict, the range of slopes under each criterion, and the worst findings."""
         lines = [
             f"  {row.criterion:<22}slopes "
             + ("none is finite" if math.isnan(row.least) else f"{row.least:+.2f} to {row.largest:+.2f}")

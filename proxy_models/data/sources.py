@@ -95,7 +95,6 @@ class Source:
             raise ValueError(f'dtype and vocab_size are for kind "tokens", got them for {self.kind!r}')
 
     def __str__(self) -> str:
-        """The path, with the settings for reading it."""
         settings = {"jsonl": f", field {self.field}", "parquet": f", column {self.field}"}
         settings |= {"huggingface": f", column {self.field}", "tokens": f" of {self.dtype}"}
         return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"

@@ -54,7 +54,6 @@ class Constant:
     warmup_tokens: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens)
 
 
@@ -69,7 +68,6 @@ class InverseSqrt:
             raise ValueError(f"warmup_tokens must be at least 1 for the inverse square root, got {self.warmup_tokens}")
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         warmups = (tokens + batch_tokens) / self.warmup_tokens
         return min(warmups, 1 / math.sqrt(warmups))
 
@@ -82,7 +80,6 @@ class Cooldown:
     end: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         return 1 - math.sqrt(_progress(tokens, self.start, self.end))
 
 
@@ -98,7 +95,6 @@ class LinearCooldown:
     start_factor: float = 1.0
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         return self.start_factor * (1 - _progress(tokens, self.start, self.end))
 
 
@@ -110,7 +106,6 @@ class LinearDecay:
     end: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         decayed = 1 - _progress(tokens, self.warmup_tokens, self.end)
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
@@ -124,7 +119,6 @@ class CosineDecay:
     final_fraction: float = 0.1
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         decayed = _half_cosine(_progress(tokens, self.warmup_tokens, self.end), self.final_fraction)
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
@@ -138,7 +132,6 @@ class ExponentialDecay:
     final_fraction: float
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         decayed = float(self.final_fraction ** _progress(tokens, self.warmup_tokens, self.end))
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
@@ -153,7 +146,6 @@ class StepDecay:
     step_factor: float
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         passed = bisect.bisect_right(self.milestones, tokens)
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * float(self.step_factor**passed)
 
@@ -173,7 +165,6 @@ class CosineCycle:
     final_fraction: float
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         warm = warmup_factor(tokens - self.start, batch_tokens, self.warmup_tokens)
         decayed = _half_cosine(_progress(tokens, self.start + self.warmup_tokens, self.end), self.final_fraction)
         return (self.start_factor + (1 - self.start_factor) * warm) * decayed
@@ -193,7 +184,6 @@ class Rewarmed:
         return getattr(self.phase, "end", None)
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate."""
         rewarmed = warmup_factor(tokens - self.start, batch_tokens, self.warmup_tokens)
         return rewarmed * self.phase.factor(tokens, batch_tokens)
 

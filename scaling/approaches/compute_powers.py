@@ -102,7 +102,6 @@ class ComputePowers(FittedResult):
         )
 
     def __str__(self) -> str:
-        """Exponents with 90 % intervals, N* and D* at the middle of the runs, the points and the status."""
         table = self.intervals().map("{:.4g}".format).to_string()
         number = {"envelope": 1, "isoflops": 2}[self.approach]
         about = {

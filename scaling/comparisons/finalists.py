@@ -138,7 +138,6 @@ class Finalists(JsonResult):
         )
 
     def __str__(self) -> str:
-        """The trials, and the lines about them."""
         return f"{self.trials.to_string(float_format='{:.5g}'.format)}\n{self.about}"
 
 

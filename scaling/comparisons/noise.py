@@ -94,7 +94,6 @@ class SeedNoise(JsonResult):
         return (self.sd, self.dof) if self.dof else (self.total, self.total_dof)
 
     def __str__(self) -> str:
-        """Both noises with their degrees of freedom."""
         paired = (
             f"{self.sd:.3%} of the loss, {self.dof} degrees of freedom" if self.dof else "not known: no shared seeds"
         )

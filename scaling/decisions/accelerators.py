@@ -101,7 +101,6 @@ class Accelerator(Result):
         return self.dollars_per_hour / (self.flops_per_second * SECONDS_PER_HOUR)
 
     def __str__(self) -> str:
-        """Name, what it reaches, memory, price."""
         return (
             f"{self.name}: {self.mfu:.0%} of {self.peak_flops[self.precision] / 1e12:.5g} TFLOP/s ({self.precision}), "
             f"{self.memory_bytes / 1e9:.4g} GB, ${self.dollars_per_hour:.2f} an hour"
@@ -226,7 +225,6 @@ class Budget(Result):
         return Budget(compute_flops=compute_flops, accelerator=self.accelerator, n_devices=self.n_devices)
 
     def __str__(self) -> str:
-        """Format the budget in every unit that is known."""
         return lines({"budget": self.worth, **({"stated as": self.terms} if self.terms else {})})
 
     @property

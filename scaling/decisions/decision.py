@@ -115,7 +115,6 @@ class Decision(Result):
         )
 
     def __str__(self) -> str:
-        """Size, tokens, loss, cost, band, and everything assumed."""
         low, high = self.near["n_params"].min(), self.near["n_params"].max()
         rows = {
             "decided": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens "

@@ -83,7 +83,6 @@ class MemoryLimit(Result):
         return self.share * self.memory_bytes * self.n_devices / self.bytes_per_param
 
     def __str__(self) -> str:
-        """The largest model, and what it follows from."""
         return (
             f"{self.what}: at most {self.max_params:.4g} parameters at {self.bytes_per_param:g} bytes each in {self.share:.0%} "
             f"of {self.n_devices:,} × {self.memory_bytes / 1e9:.4g} GB"

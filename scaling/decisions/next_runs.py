@@ -67,7 +67,6 @@ class NextRuns(JsonResult):
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
 
     def __str__(self) -> str:
-        """The target, the runs, and what they do to its interval."""
         counts = counted(self.now.n_params_convention)
         target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
         formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)

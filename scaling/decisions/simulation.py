@@ -90,7 +90,6 @@ class Simulation(Result):
         return float(np.sqrt((self.trials["size_error"] ** 2).mean()))
 
     def __str__(self) -> str:
-        """Format the cost of the ladder and the errors of its forecasts."""
         low, high = self.trials["error"].quantile([0.05, 0.95])
         return lines(
             {

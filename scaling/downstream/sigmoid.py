@@ -92,7 +92,6 @@ class DownstreamLaw(FittedResult):
         return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
 
     def __str__(self) -> str:
-        """The four numbers with 90 % intervals, the data and the status."""
         low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
         shown = [
             f"{name} {getattr(self, name):.4g} ({'given' if name in self.held else f'{span(a, b)}'})"

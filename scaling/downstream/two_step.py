@@ -49,7 +49,6 @@ class TaskForecast(JsonResult):
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The metric, its interval, the loss that it comes from, and the warnings."""
         return lines(
             {
                 self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
@@ -102,7 +101,6 @@ class TwoStep(JsonResult):
         )
 
     def __str__(self) -> str:
-        """Both steps."""
         return f"step 1: task loss\n{self.loss}\n\nstep 2: {self.task.metric}\n{self.task}"
 
 

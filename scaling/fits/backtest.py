@@ -96,7 +96,6 @@ class Backtest(JsonResult):
         return draw_backtest(backtest_data(self.predictions))
 
     def __str__(self) -> str:
-        """The table, what could not be cut, and the units."""
         table = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
         units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
         return "\n".join([table, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])

@@ -55,7 +55,6 @@ class Unidentified:
     factor_then: float
 
     def __str__(self) -> str:
-        """The rule, what the runs have, and the two runs."""
         pair = " and ".join(
             f"N {run.n_params:.3g} on D {run.n_tokens:.3g} ({run.compute_flops:.2g} FLOPs)"
             for run in self.runs.itertuples()

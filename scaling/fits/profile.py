@@ -107,7 +107,6 @@ class Profile(JsonResult):
         )
 
     def __str__(self) -> str:
-        """Estimate, interval, and how the threshold was set."""
         where = f" at {', '.join(f'{k} {v:.4g}' for k, v in self.at.items())}" if self.at else ""
         ends = f"{self.low:.5g} to {self.high:.5g}" + (", open: the runs do not bound it" if self.is_open else "")
         unit = f" {self.loss_unit}" if self.name == "loss" else ""

@@ -79,11 +79,9 @@ class Pinned(Problem):
         self.lower, self.upper = full.lower, full.upper
 
     def log_loss(self, theta: Array) -> Array:
-        """[J, K + 1]."""
         return np.concatenate([self.full.log_loss(theta), self.quantity(theta)[:, None]], axis=1)
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """[J, K + 1] and [J, K + 1, P]."""
         value, jacobian = self.full.linearise(theta)
         steps = _STEP * np.eye(theta.shape[1])
         ahead, behind = self._around(theta, steps), self._around(theta, -steps)
@@ -107,13 +105,10 @@ class Pinned(Problem):
         return self.quantity((theta[:, None] + shifts).reshape(-1, theta.shape[1])).reshape(len(theta), len(shifts))
 
     def starts(self, log_loss: Array) -> Array:
-        """The whole's."""
         return self.full.starts(log_loss[:-1])
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """The whole's."""
         return self.full.part(rows)
 
     def natural(self, theta: Array) -> Array:
-        """The whole's."""
         return self.full.natural(theta)

@@ -265,7 +265,6 @@ class ScalingFit(JsonResult):
         )
 
     def __str__(self) -> str:
-        """Parameters with 90 % intervals, and the lines about them."""
         table = self.intervals(0.9).map("{:.5g}".format).to_string()
         unit = (
             f"{self.loss_unit} (assumed: no loss_unit was given)"

@@ -141,7 +141,6 @@ class Form(ABC):
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        """Hash of its class and name."""
         return hash((type(self), self.name))
 
 
@@ -176,7 +175,6 @@ class Allocation(Result):
         return self.n_tokens / self.n_params
 
     def __str__(self) -> str:
-        """One line: compute, parameters, tokens, their ratio, loss."""
         return (
             f"{self.compute_flops:.3g} FLOPs: {self.n_params:.4g} parameters ({counted(self.n_params_convention)}), "
             f"{self.n_tokens:.4g} tokens ({self.tokens_per_param:.3g} per parameter), loss {self.loss:.4f} {self.loss_unit}"
@@ -213,7 +211,6 @@ class Law(JsonResult):
                 raise ValueError(f"{name} must be finite and {rule}, got {value!r}")
 
     def __getitem__(self, name: str) -> float:
-        """One parameter's number."""
         return self.parameters[name]
 
     def loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> NDArray[np.float64]:
@@ -277,6 +274,5 @@ class Law(JsonResult):
         return pd.DataFrame([asdict(self.allocate(float(flops), **columns)) for flops in compute_flops], columns=names)
 
     def __str__(self) -> str:
-        """The equation, its numbers, the loss's unit and what N counts."""
         numbers = ", ".join(f"{name} {value:.5g}" for name, value in self.parameters.items())
         return f"L = {self.form.formula}, {self.loss_unit}: {numbers} (N: {counted(self.n_params_convention)})"

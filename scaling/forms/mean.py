@@ -28,28 +28,23 @@ class MeanOf(Form):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The form's name, with the number of fits."""
         return f"mean of {self.count} fits of {self.form.name}"
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        """The form's formula, averaged over the fits."""
         return f"exp of the mean of log({self.form.formula}) over {self.count} fits"
 
     @property
     def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
-        """The form's, once for each law."""
         return {
             f"{name}_{i}": bounds for i in range(1, self.count + 1) for name, bounds in self.form.parameters.items()
         }
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The form's."""
         return self.form.columns
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         laws = range(1, self.count + 1)
         each = [self.form.loss({name: values[f"{name}_{i}"] for name in self.form.parameters}, rows) for i in laws]
         return np.exp(np.mean([np.log(loss) for loss in each], axis=0))

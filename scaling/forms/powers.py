@@ -43,7 +43,6 @@ class Chinchilla(Form):
     parameters = _NUMBERS
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         of_params = values["A"] * rows["n_params"] ** -values["alpha"]
         return values["E"] + of_params + values["B"] * rows["n_tokens"] ** -values["beta"]
 
@@ -52,7 +51,6 @@ class Chinchilla(Form):
         return SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
-        """Both terms as they are."""
         return values["A"], values["alpha"], values["B"], values["beta"]
 
 
@@ -67,7 +65,6 @@ class TiedChinchilla(Form):
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         return Chinchilla().loss({**values, "beta": values["alpha"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
@@ -79,7 +76,6 @@ class TiedChinchilla(Form):
         return Restricted(full=full, basis=basis, offset=np.zeros(5), lower=low, upper=high, kept=(0, 1, 2, 3))
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
-        """Both terms as they are."""
         return values["A"], values["alpha"], values["B"], values["alpha"]
 
 
@@ -92,7 +88,6 @@ class Joint(Form):
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {**_NUMBERS, "g": SHAPE_BOUNDS}
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         g = values["g"]
         of_params = values["A"] ** (1 / g) * rows["n_params"] ** (-values["alpha"] / g)
         of_tokens = values["B"] ** (1 / g) * rows["n_tokens"] ** (-values["beta"] / g)
@@ -103,7 +98,6 @@ class Joint(Form):
         return JointPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
-        """The two terms within the power of g."""
         g = values["g"]
         return values["A"] ** (1 / g), values["alpha"] / g, values["B"] ** (1 / g), values["beta"] / g
 
@@ -119,7 +113,6 @@ class Kaplan(Form):
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         return Joint().loss({**values, "E": 0.0, "g": values["beta"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
@@ -132,7 +125,6 @@ class Kaplan(Form):
         return Restricted(full=full, basis=basis, offset=offset, lower=low, upper=high, kept=(1, 2, 3, 4))
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
-        """The two terms within the power of beta."""
         return Joint().powers({**values, "g": values["beta"]})
 
 
@@ -165,12 +157,10 @@ class SumOfPowers(Problem):
         return cls(x=log_n - centre[0], y=log_d - centre[1], centre=centre, lower=lower, upper=upper)
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, 5]."""
         e, a, b, alpha, beta = theta.T[:, :, None]
         return np.asarray(np.log(np.exp(e) + np.exp(a - alpha * self.x) + np.exp(b - beta * self.y)))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """Log loss [J, K] and its Jacobian [J, K, 5]."""
         e, a, b, alpha, beta = theta.T[:, :, None]
         terms = (np.exp(e), np.exp(a - alpha * self.x), np.exp(b - beta * self.y))
         total = terms[0] + terms[1] + terms[2]
@@ -224,11 +214,9 @@ class SumOfPowers(Problem):
         return np.asarray(np.clip(theta, self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> SumOfPowers:
-        """Problem in the same coordinates at some of the points."""
         return replace(self, x=self.x[rows], y=self.y[rows])
 
     def natural(self, theta: Array) -> Array:
-        """(E, A, B, alpha, beta), [J, 5], from theta [J, 5]."""
         e, a, b, alpha, beta = theta.T
         scale_n, scale_d = a + alpha * self.centre[0], b + beta * self.centre[1]
         return np.stack([np.exp(e), np.exp(scale_n), np.exp(scale_d), alpha, beta], axis=1)
@@ -260,12 +248,10 @@ class JointPowers(Problem):
         return cls(terms=terms, lower=lower, upper=upper)
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, 6]."""
         e, g, u, v = self._inner(theta)
         return np.logaddexp(e, g * np.logaddexp(u, v))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """Log loss [J, K] and its Jacobian [J, K, 6]."""
         e, g, u, v = self._inner(theta)
         alpha, beta = np.exp(theta[:, 3, None]), np.exp(theta[:, 4, None])
         inner = np.logaddexp(u, v)
@@ -310,11 +296,9 @@ class JointPowers(Problem):
         return np.concatenate([np.insert(plain, 5, shape, axis=1) for shape in shapes])
 
     def part(self, rows: NDArray[np.int64]) -> JointPowers:
-        """Problem in the same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows))
 
     def natural(self, theta: Array) -> Array:
-        """(E, A, B, alpha, beta, g), [J, 6], from theta [J, 6]."""
         plain = np.concatenate([theta[:, :3], np.exp(theta[:, 3:5])], axis=1)
         return np.concatenate([self.terms.natural(plain), np.exp(theta[:, 5:])], axis=1)
 

@@ -79,7 +79,6 @@ class LogParameters(Problem):
         return np.asarray(np.log(loss, out=np.full(loss.shape, np.inf), where=loss > 0))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """Log loss [J, K] and its Jacobian [J, K, P]."""
         value = self.log_loss(theta)
         jacobian = np.empty((*value.shape, theta.shape[1]))
         for i in range(theta.shape[1]):
@@ -98,11 +97,9 @@ class LogParameters(Problem):
         return np.asarray(self.lower + (self.upper - self.lower) * cube)
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """Problem in the same coordinates at some of the points."""
         return replace(self, rows={name: column[rows] for name, column in self.rows.items()})
 
     def natural(self, theta: Array) -> Array:
-        """The parameters, [J, P]."""
         return np.asarray(np.exp(theta))
 
     def _loss(self, theta: NDArray[Any]) -> NDArray[Any]:
@@ -130,16 +127,13 @@ class Restricted(Problem):
     kept: tuple[int, ...]
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, p]."""
         return self.full.log_loss(self._full(theta))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """Log loss [J, K] and its Jacobian [J, K, p]."""
         value, jacobian = self.full.linearise(self._full(theta))
         return value, jacobian @ self.basis
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
-        """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, p, p]."""
         inner = self._full(theta)
         hessian = self.full.curvature(inner, self.full.linearise(inner)[1], weights)
         return np.asarray(self.basis.T @ hessian @ self.basis)
@@ -150,11 +144,9 @@ class Restricted(Problem):
         return np.asarray(np.clip(own, self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """Problem in the same coordinates at some of the points."""
         return replace(self, full=self.full.part(rows))
 
     def natural(self, theta: Array) -> Array:
-        """The form's parameters, [J, n]."""
         return self.full.natural(self._full(theta))[:, self.kept]
 
     def _full(self, theta: Array) -> Array:

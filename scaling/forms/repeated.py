@@ -56,7 +56,6 @@ class RepeatedData(Form):
         return _worth(_useful_params(values, unique, n_params), n_params, values["rn_star"]), tokens
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss."""
         n_params, n_tokens = self.effective(values, rows)
         return Chinchilla().loss(values, {"n_params": n_params, "n_tokens": n_tokens})
 
@@ -87,7 +86,6 @@ class Repeated(Problem):
     upper: Array
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, 7]."""
         return self._evaluate(theta)[0]
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
@@ -132,11 +130,9 @@ class Repeated(Problem):
         return np.asarray(np.clip(np.concatenate(starts), self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> Repeated:
-        """Problem in the same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows), unique=self.unique[rows])
 
     def natural(self, theta: Array) -> Array:
-        """(E, A, B, alpha, beta, rd_star, rn_star), [J, 7], from theta [J, 7]."""
         return np.concatenate([self.terms.natural(theta[:, :5]), np.exp(theta[:, 5:])], axis=1)
 
     def _evaluate(self, theta: Array) -> tuple[Array, tuple[Array, Array, Array], _Effective, _Effective]:

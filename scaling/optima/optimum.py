@@ -94,7 +94,6 @@ class Optimum(JsonResult):
         return np.asarray(np.expm1(self.curvature / 2 * octaves**2))[()]
 
     def __str__(self) -> str:
-        """Rate, error, curvature, loss, status."""
         return lines(
             {
                 "rate": f"{self.rate:.4g} = 2^{self.log2_rate:.3f}, ± {self.stderr:.2g} octaves (standard error)",

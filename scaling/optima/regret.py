@@ -69,7 +69,6 @@ class RegretSurface(JsonResult):
         return np.hstack([x - at, x**2 - at**2])
 
     def __str__(self) -> str:
-        """Slope and curvature of each coordinate, noise, size."""
         errors = np.sqrt(np.diag(self.covariance))
         n = len(self.coordinates)
         shown = {

@@ -101,7 +101,6 @@ class StepLaw(FittedResult):
         return pd.DataFrame.from_dict(rows, orient="index", columns=["estimate", "low", "high"])
 
     def __str__(self) -> str:
-        """The law with 90 % intervals, its cells and the status."""
         power = f"·N^{self.params_exponent:.3f}" if self.of_params else ""
         unit = " tokens" if self.of == "batch" else ""
         table = self.intervals().map("{:.4g}".format).to_string()

@@ -100,7 +100,6 @@ class TokensLaw(FittedResult):
         return np.asarray(np.expm1(self.curvature / 2 * octaves**2))[()]
 
     def __str__(self) -> str:
-        """Exponent used and raw, the value at the reference, the data, the status."""
         prior = f"prior {self.prior[0]:g} ± {self.prior[1]:g}" if self.prior else "no prior"
         alone = f"data alone {self.raw_exponent:.3f} ± {self.raw_stderr:.3f}"
         used = f"{self.optima['used'].sum()} of {len(self.optima)} optima used"

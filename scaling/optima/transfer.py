@@ -108,7 +108,6 @@ class Transfer(JsonResult):
         )
 
     def __str__(self) -> str:
-        """The optima, and the lines about them."""
         return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{self.about}"
 
 

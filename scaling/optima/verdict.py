@@ -147,7 +147,6 @@ class Verdict(JsonResult):
         return "\n".join(parts)
 
     def __str__(self) -> str:
-        """Every transfer, and the lines about all."""
         several = len(self.transfers) > 1
         parts = [f"{label(t)}\n{t}" if several else str(t) for t in self.transfers]
         return "\n".join([*parts, self.about] if self.about else parts)

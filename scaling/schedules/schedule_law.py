@@ -164,7 +164,6 @@ class ScheduleLaw(FittedResult):
         )
 
     def __str__(self) -> str:
-        """The numbers, what they were fitted to, and the status."""
         return lines(
             {
                 "L(t)": self.formula,

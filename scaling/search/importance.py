@@ -79,7 +79,6 @@ class Importance(JsonResult):
         return draw_importance(importance_data(self.table))
 
     def __str__(self) -> str:
-        """Share and interval of each hyperparameter, the rest, the status."""
         shares = {
             str(name): f"{row['share']:6.1%}, {row['low']:.1%} to {row['high']:.1%}"
             + ("" if row["significant"] else f": within noise ({row['noise']:.1%})")

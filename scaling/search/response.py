@@ -63,7 +63,6 @@ class ResponseOptimum(Result):
     n_here: int
 
     def __str__(self) -> str:
-        """Point and interval of each coordinate."""
         shown = {}
         for name, value in self.point.items():
             if name in self.intervals:
@@ -309,7 +308,6 @@ class ResponseSurface(Result):
         }
 
     def __str__(self) -> str:
-        """Drift of each optimum, noise, size."""
         drifts = self._drift_lines if self.box.scales else {}
         runs = f"{self.n_runs} at {len(self.cells)} scales, {self.n_runs - sum(self.n_finite)} diverged"
         return lines(drifts | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
