@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scaling.approaches.compute_powers import (
     MIN_POINTS,
+    PARAMETERS,
     ComputePowers,
     Powers,
     powers_through,
@@ -86,10 +87,7 @@ def fit_envelope(
         warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
     return ComputePowers(
         approach="envelope",
-        params_exponent=estimate[0],
-        tokens_exponent=estimate[1],
-        n_params_ref=estimate[2],
-        n_tokens_ref=estimate[3],
+        **dict(zip(PARAMETERS, estimate, strict=True)),
         compute_ref=reference,
         n_params_convention=n_params_convention,
         loss_unit=unit,

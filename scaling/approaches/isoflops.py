@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from scaling.approaches.compute_powers import (
     MIN_POINTS,
+    PARAMETERS,
     ComputePowers,
     Powers,
     drawn_apart,
@@ -159,10 +160,7 @@ def fit_isoflops(
         warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
     return ComputePowers(
         approach="isoflops",
-        params_exponent=estimate[0],
-        tokens_exponent=estimate[1],
-        n_params_ref=estimate[2],
-        n_tokens_ref=estimate[3],
+        **dict(zip(PARAMETERS, estimate, strict=True)),
         compute_ref=reference,
         n_params_convention=n_params_convention,
         loss_unit=checked.loss_unit,

@@ -48,11 +48,6 @@ def require_positive(name: str, value: float) -> float:
     return value
 
 
-def _require_devices(n_devices: int) -> None:
-    if not (n_devices >= 1 and float(n_devices).is_integer()):
-        raise ValueError(f"n_devices must be a whole number, at least 1, got {n_devices!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Result):
     """One device to train or serve on.
@@ -134,18 +129,20 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 """Accelerators by name; sources and what is assumed at the head of this file."""
 
 
-def accelerator(name: str) -> Accelerator:
-    """One of `ACCELERATORS`.
+def accelerator(device: Accelerator | str) -> Accelerator:
+    """One of `ACCELERATORS` by its name; an accelerator is returned as it is.
 
     Raises:
         ValueError: no such name; the message suggests similar ones.
     """
-    if name not in ACCELERATORS:
-        lower, wanted = {known.lower(): known for known in ACCELERATORS}, str(name).lower()
+    if isinstance(device, Accelerator):
+        return device
+    if device not in ACCELERATORS:
+        lower, wanted = {known.lower(): known for known in ACCELERATORS}, str(device).lower()
         meant = [known for known in lower if known.startswith(wanted)] or get_close_matches(wanted, lower)
         suggestion = f": did you mean {' or '.join(lower[known] for known in meant)}?" if meant else ""
-        raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {name!r}{suggestion}")
-    return ACCELERATORS[name]
+        raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {device!r}{suggestion}")
+    return ACCELERATORS[device]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +165,16 @@ class Budget(Result):
     terms: str = ""
 
     def __post_init__(self) -> None:
+        if self.n_devices is not None and not (self.n_devices >= 1 and float(self.n_devices).is_integer()):
+            raise ValueError(f"n_devices must be a whole number, at least 1, got {self.n_devices!r}")
         require_positive("compute_flops", self.compute_flops)
         if self.accelerator is not None:
-            object.__setattr__(self, "accelerator", to_device(self.accelerator))
-        if self.n_devices is not None:
-            _require_devices(self.n_devices)
+            object.__setattr__(self, "accelerator", accelerator(self.accelerator))
 
     @classmethod
     def of_gpu_hours(cls, hours: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
         """Device-hours, whatever the number of devices."""
-        device, hours = to_device(device), require_positive("hours", hours)
+        device, hours = accelerator(device), require_positive("hours", hours)
         flops = hours * SECONDS_PER_HOUR * device.flops_per_second
         return cls(
             compute_flops=flops,
@@ -189,15 +186,14 @@ class Budget(Result):
     @classmethod
     def of_dollars(cls, dollars: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
         """Dollars at the device's price."""
-        device, dollars = to_device(device), require_positive("dollars", dollars)
+        device, dollars = accelerator(device), require_positive("dollars", dollars)
         flops = dollars / device.dollars_per_flop
         return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=f"${dollars:,.10g} for {device}")
 
     @classmethod
     def of_days(cls, days: float, device: Accelerator | str, n_devices: int) -> "Budget":
         """A deadline: so many days on so many devices, all of the time."""
-        device, days = to_device(device), require_positive("days", days)
-        _require_devices(n_devices)
+        device, days = accelerator(device), require_positive("days", days)
         flops = days * HOURS_PER_DAY * SECONDS_PER_HOUR * n_devices * device.flops_per_second
         terms = f"{days:.6g} days of {n_devices:,} × {device}"
         return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=terms)
@@ -236,12 +232,3 @@ class Budget(Result):
         if self.days is not None:
             parts.append(f"{self.days:.3g} days on {self.n_devices:,} devices")
         return ", ".join(parts)
-
-
-def to_device(device: Accelerator | str) -> Accelerator:
-    """The accelerator itself, or the one of that name.
-
-    Raises:
-        ValueError: no such name.
-    """
-    return device if isinstance(device, Accelerator) else accelerator(device)

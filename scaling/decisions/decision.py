@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from scaling.decisions.accelerators import Accelerator, Budget, to_device
+from scaling.decisions.accelerators import Accelerator, Budget, accelerator
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import Law, compute_flops
 from scaling.forms.spending import FLOPS_PER_PARAM_SERVED
@@ -97,7 +97,7 @@ class Decision(Result):
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
         """Decision priced on other devices, as many if no number is given."""
         budget = replace(
-            self.budget, accelerator=to_device(device), n_devices=n_devices or self.budget.n_devices, terms=""
+            self.budget, accelerator=accelerator(device), n_devices=n_devices or self.budget.n_devices, terms=""
         )
         return replace(self, budget=budget)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scaling.decisions.accelerators import Accelerator, require_positive, to_device
+from scaling.decisions.accelerators import Accelerator, accelerator, require_positive
 from scaling.presentation import Result
 
 TRAINING_BYTES = 16.0
@@ -53,7 +53,7 @@ class MemoryLimit(Result):
         """Parameters, gradients and the optimiser's state, all sharded over the devices (ZeRO-3, FSDP)."""
         return cls(
             what="training",
-            memory_bytes=to_device(device).memory_bytes,
+            memory_bytes=accelerator(device).memory_bytes,
             bytes_per_param=bytes_per_param,
             n_devices=n_devices,
             share=share,
@@ -71,7 +71,7 @@ class MemoryLimit(Result):
         """Parameters alone, on the devices of one replica."""
         return cls(
             what="serving",
-            memory_bytes=to_device(device).memory_bytes,
+            memory_bytes=accelerator(device).memory_bytes,
             bytes_per_param=bytes_per_param,
             n_devices=n_devices,
             share=share,

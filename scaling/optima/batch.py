@@ -14,9 +14,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import losses, names, numbers, require_columns, seeds
-from scaling.errors import ScalingError
-from scaling.optima.optimum import Optimum, fit_optimum
-from scaling.optima.tokens_law import TokensLaw, optima_table
+from scaling.optima.optimum import Optimum
+from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 from scaling.serialization import TableLayout
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ CURVATURE = 0.0055
 """Second derivative of log loss in log2 of the batch, the rate tuned: median of Step Law's 17 cells (.0026 to .0092)."""
 RATE_SCATTER = 0.25
 """Octaves by which the best rate of one batch scatters about the line of its group and budget (measured on Step Law's cells: .24)."""
+TOO_FEW = "fewer than three finite rates"
 PUBLISHED_RANGE = (4e9, 1e11)
 """Tokens of the cells of Step Law's public table, on which `published_batch` was seen to hold."""
 
@@ -110,10 +110,7 @@ def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRI
     fitted: dict[tuple[str, float], Optimum | None] = {}
     for (group, n_tokens), part in cells.groupby(["group", "n_tokens"]):
         usable = part[part["used"]]
-        try:
-            best = fit_optimum(usable["batch_tokens"], usable["loss"], max_excess=MAX_EXCESS)
-        except ScalingError:
-            best = None
+        best = optimum_or_none(usable["batch_tokens"], usable["loss"], max_excess=MAX_EXCESS)
         fitted[group, float(n_tokens)] = best
     contradicted = "is the rate tuned for each batch?"
     return BatchLaw.fitted(optima_table(fitted, "batch"), prior, contradicted, cells=cells)
@@ -123,11 +120,9 @@ def _cells(table: pd.DataFrame) -> pd.DataFrame:
     """The loss at the best rate of every group, budget and batch."""
     records = []
     for key, part in table.groupby(["group", "n_tokens", "batch_tokens"]):
-        try:
-            best = fit_optimum(part["rate"], part["loss"], seeds=part["seed"].tolist())
-            records.append([*key, best.loss, best.log2_rate, best.status, best.inside])
-        except ScalingError:
-            records.append([*key, math.nan, math.nan, "fewer than three finite rates", False])
+        best = optimum_or_none(part["rate"], part["loss"], seeds=part["seed"].tolist())
+        found = [best.loss, best.log2_rate, best.status, best.inside] if best else [math.nan, math.nan, TOO_FEW, False]
+        records.append([*key, *found])
     columns = ["group", "n_tokens", "batch_tokens", "loss", "log2_rate", "status", "used"]
     return pd.DataFrame(records, columns=columns)
 

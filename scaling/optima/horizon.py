@@ -12,9 +12,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import losses, names, numbers, require_columns, seeds
-from scaling.errors import ScalingError
-from scaling.optima.optimum import Optimum, fit_optimum
-from scaling.optima.tokens_law import TokensLaw, optima_table
+from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -79,12 +77,10 @@ def fit_horizon_law(
     by = next((column for column in ("group", "width") if column in rows), None)
     table["group"] = names(rows, by) if by else "all"
     table["seed"] = seeds(rows, *([by] if by else []), "n_tokens", "rate")
-    fitted: dict[tuple[str, float], Optimum | None] = {}
-    for (group, n_tokens), part in table.groupby(["group", "n_tokens"]):
-        try:
-            fitted[group, float(n_tokens)] = fit_optimum(part["rate"], part["loss"], seeds=part["seed"].tolist())
-        except ScalingError:
-            fitted[group, float(n_tokens)] = None
+    fitted = {
+        (group, float(n_tokens)): optimum_or_none(part["rate"], part["loss"], seeds=part["seed"].tolist())
+        for (group, n_tokens), part in table.groupby(["group", "n_tokens"])
+    }
     found, given = optima_table(fitted, "rate"), _given(optima, set(table["group"]))
     both = pd.concat([found, given], ignore_index=True) if len(given) else found
     return HorizonLaw.fitted(both, prior, "is the batch fixed?", aside=set(given["group"]))

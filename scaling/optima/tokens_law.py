@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.errors import ScalingError
-from scaling.optima.optimum import Optimum
+from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.presentation import lines, span
 from scaling.quantiles import two_sided
 from scaling.serialization import FittedResult, TableLayout
@@ -185,6 +185,14 @@ class TokensLaw(FittedResult):
             warnings=tuple(_warnings(optima, float(raw[-1]), raw_stderr, prior, contradicted)),
             **own,
         )
+
+
+def optimum_or_none(values: ArrayLike, losses: ArrayLike, **options: Any) -> Optimum | None:
+    """`fit_optimum`, or None where too few losses are finite."""
+    try:
+        return fit_optimum(values, losses, **options)
+    except ScalingError:
+        return None
 
 
 def optima_table(fitted: dict[tuple[str, float], Optimum | None], name: str) -> pd.DataFrame:

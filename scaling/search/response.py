@@ -6,7 +6,6 @@ in `process`, and what is tried next in `acquisition`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,16 +110,18 @@ class ResponseSurface(Result):
     @property
     def drift(self) -> pd.DataFrame:
         """Drift of the optimum per doubling of each scale: numeric coordinates × scales, in their own units."""
-        widths = np.array([high - low for low, high in self.box.bounds.values()])
-        moved = self.process.shape.drift[: len(widths), : len(self.box.scales)] * widths[:, None]
-        return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.scales))
+        return self._drift.iloc[:, : len(self.box.scales)]
 
     @property
     def offsets(self) -> pd.DataFrame:
         """Distance of each source's optimum from the family's at the same scale: numeric coordinates × sources, in their own units."""
+        return self._drift.iloc[:, len(self.box.scales) :] * APART
+
+    @property
+    def _drift(self) -> pd.DataFrame:
         widths = np.array([high - low for low, high in self.box.bounds.values()])
-        moved = self.process.shape.drift[: len(widths), len(self.box.scales) :] * widths[:, None] * APART
-        return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.sources))
+        moved = self.process.shape.drift[: len(widths)] * widths[:, None]
+        return pd.DataFrame(moved, index=list(self.box.bounds), columns=[*self.box.scales, *self.box.sources])
 
     @single_threaded
     def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -300,15 +301,11 @@ class ResponseSurface(Result):
             out[np.isclose(octaves, cell, rtol=0, atol=1e-8).all(axis=1)] = known
         return out
 
-    @cached_property
-    def _drift_lines(self) -> dict[str, str]:
-        return {
-            name: ", ".join(f"{value:+.2f} per doubling of {scale}" for scale, value in row.items())
-            for name, row in self.drift.iterrows()
-        }
-
     def __str__(self) -> str:
-        drifts = self._drift_lines if self.box.scales else {}
+        drifts = {
+            name: ", ".join(f"{value:+.2f} per doubling of {scale}" for scale, value in row.items())
+            for name, row in (self.drift.iterrows() if self.box.scales else ())
+        }
         runs = f"{self.n_runs} at {len(self.cells)} scales, {self.n_runs - sum(self.n_finite)} diverged"
         return lines(drifts | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
 

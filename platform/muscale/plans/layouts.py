@@ -87,7 +87,7 @@ def fitting_layouts(
     Raises:
         ValueError: If nothing is known of the device's links.
     """
-    device = accelerator(device) if isinstance(device, str) else device
+    device = accelerator(device)
     links = links or links_of(device)
     limit = int(MEMORY_SHARE * device.memory_bytes)
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length

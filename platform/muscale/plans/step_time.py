@@ -149,7 +149,7 @@ def step_time(
     Raises:
         ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
     """
-    device = accelerator(device) if isinstance(device, str) else device
+    device = accelerator(device)
     links = links or links_of(device)
     on_node = min(workers, links.node_devices)
     replicas, shards, tensor = parallelism.grid(workers, node_ranks=on_node)
