@@ -10,6 +10,7 @@ Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
 
 from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
+from scaling.minimizers.multistart import multistart
 from scaling.minimizers.starts import minima, require_loss, thresholds
 
 MIN_LEVELS = 3
@@ -43,6 +45,7 @@ def fit(
     n_params_convention: str,
     loss_unit: str | None = None,
     form: Form | None = None,
+    method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
     n_bootstrap: int = 400,
     seed: int = 0,
@@ -66,6 +69,7 @@ def fit(
             positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
             the name given here.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
+        method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a check.
         delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: refits under resampled stems.
         seed: of the resampling. The result does not depend on the order of the rows.
@@ -82,6 +86,8 @@ def fit(
     for name, value in (("delta", delta), ("max_regret", max_regret)):
         if not (isinstance(value, Real) and value > 0):
             raise ValueError(f"{name} must be above 0, got {value!r}")
+    if method not in ("newton", "multistart"):
+        raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
     if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
@@ -91,7 +97,8 @@ def fit(
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
-    thetas, values, converged = minima(problem, log_loss, weights, delta)
+    search = minima if method == "newton" else multistart
+    thetas, values, converged = search(problem, log_loss, weights, delta)
     best = int(np.argmin(values))
     require_loss(values)
     stems = pd.factorize(rows["stem"])[0]

@@ -1,14 +1,23 @@
 """Figures of a search, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
+from scaling.arrays import Array
 from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, add, blank, error_bars, log_axis
+from scaling.optima.optimum import MAX_EXCESS
+from scaling.search.search_box import SearchBox
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
+"""Colours of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
+_N_GRID = 49
+_STEP = 0.25  # per cent of the loss from contour to contour
 
 
 def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
@@ -55,4 +64,110 @@ def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
     scale = log_axis(runs["cost"]) if (runs["cost"] > 0).all() else {}
     figure.update_xaxes(title=COMPUTE if cost == "compute_flops" else cost.replace("_", " "), **scale)
     figure.update_yaxes(title=LOSS)
+    return figure
+
+
+def response_data(
+    box: SearchBox,
+    predict: Callable[[pd.DataFrame], tuple[Array, Array]],
+    best: Mapping[str, Any],
+    intervals: Mapping[str, tuple[float, float]],
+    runs: pd.DataFrame,
+    *,
+    scale: Mapping[str, float],
+    over: tuple[str, str] | None = None,
+    level: float = 0.9,
+) -> pd.DataFrame:
+    """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and ends of intervals.
+
+    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where losses are distinguished no
+    more. Coordinates that are not shown are the optimum's on the grid, and their own in the runs. Of a scale with many runs
+    those are shown that the surface holds.
+
+    Args:
+        box: the coordinates.
+        predict: mean and standard deviation of log loss at points, as `ResponseSurface.predict`.
+        best: the optimum at the scale.
+        intervals: of its coordinates, at the level.
+        runs: of the scale: coordinates, and `above` as the surface holds it.
+        scale: of all of these.
+        over: numeric coordinates, for x and y; by default the box's first two.
+        level: of the optimum's intervals.
+
+    Raises:
+        ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
+    """
+    names = list(box.bounds)
+    chosen = list(over) if over else names[:2]
+    if len(chosen) != 2 or len(set(chosen)) < 2 or not set(chosen) <= set(names):
+        numeric = ", ".join(names) or "none"
+        raise ValueError(
+            f"over must name two of the box's numeric coordinates ({numeric}), got {', '.join(chosen) or 'none'}"
+        )
+    x, y = chosen
+    axes = [np.linspace(*box.bounds[name], _N_GRID) for name in chosen]
+    grid = pd.DataFrame(dict(zip(chosen, (values.ravel() for values in np.meshgrid(*axes)), strict=True)))
+    points = pd.concat([grid, pd.DataFrame([best])[[x, y]]], ignore_index=True)
+    points = points.assign(
+        **{name: [value] * len(points) for name, value in best.items() if name not in chosen}, **scale
+    )
+    mean, std = predict(points)
+    table = points[[x, y]].rename(columns={x: "x", y: "y"}).assign(above=mean - mean[-1], std=std, series="surface")
+    table.loc[table.index[-1], "series"] = "optimum"
+    for name, (low, high) in intervals.items():
+        if name in chosen:
+            axis = "xy"[chosen.index(name)]
+            table.loc[table.index[-1], [f"{axis}_low", f"{axis}_high"]] = low, high
+    series = np.where(runs["above"] < MAX_EXCESS, "run", "diverged")
+    shown = runs[[x, y, "above"]].rename(columns={x: "x", y: "y"})
+    table = pd.concat([table, shown.assign(above=shown["above"] - mean[-1], series=series)], ignore_index=True)
+    return table.assign(x_name=x, y_name=y, level=level)
+
+
+def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> "go.Figure":
+    """Contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
+
+    `titles` are of the axes, with the units, by coordinate; without one, its name is the title.
+    """
+    surface, best = (data[data["series"] == name] for name in ("surface", "optimum"))
+    z = 100 * surface.pivot_table(index="y", columns="x", values="above")
+    figure = blank()
+    figure.add_contour(
+        x=z.columns,
+        y=z.index,
+        z=z,
+        customdata=100 * surface.pivot_table(index="y", columns="x", values="std"),
+        zmin=0,
+        zmax=100 * MAX_EXCESS,
+        contours={"start": _STEP, "end": 100 * MAX_EXCESS - _STEP, "size": _STEP},
+        line={"width": 0.5, "color": "rgba(255, 255, 255, 0.5)"},
+        colorscale=SCALE,
+        colorbar={"title": {"text": "loss above the<br>optimum's (%)"}, "y": 0.4, "len": 0.8},
+        hovertemplate="%{x:.4g}, %{y:.4g}<br>%{z:.2f} ± %{customdata:.2f} % above the optimum<extra></extra>",
+    )
+    for name, label, symbol in (("run", "runs", "circle"), ("diverged", "diverged runs", "x")):
+        part = data[data["series"] == name]
+        if len(part):
+            edge = {"color": "white", "width": 0.7}
+            marker = {"color": "grey", "size": 7, "symbol": symbol, "line": edge}
+            text = [f"{100 * above:.2f} % above the optimum" for above in part["above"]] if name == "run" else label
+            add(figure, part, "x", "y", mode="markers", name=label, marker=marker, text=text, hoverinfo="x+y+text")
+    bars = {
+        f"error_{axis}": {
+            "array": best[f"{axis}_high"] - best[axis],
+            "arrayminus": best[axis] - best[f"{axis}_low"],
+            "color": "white",
+        }
+        for axis in ("x", "y")
+    }
+    star = {"symbol": "star", "size": 14, "color": "white", "line": {"color": "#444444", "width": 1}}
+    name = f"optimum, {100 * best['level'].item():g} % intervals"
+    add(figure, best, "x", "y", mode="markers", marker=star, name=name, **bars)
+    for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
+        name = data[f"{axis}_name"].iloc[0]
+        own = f"log2 of {name[5:]}" if name.startswith("log2_") else name
+        low, high = data[axis].min(), data[axis].max()
+        margin = 0.02 * (high - low)  # else runs on the bounds are cut in half
+        update(title=(titles or {}).get(name, own), range=[low - margin, high + margin])
+    figure.update_layout(showlegend=True)
     return figure

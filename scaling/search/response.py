@@ -6,7 +6,7 @@ in `process`, and what is tried next in `acquisition`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,9 @@ from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.process import Observations, Process
 from scaling.search.search_box import APART, Point, SearchBox
 from scaling.threads import single_threaded
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 NEAR, FAR = 0.01, 2.0
 """Excess of log loss over the surface's minimum beyond which a point must promise more, and by how much in the logarithm of
@@ -169,6 +172,36 @@ class ResponseSurface(Result):
             },
             at_edge=tuple(name for i, name in enumerate(names) if min(best[:d][i], 1 - best[:d][i]) < 1e-3),
             n_here=self.n_finite[cell] if cell >= 0 else 0,
+        )
+
+    def plot_contours(
+        self,
+        scale: Mapping[str, float] | None = None,
+        over: tuple[str, str] | None = None,
+        titles: Mapping[str, str] | None = None,
+    ) -> "go.Figure":
+        """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
+        from scaling.search.figures import draw_response
+
+        return draw_response(self.contours(scale, over), titles)
+
+    def contours(
+        self, scale: Mapping[str, float] | None = None, over: tuple[str, str] | None = None, level: float = 0.9
+    ) -> pd.DataFrame:
+        """The table that `plot_contours` draws, see `figures.response_data`.
+
+        Raises:
+            ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
+        """
+        from scaling.search.figures import response_data
+
+        best, here = self.optimum(scale, level=level), dict(scale or {})
+        octaves = self.box.octaves(pd.DataFrame([here]))[0]
+        data = self.process.data
+        own = np.flatnonzero([np.allclose(octaves, self.cells[c], rtol=0, atol=1e-8) for c in data.cell])
+        runs = self.box.decode(data.u[own]).assign(above=data.w[own])
+        return response_data(
+            self.box, self.predict, best.point, best.intervals, runs, scale=here, over=over, level=level
         )
 
     @single_threaded

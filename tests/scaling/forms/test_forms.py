@@ -238,12 +238,14 @@ class Negative(Own):
         return -super().loss(values, rows)
 
 
-def test_where_a_form_is_no_loss_a_fit_does_not_go(ladder: Ladder) -> None:
+@pytest.mark.parametrize("method", ["newton", "multistart"])
+def test_where_a_form_is_no_loss_a_fit_does_not_go(ladder: Ladder, method: str) -> None:
     law = Falling().law(E=3.0, A=50.0, alpha=0.3)
     result = fit(
         runs_of(law, ladder),
         n_params_convention="total",
         form=Falling(),
+        method=method,  # type: ignore[arg-type]
         n_bootstrap=2,
     )
     assert [*result.law.parameters.values()] == pytest.approx([3.0, 50.0, 0.3], rel=1e-3)
@@ -252,4 +254,5 @@ def test_where_a_form_is_no_loss_a_fit_does_not_go(ladder: Ladder) -> None:
             runs_of(law, ladder),
             n_params_convention="total",
             form=Negative(),
+            method=method,  # type: ignore[arg-type]
         )
