@@ -9,7 +9,11 @@ import pandas as pd
 from scaling.forms.law import NATS
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from plotly.graph_objects import Figure as Figure
+else:
+
+    class Figure:
+        """plotly's figure; plotly is imported when the first one is drawn."""
 
 
 LOSS = f"loss ({NATS})"
@@ -30,7 +34,7 @@ _NOTE_WIDTH = 58
 
 
 def add_band(
-    figure: "go.Figure",
+    figure: Figure,
     x: "pd.Series[float]",
     low: "pd.Series[float]",
     high: "pd.Series[float]",
@@ -50,16 +54,14 @@ def add_band(
     )
 
 
-def blank() -> "go.Figure":
-    """A figure without anything; plotly is imported here, when the first one is drawn."""
+def blank() -> Figure:
+    """A figure without anything."""
     import plotly.graph_objects as go
 
     return go.Figure()
 
 
-def add(
-    figure: "go.Figure", table: pd.DataFrame, x: str, y: str, bars: Literal["", "x", "y"] = "", /, **looks: Any
-) -> None:
+def add(figure: Figure, table: pd.DataFrame, x: str, y: str, bars: Literal["", "x", "y"] = "", /, **looks: Any) -> None:
     """Draw two columns of a table, with `error_bars` along an axis if one is named; looks and place are plotly's."""
     if bars:
         looks[f"error_{bars}"] = error_bars(table, x if bars == "x" else y)
@@ -72,7 +74,7 @@ def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:
     return {side: length.where(np.isfinite(length)) for side, length in ends.items()}
 
 
-def stacked(n_panels: int, **options: Any) -> "go.Figure":
+def stacked(n_panels: int, **options: Any) -> Figure:
     """Panels below each other: side by side they have no room for their titles on a telephone."""
     from plotly.subplots import make_subplots
 
@@ -82,7 +84,7 @@ def stacked(n_panels: int, **options: Any) -> "go.Figure":
     return figure.update_layout(height=_AROUND + _PANEL * n_panels)
 
 
-def add_note(figure: "go.Figure", text: str) -> None:
+def add_note(figure: Figure, text: str) -> None:
     """Write a note above the panels, in lines that fit on a telephone; the figure grows by them."""
     note = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
     # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.

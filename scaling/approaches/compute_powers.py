@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
 from scaling.arrays import Array
+from scaling.drawing import Figure
 from scaling.presentation import lines, span
 from scaling.quantiles import tails
 from scaling.serialization import FittedResult, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 PARAMETERS = ("params_exponent", "tokens_exponent", "n_params_ref", "n_tokens_ref")
 MIN_POINTS = 4
@@ -89,10 +88,8 @@ class ComputePowers(FittedResult):
         index = ["params_exponent", "tokens_exponent", "n_params", "n_tokens"]
         return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """Draw what the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
-        from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
-
         if self.approach == "envelope":
             return draw_envelope(
                 envelope_data(self.rows, self.points), self.n_params_convention, self.warnings, self.loss_unit

@@ -5,7 +5,7 @@ The warnings of the fit stand above its panels: approach 2 is biased by itself.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    Figure,
     add,
     add_note,
     blank,
@@ -26,9 +27,6 @@ from scaling.drawing import (
     size_colours,
 )
 from scaling.forms.law import NATS
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _N_POINTS = 49
 
@@ -53,7 +51,7 @@ def isoflops_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
 
 def draw_isoflops(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
-) -> "go.Figure":
+) -> Figure:
     """Loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
     from plotly.colors import sample_colorscale
 
@@ -100,7 +98,7 @@ def envelope_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
 
 def draw_envelope(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
-) -> "go.Figure":
+) -> Figure:
     """Loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
     from plotly.colors import sample_colorscale
 
@@ -126,7 +124,7 @@ def draw_envelope(
     return figure
 
 
-def _warn(figure: "go.Figure", warnings: Sequence[str]) -> None:
+def _warn(figure: Figure, warnings: Sequence[str]) -> None:
     if warnings:
         add_note(figure, "\n".join(f"doubtful: {warning}" for warning in warnings))
 
@@ -137,6 +135,6 @@ def _flops(value: float) -> str:
     return f"{value / 10**exponent:.2g}·10<sup>{exponent}</sup>"
 
 
-def _trace(figure: "go.Figure", part: pd.DataFrame, name: str, first: bool, **looks: Any) -> None:
+def _trace(figure: Figure, part: pd.DataFrame, name: str, first: bool, **looks: Any) -> None:
     common = {"name": name, "legendgroup": name, "showlegend": first}
     add(figure, part, "n_params", "loss", **common, **looks)

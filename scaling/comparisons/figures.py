@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import COLOURS, GREY, LOSS, add, blank
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from scaling.drawing import COLOURS, GREY, LOSS, Figure, add, blank
 
 
 def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -> pd.DataFrame:
@@ -21,7 +18,7 @@ def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -
     return table.replace([-np.inf, np.inf], np.nan).assign(series=series)
 
 
-def draw_finalists(data: pd.DataFrame) -> go.Figure:
+def draw_finalists(data: pd.DataFrame) -> Figure:
     """Each trial's loss with its interval; the text is the probability that it is the best."""
     figure = blank()
     for name, colour in (("winner", COLOURS[0]), ("near-tie", COLOURS[3]), ("other", GREY)):

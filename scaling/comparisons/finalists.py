@@ -12,21 +12,20 @@ distribution for each rho, mixed by how well each rho explains the means.
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
 from scaling.checks import losses, require_columns, seeds
+from scaling.comparisons.figures import draw_finalists, finalists_data
 from scaling.comparisons.noise import TwoWay, fit_two_way
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.presentation import lines
 from scaling.quantiles import tails
 from scaling.serialization import JsonResult, OrNan, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 N_DRAWS = 20_000
 """Draws of the posterior; a probability of being best is known to ± .004."""
@@ -118,10 +117,8 @@ class Finalists(JsonResult):
         tie = f": a near-tie with trial {', '.join(map(str, self.near_tie))}" if self.near_tie else ""
         return f"{found}, best with probability {self.p_best:.2f}{tie}"
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Each trial's loss with its interval and the probability that it is the best."""
-        from scaling.comparisons.figures import draw_finalists, finalists_data
-
         return draw_finalists(finalists_data(self.trials, self.winner, self.near_tie))
 
     @property

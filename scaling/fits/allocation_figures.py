@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    Figure,
     add,
     add_band,
     blank,
@@ -29,9 +30,6 @@ from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
 from scaling.forms.spending import Spending
 from scaling.quantiles import tails
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
@@ -77,7 +75,7 @@ def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, 
     return data[inside].reset_index(drop=True)
 
 
-def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
+def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
     """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
     from plotly.colors import sample_colorscale
 
@@ -144,7 +142,7 @@ def allocation_data(
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> Figure:
     """A panel for each quantity: the best against compute with its interval, dashed beyond the runs."""
     titles = {
         "n_params": params_title(n_params_convention, 24),
@@ -232,17 +230,17 @@ def _hover(part: pd.DataFrame) -> list[str]:
     ]
 
 
-def _line(figure: "go.Figure", part: pd.DataFrame, line: dict[str, Any], name: str, *, first: bool = True) -> None:
+def _line(figure: Figure, part: pd.DataFrame, line: dict[str, Any], name: str, *, first: bool = True) -> None:
     common = {"mode": "lines", "line": line, "name": name, "legendgroup": name, "showlegend": first}
     add(figure, part, "n_params", "n_tokens", text=_hover(part), hoverinfo="text", **common)
 
 
-def _markers(figure: "go.Figure", part: pd.DataFrame, name: str, marker: dict[str, Any]) -> None:
+def _markers(figure: Figure, part: pd.DataFrame, name: str, marker: dict[str, Any]) -> None:
     common = {"mode": "markers", "marker": marker, "name": name}
     add(figure, part, "n_params", "n_tokens", text=_hover(part), hoverinfo="text", **common)
 
 
-def _label(figure: "go.Figure", point: "pd.Series[Any]", text: str, place: str) -> None:
+def _label(figure: Figure, point: "pd.Series[Any]", text: str, place: str) -> None:
     common = {"mode": "text", "textposition": place, "showlegend": False, "hoverinfo": "skip"}
     font = {"size": 10, "color": EDGE}
     figure.add_scatter(x=[point["n_params"]], y=[point["n_tokens"]], text=[text], textfont=font, **common)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
+from scaling.drawing import Figure
 from scaling.errors import ScalingError, TooFewRunsError
 from scaling.fits.fitting import fit, require_form
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
+from scaling.fits.law_figures import backtest_data, draw_backtest
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_runs, require_convention
 from scaling.fits.support import unsupported
@@ -26,9 +28,6 @@ from scaling.forms.law import compute_flops
 from scaling.presentation import counted
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
@@ -83,7 +82,7 @@ class Backtest(JsonResult):
             rows.append(row)
         return pd.DataFrame(rows)
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """Predicted against measured, with the default's intervals.
 
         Raises:
@@ -91,8 +90,6 @@ class Backtest(JsonResult):
         """
         if self.predictions.empty:
             raise ScalingError(f"there is nothing to draw: {self}")
-        from scaling.fits.law_figures import backtest_data, draw_backtest
-
         return draw_backtest(backtest_data(self.predictions))
 
     def __str__(self) -> str:

@@ -1,7 +1,5 @@
 """Figures of the loss law, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pandas as pd
 
@@ -10,6 +8,7 @@ from scaling.drawing import (
     COMPUTE,
     EDGE,
     STAR,
+    Figure,
     add,
     add_band,
     blank,
@@ -22,9 +21,6 @@ from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import DEFAULT, Forecast, interval_factor, log_scale
 from scaling.forms.law import NATS
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
 
 def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
     """One row per fitted run: n_params, n_tokens, compute_flops, loss, predicted, residual (% of the prediction)."""
@@ -32,7 +28,7 @@ def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
     return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual", "series"]]
 
 
-def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
+def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
     """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
     figure = stacked(2)
     marker = size_colours(data["n_params"], n_params_convention) | {"size": 6}
@@ -76,7 +72,7 @@ def frontier_data(
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
     """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
     figure = blank()
@@ -108,7 +104,7 @@ def backtest_data(predictions: pd.DataFrame, level: float = 0.9) -> pd.DataFrame
     return data.assign(**above, within=within, level=level, series="held out")
 
 
-def draw_backtest(data: pd.DataFrame) -> "go.Figure":
+def draw_backtest(data: pd.DataFrame) -> Figure:
     """Distance of the measured loss from its forecast, with the forecast's interval: a panel for each cut."""
     cuts = [part for _, part in data.groupby("cut")]
     titles = [f"fitted below 1/{part['cut'].iloc[0]:g} of the largest compute" for part in cuts]

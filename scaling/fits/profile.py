@@ -22,13 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
+from scaling.fits.profile_figures import draw_profile, profile_data
 from scaling.fits.profile_trace import Quantity, Trace
 from scaling.forms.law import Form, Law, params_exponent
 from scaling.forms.problem import Problem
@@ -38,9 +40,6 @@ from scaling.minimizers.starts import minima, thresholds
 from scaling.presentation import counted, lines
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 N_CALIBRATION = 200
 """Refits from which scale and step are found; the scale's own error is then about 5 %."""
@@ -86,16 +85,12 @@ class Profile(JsonResult):
         """Threshold of the squared root, t²: what lies below it is in the interval."""
         return two_sided(self.level, self.dof) ** 2
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """The rise of the objective over the quantity, the threshold, and the interval between its crossings."""
-        from scaling.fits.profile_figures import draw_profile
-
         return draw_profile(self.curve(), self.loss_unit)
 
     def curve(self) -> pd.DataFrame:
         """The table that `plot` draws, see `profile_figures.profile_data`."""
-        from scaling.fits.profile_figures import profile_data
-
         return profile_data(
             self.table,
             name=self.name,

@@ -2,17 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import BAND, COLOURS, EDGE, STAR, add, add_note, blank, parameter_title
+from scaling.drawing import BAND, COLOURS, EDGE, STAR, Figure, add, add_note, blank, parameter_title
 from scaling.forms.law import NATS
 from scaling.presentation import span
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _BETWEEN = 8  # points drawn from one fit of the profile to the next
 
@@ -53,7 +49,7 @@ def profile_data(
     return pd.concat(tables, ignore_index=True).assign(**about)
 
 
-def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
     """The rise of the objective over the quantity, the threshold, and the interval, which stands above."""
     about = data.iloc[0]
     fits, curve, estimate, ends, threshold = (

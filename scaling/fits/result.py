@@ -3,29 +3,30 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
+from scaling.fits.allocation_figures import allocation_data, contours_data, draw_allocation, draw_contours
 from scaling.fits.caveats import caveats, high_floor
 from scaling.fits.ensemble import MAD, Ensemble, fit_ensemble
 from scaling.fits.forecast import Forecast, forecast
 from scaling.fits.identification import Unidentified, unidentified
+from scaling.fits.law_figures import draw_fit, draw_frontier, fit_data, frontier_data
+from scaling.fits.profile import Profile, profile
 from scaling.fits.runs import UNIT_ASSUMED
+from scaling.fits.size_figures import draw_sizes, sizes_data
+from scaling.fits.spread_figures import draw_parameters, draw_variants, parameters_data, variants_data
 from scaling.fits.support import unsupported
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.quantiles import tails
 from scaling.serialization import JsonResult, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-    from scaling.fits.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,54 +198,38 @@ class ScalingFit(JsonResult):
         Beside the percentiles of `intervals` it need not be symmetric, and shows where the runs do not bound the quantity
         (see `scaling.fits.profile`, also for what is raised).
         """
-        from scaling.fits.profile import profile
-
         return profile(self.law, self.rows, name, delta=self.delta, seed=self.seed, level=level, at=at)
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Predicted against actual loss, and the residuals against compute."""
-        from scaling.fits.law_figures import draw_fit, fit_data
-
         return draw_fit(fit_data(self.residuals()), self.n_params_convention, self.loss_unit)
 
-    def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
+    def plot_frontier(self, target: Forecast | None = None) -> Figure:
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
-        from scaling.fits.law_figures import draw_frontier, frontier_data
-
         return draw_frontier(frontier_data(self.residuals(), self.ensemble, target), self.loss_unit)
 
-    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
+    def plot_contours(self, target: Forecast | None = None, **columns: float) -> Figure:
         """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute."""
-        from scaling.fits.allocation_figures import contours_data, draw_contours
-
         data = contours_data(self.residuals(), self.best_law, target, **columns)
         return draw_contours(data, self.n_params_convention, self.loss_unit)
 
-    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
+    def plot_allocation(self, level: float = 0.9, **columns: float) -> Figure:
         """The best N, D and D/N against compute with intervals, by `best_law`."""
-        from scaling.fits.allocation_figures import allocation_data, draw_allocation
-
         fits = self.ensemble if self.has_forecast else self.draws
         data = allocation_data(self.best_law, fits, self.compute_range, level, **columns)
         return draw_allocation(data, self.n_params_convention)
 
-    def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
+    def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> Figure:
         """Loss over size at fixed budgets by `best_law`, with the band of sizes at most `within` worse than the best."""
-        from scaling.fits.size_figures import draw_sizes, sizes_data
-
         data = sizes_data(self.best_law, compute_flops, within, **columns)
         return draw_sizes(data, self.n_params_convention, self.loss_unit)
 
-    def plot_parameters(self) -> "go.Figure":
+    def plot_parameters(self) -> Figure:
         """Pairs of parameters over the bootstrap, with the ellipse that holds 90 % of the refits."""
-        from scaling.fits.spread_figures import draw_parameters, parameters_data
-
         return draw_parameters(parameters_data(self.law, self.draws), self.loss_unit)
 
-    def plot_variants(self, target: Forecast) -> "go.Figure":
+    def plot_variants(self, target: Forecast) -> Figure:
         """Loss by each of the fits behind a forecast, with the forecast and its interval."""
-        from scaling.fits.spread_figures import draw_variants, variants_data
-
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
 
     @property

@@ -5,17 +5,13 @@ Two functions, as for every figure: `sizes_data` computes a DataFrame, `draw_siz
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import ALONE, COLOURS, STAR, add, blank, log_axis, loss_title, params_title
+from scaling.drawing import ALONE, COLOURS, STAR, Figure, add, blank, log_axis, loss_title, params_title
 from scaling.forms.law import NATS, Law
 from scaling.forms.spending import Spending
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _SHOWN = 4.0  # times as much worse as the band's ends are the ends of the curve
 _N_POINTS = 97
@@ -58,7 +54,7 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
+def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
     """A curve for each budget, its flat part thick, its best size a star."""
     figure = blank()
     for i, (flops, part) in enumerate(data.groupby("compute_flops")):

@@ -2,20 +2,16 @@
 
 from itertools import combinations
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.drawing import BAND, COLOURS, STAR, add, blank, loss_title, parameter_title, stacked
+from scaling.drawing import BAND, COLOURS, STAR, Figure, add, blank, loss_title, parameter_title, stacked
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import NATS, Law
 from scaling.forms.powers import Joint
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 COEFFICIENTS = ("A", "B")
 """Parameters left out of the pairs: each all but follows its exponent."""
@@ -50,7 +46,7 @@ def parameters_data(law: Law, drawn: Array) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
     """A panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
     pairs = [part for _, part in data.groupby("pair")]
     n_columns = min(2, len(pairs))
@@ -100,7 +96,7 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
     return pd.concat([pd.DataFrame([own]), data], ignore_index=True)
 
 
-def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
     """A strip for each fit: its loss against the forecast and its interval."""
     figure, data = blank(), data.assign(lines=data["name"].map(_on_lines))
     target = data[data["series"] == "forecast"]

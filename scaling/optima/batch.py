@@ -7,19 +7,18 @@ batch of the lowest loss at equal tokens, not the largest that is still efficien
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import losses, names, numbers, require_columns, seeds
+from scaling.drawing import Figure
+from scaling.optima.figures import draw_tokens_law, tokens_law_data
 from scaling.optima.optimum import Optimum
 from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 from scaling.serialization import TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 PRIOR = (0.48, 0.15)
 """Mean and standard deviation of the exponent before any data: the mean of .383 (Power Lines, arXiv 2505.13738) and .571
@@ -79,10 +78,8 @@ class BatchLaw(TokensLaw):
         precision = weight + spread**-2
         return (data + mean * spread**-2) / precision, precision**-0.5
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Best batches against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import draw_tokens_law, tokens_law_data
-
         return draw_tokens_law(tokens_law_data(self, "batch_tokens"), "batch_tokens", "best batch (tokens)")
 
 

@@ -4,17 +4,13 @@ Every table has a column `series` for the kind of row, so that it can be drawn w
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import BAND, COLOURS, LOSS, add, add_band, blank, stacked
+from scaling.drawing import BAND, COLOURS, LOSS, Figure, add, add_band, blank, stacked
 from scaling.optima.optimum import Optimum
 from scaling.optima.tokens_law import TokensLaw
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 
 def transfer_data(
@@ -46,7 +42,7 @@ def transfer_data(
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> "go.Figure":
+def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> Figure:
     """Loss against the log2 of the value, one colour per size; stars mark the optima."""
     figure, x = blank(), f"log2_{over}"
     for i, (size, part) in enumerate(data.groupby(along)):
@@ -63,7 +59,7 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
     return figure
 
 
-def draw_verdict(panels: Sequence["go.Figure"]) -> "go.Figure":
+def draw_verdict(panels: Sequence[Figure]) -> Figure:
     """The figures of `draw_transfer` below each other; equal sizes share a colour and a place in the legend."""
     figure = stacked(max(1, len(panels)))
     shown: set[str] = set()
@@ -77,7 +73,7 @@ def draw_verdict(panels: Sequence["go.Figure"]) -> "go.Figure":
     return figure
 
 
-def draw_drifts(table: pd.DataFrame, bound: float) -> "go.Figure":
+def draw_drifts(table: pd.DataFrame, bound: float) -> Figure:
     """The drifts of `Verdict.table` with their intervals, and the band of ±`bound` octaves that a pass needs."""
     data = table.assign(label=table["over"] + " along " + table["along"])
     figure = blank()
@@ -99,7 +95,7 @@ def tokens_law_data(law: TokensLaw, name: str, level: float = 0.9) -> pd.DataFra
     return pd.concat([optima, line.assign(series="law")], ignore_index=True)
 
 
-def draw_tokens_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
+def draw_tokens_law(data: pd.DataFrame, name: str, title: str) -> Figure:
     """The best value, of the column `name`, against training tokens, both logarithmic."""
     law, figure = data[data["series"] == "law"], blank()
     add_band(figure, law["n_tokens"], law["low"], law["high"])

@@ -5,17 +5,16 @@ The optimum falls with D and muP does not correct for it (arXiv 2409.19913), so 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import losses, names, numbers, require_columns, seeds
+from scaling.drawing import Figure
+from scaling.optima.figures import draw_tokens_law, tokens_law_data
 from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 PRIOR = (0.1, 0.2)
 """Mean and standard deviation of the exponent before any data, at a fixed batch and a decay whose timescale is a fixed share
@@ -46,10 +45,8 @@ class HorizonLaw(TokensLaw):
         budgets = self.optima[self.optima["used"]].groupby("group")["n_tokens"].nunique()
         return tuple(map(str, budgets.index[budgets >= 2]))
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Fitted optima against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import draw_tokens_law, tokens_law_data
-
         return draw_tokens_law(tokens_law_data(self, "rate"), "rate", "best learning rate at the base shape")
 
 

@@ -6,21 +6,20 @@ The same is asked of any other hyperparameter whose scale is positive: its optim
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 
 from scaling.checks import losses, numbers, require_columns, seeds
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
+from scaling.optima.figures import draw_transfer, transfer_data
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.presentation import lines
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 Judgement = Literal["pass", "fail", "not enough evidence"]
 
@@ -87,10 +86,8 @@ class Transfer(JsonResult):
         names = [self.over, f"log2_{self.over}", *columns[2:]]
         return pd.DataFrame(records, columns=names, index=pd.Index(list(self.optima), name=self.along))
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Loss against the value, one curve per size, with the fitted optima (as in Tensor Programs V, fig. 1)."""
-        from scaling.optima.figures import draw_transfer, transfer_data
-
         data = transfer_data(self.rows, self.optima, self.along, self.over)
         return draw_transfer(data, along=self.along, over=self.over)
 

@@ -3,22 +3,21 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scaling.checks import names, numbers, require_columns
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.optima.batch import BatchLaw, fit_batch_law
 from scaling.optima.evidence import COLUMNS, runs_to_decide
+from scaling.optima.figures import draw_drifts, draw_verdict
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.transfer import MAX_DRIFT, Judgement, Transfer, fit_transfer
 from scaling.presentation import lines
 from scaling.serialization import JsonResult
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 LAWS = ("horizon law", "batch law")
 
@@ -112,16 +111,12 @@ class Verdict(JsonResult):
         ]
         return pd.DataFrame(records, columns=names)
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Loss against the value, a panel for each transfer."""
-        from scaling.optima.figures import draw_verdict
-
         return draw_verdict([transfer.plot() for transfer in self.transfers])
 
-    def plot_drifts(self) -> "go.Figure":
+    def plot_drifts(self) -> Figure:
         """The drift of each optimum with its interval, and the band that a pass needs."""
-        from scaling.optima.figures import draw_drifts
-
         return draw_drifts(self.table(), MAX_DRIFT)
 
     @property

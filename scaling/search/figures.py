@@ -1,18 +1,15 @@
 """Figures of a search, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, add, blank, error_bars, log_axis
+from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, Figure, add, blank, error_bars, log_axis
 from scaling.optima.optimum import MAX_EXCESS
 from scaling.search.search_box import SearchBox
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 """Colours of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
@@ -27,7 +24,7 @@ def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
     return table[["hyperparameter", "share", "low", "high", "noise"]].assign(series=series)
 
 
-def draw_importance(data: pd.DataFrame) -> "go.Figure":
+def draw_importance(data: pd.DataFrame) -> Figure:
     """Bars with intervals, the most important on top; ticks mark what a column that means nothing reaches."""
     figure = blank()
     for name, colour in (("significant", COLOURS[2]), ("within noise", GREY)):
@@ -55,7 +52,7 @@ def pareto_data(rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_fl
     return both[[cost, "loss", "series"]].rename(columns={cost: "cost"})
 
 
-def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
+def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> Figure:
     """Loss against cost, the cost logarithmic unless a run was free; the front is drawn as steps."""
     runs, front = (data[data["series"] == name] for name in ("run", "front"))
     figure = blank()
@@ -124,7 +121,7 @@ def response_data(
     return table.assign(x_name=x, y_name=y, level=level)
 
 
-def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> "go.Figure":
+def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> Figure:
     """Contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
 
     `titles` are of the axes, with the units, by coordinate; without one, its name is the title.

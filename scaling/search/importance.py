@@ -15,7 +15,7 @@ which forgets the order of what lies above.)
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
 from scaling.checks import names as names_of
+from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.minimizers.bootstrap import stem_weights
 from scaling.presentation import lines
 from scaling.quantiles import tails
+from scaling.search.figures import draw_importance, importance_data
 from scaling.serialization import JsonResult, TableLayout
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 TRIALS_PER_COEFFICIENT = 2
 """Trials wanted for each coefficient (assumed): with fewer, what is left over hardly determines the noise of the shares."""
@@ -72,10 +71,8 @@ class Importance(JsonResult):
         unclear = [str(name) for name in self.table.index[~self.table["significant"]]]
         return f"within noise: {', '.join(unclear)}" if unclear else "ok"
 
-    def plot(self) -> "go.Figure":
+    def plot(self) -> Figure:
         """Bars with intervals; those in grey lie within the noise."""
-        from scaling.search.figures import draw_importance, importance_data
-
         return draw_importance(importance_data(self.table))
 
     def __str__(self) -> str:

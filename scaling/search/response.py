@@ -6,7 +6,7 @@ in `process`, and what is tried next in `acquisition`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array, Integers
 from scaling.checks import losses, require_columns
+from scaling.drawing import Figure
 from scaling.presentation import Result, lines
 from scaling.quantiles import tails
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.search.coverage import Region, is_within, moved_into, untried
 from scaling.search.excess import clipped_excess, most_informative
+from scaling.search.figures import draw_response, response_data
 from scaling.search.process import Observations, Process
 from scaling.search.search_box import APART, Point, SearchBox
 from scaling.threads import single_threaded
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 NEAR, FAR = 0.01, 2.0
 """Excess of log loss over the surface's minimum beyond which a point must promise more, and by how much in the logarithm of
@@ -179,10 +178,8 @@ class ResponseSurface(Result):
         scale: Mapping[str, float] | None = None,
         over: tuple[str, str] | None = None,
         titles: Mapping[str, str] | None = None,
-    ) -> "go.Figure":
+    ) -> Figure:
         """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
-        from scaling.search.figures import draw_response
-
         return draw_response(self.contours(scale, over), titles)
 
     def contours(
@@ -193,8 +190,6 @@ class ResponseSurface(Result):
         Raises:
             ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
         """
-        from scaling.search.figures import response_data
-
         best, here = self.optimum(scale, level=level), dict(scale or {})
         octaves = self.box.octaves(pd.DataFrame([here]))[0]
         data = self.process.data
