@@ -17,7 +17,8 @@ from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, find
 from muscale.store.tables import runs
-from proxy_models.data.corpus import MANIFEST, Corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.token_files import MANIFEST
 from scaling import ScalingFit, Verdict
 
 

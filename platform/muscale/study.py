@@ -51,7 +51,8 @@ from muscale.store.open_ledger import open_ledger
 from muscale.store.tables import ResultKind
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
-from proxy_models.data.corpus import Corpus, CorpusError
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.sources import CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import ScalingFit, Verdict
 from scaling.presentation import Result

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.family import Family, Loss
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, fitting
-from proxy_models.architecture.parametrization import Parametrization, parametrize
+from proxy_models.architecture.parametrization import Parametrization, TableOptions, parametrize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,6 +82,6 @@ class DecoderFamily(Family):
             below = above
         return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
 
-    def parametrization(self, member: Member, base: Member, **rules: Any) -> Parametrization:
+    def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:
         """Return the table of `parametrize`."""
-        return parametrize(cast(ModelConfig, member), cast(ModelConfig, base), **rules)
+        return parametrize(cast(ModelConfig, member), cast(ModelConfig, base), **options)

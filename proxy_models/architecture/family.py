@@ -18,16 +18,14 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
 
 from proxy_models.architecture.counted import remember
 from proxy_models.architecture.member import Counts, Member, ModuleConfig
 from proxy_models.architecture.memory import Checkpointing, Precision
 from proxy_models.architecture.parametrization import (
-    DecayScaling,
-    OptimizerName,
     Parametrization,
-    Scheme,
+    TableOptions,
     TensorClass,
     TensorShape,
     parametrization_of,
@@ -229,17 +227,8 @@ class Family(ABC):
         around = (self.member(number * self.width_step, depth) for number in (low, high) if number)
         return min(around, key=lambda member: abs(math.log(member.n_params / n_params)))
 
-    def parametrization(
-        self,
-        member: Member,
-        base: Member,
-        *,
-        scheme: Scheme = "mup",
-        depth_exponent: float = 1.0,
-        optimizer: OptimizerName = "adamw",
-        decay_scaling: DecayScaling = "timescale",
-    ) -> Parametrization:
-        """Return the table that carries values tuned at `base` to `member`; arguments are those of `parametrization_of`.
+    def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:
+        """Return the table that carries values tuned at `base` to `member`; options as for `parametrization_of`.
 
         Raises:
             ValueError: If a parameter has no rule.
@@ -248,10 +237,7 @@ class Family(ABC):
             _shapes(self, member.d_model, member.n_layers, base.d_model),
             depth_mult=member.n_layers / base.n_layers,
             attention=self.attention,
-            scheme=scheme,
-            depth_exponent=depth_exponent,
-            optimizer=optimizer,
-            decay_scaling=decay_scaling,
+            **options,
         )
 
 

@@ -52,7 +52,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.serialization import Serializable
@@ -74,6 +74,15 @@ RATE_EXPONENT: dict[OptimizerName, float] = {
     "muon": 0.5,
 }
 """The exponent x of each optimizer that has rules; values tuned with any other do not transfer."""
+
+
+class TableOptions(TypedDict, total=False):
+    """Options of a table, as `parametrization_of` takes them."""
+
+    scheme: Scheme
+    depth_exponent: float
+    optimizer: OptimizerName
+    decay_scaling: DecayScaling
 
 
 TIED_REACH = 2.0
@@ -298,24 +307,8 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
         yield "readout.weight", shape(TensorClass.READOUT)
 
 
-def parametrize(
-    config: ModelConfig,
-    base: ModelConfig,
-    *,
-    scheme: Scheme = "mup",
-    depth_exponent: float = 1.0,
-    optimizer: OptimizerName = "adamw",
-    decay_scaling: DecayScaling = "timescale",
-) -> Parametrization:
-    """Return the table that carries values tuned at `base` to `config`.
-
-    Args:
-        config: The shape to train.
-        base: The shape at which the hyperparameters were tuned.
-        scheme: "mup", or "standard".
-        depth_exponent: CompleteP's alpha, between 0.5 and 1.
-        optimizer: The optimizer that the rules are for.
-        decay_scaling: Rule for the decay of hidden matrices across width; "sublayer_gain" is for AdamW only.
+def parametrize(config: ModelConfig, base: ModelConfig, **options: Unpack[TableOptions]) -> Parametrization:
+    """Return the table that carries values tuned at `base` to `config`; options as for `parametrization_of`.
 
     Raises:
         ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
@@ -331,10 +324,7 @@ def parametrize(
         dict(decoder_shapes(config, base)),
         depth_mult=config.n_layers / base.n_layers,
         attention=1 / math.sqrt(config.head_dim),  # head_dim is the base's, so the table's sqrt(d0)/d_head is this
-        scheme=scheme,
-        depth_exponent=depth_exponent,
-        optimizer=optimizer,
-        decay_scaling=decay_scaling,
+        **options,
     )
 
 

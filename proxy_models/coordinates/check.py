@@ -259,7 +259,7 @@ class CoordinateCheck:
         return cls(
             measurements=pd.DataFrame(values["measurements"]).astype({"rms": float}),
             seeds=tuple(values["seeds"]),
-            multipliers=values.get("multipliers", {}),  # results from before have none, nor rows of matrices
+            multipliers=values["multipliers"],
         )
 
     def plot(self) -> go.Figure:

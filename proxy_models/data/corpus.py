@@ -28,7 +28,7 @@ from proxy_models.data.kept_tokenizer import (
     tokenizer_name,
 )
 from proxy_models.data.mixture import MAX_EPOCHS, Mixture
-from proxy_models.data.sources import EMBEDDED, CorpusError, Source
+from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import (
     FORMAT,
     MANIFEST,
@@ -44,17 +44,6 @@ from proxy_models.data.token_files import (
 from proxy_models.data.tokenizer import BYTES, Tokenizer, TokenizerSettings, Tokens
 from proxy_models.files import folder_lock
 from proxy_models.hashing import content_key
-
-__all__ = [
-    "EMBEDDED",
-    "MANIFEST",
-    "ONE_SOURCE",
-    "Corpus",
-    "CorpusError",
-    "write_corpus",
-    "write_mixture",
-    "write_own_data",
-]
 
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"

@@ -29,12 +29,14 @@ class BatchRamp:
     ramp_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.doublings < 0 or (self.doublings == 0) != (self.ramp_tokens == 0):
+        if min(self.doublings, self.ramp_tokens) < 0 or (self.doublings == 0) != (self.ramp_tokens == 0):
             raise ValueError(
-                f"a batch ramp needs doublings and tokens to double in, got {self.doublings} in {self.ramp_tokens}"
+                f"a batch ramp needs batch_doublings and batch_ramp_tokens, got {self.doublings} and {self.ramp_tokens}"
             )
         if self.doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.doublings:
-            raise ValueError(f"batch_tokens must be a multiple of 2^{self.doublings}, got {self.batch_tokens}")
+            raise ValueError(
+                f"batch_tokens must be a multiple of 2^{self.doublings} to double so often, got {self.batch_tokens}"
+            )
         if self.doublings and self.ramp_tokens % (self.doublings * self.batch_tokens):
             raise ValueError(
                 f"each of the {self.doublings} parts of a batch ramp must last whole batches of {self.batch_tokens} "

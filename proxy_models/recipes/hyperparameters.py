@@ -9,7 +9,7 @@ from typing import Any, get_args
 from cattrs.gen import make_dict_unstructure_fn, override
 
 from proxy_models.architecture.parametrization import RATE_EXPONENT, OptimizerName
-from proxy_models.recipes.batch_ramp import MOST_DOUBLINGS
+from proxy_models.recipes.batch_ramp import BatchRamp
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.schedule import ScheduleName
 from proxy_models.recipes.stages import HyperparameterStage
@@ -118,17 +118,7 @@ class Hyperparameters(Serializable):
                 )
         self._validate_swap()
         self._refuse_ignored("optimizer", OPTIMIZERS_THAT_READ, {self.optimizer, self.swap_optimizer})
-        if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
-            self.batch_ramp_tokens
-        ):
-            raise ValueError(
-                f"a batch ramp needs batch_doublings and batch_ramp_tokens, got {self.batch_doublings} and "
-                f"{self.batch_ramp_tokens}"
-            )
-        if self.batch_doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.batch_doublings:
-            raise ValueError(
-                f"batch_tokens must be a multiple of 2^{self.batch_doublings} to double so often, got {self.batch_tokens}"
-            )
+        _ = self._ramp
         self._validate_stages()
 
     def _validate_schedule(self) -> None:
@@ -209,6 +199,14 @@ class Hyperparameters(Serializable):
         """Return D of the run that cools down from `stable_tokens`: S / (1 - f), in whole batches, at least one of cooldown."""
         return max(self.whole_batches(stable_tokens / (1 - self.cooldown_fraction)), stable_tokens + self.batch_tokens)
 
+    @property
+    def _ramp(self) -> BatchRamp:
+        """The ramp, each of its parts rounded to whole batches; what can't be a ramp stays as it is, to be refused."""
+        doublings, ramp = self.batch_doublings, self.batch_ramp_tokens
+        if doublings > 0 and ramp > 0:
+            ramp = doublings * self.whole_batches(ramp / doublings)
+        return BatchRamp(batch_tokens=self.batch_tokens, doublings=doublings, ramp_tokens=ramp)
+
     def resolve(self, n_tokens: int) -> Recipe:
         """Return the absolute values of a run of `n_tokens`; a branch of it keeps them.
 
@@ -216,16 +214,14 @@ class Hyperparameters(Serializable):
             ValueError: If the warmup or the batch ramp does not fit into the run.
         """
         warmup = self.whole_batches(max(self.warmup_floor_tokens, self.warmup_fraction * n_tokens))
-        doublings = self.batch_doublings
-        ramp = doublings * self.whole_batches(self.batch_ramp_tokens / doublings) if doublings else 0
-        for name, length in (("warmup", warmup), ("batch ramp", ramp)):
+        for name, length in (("warmup", warmup), ("batch ramp", self._ramp.ramp_tokens)):
             if length >= (before := n_tokens * (1 - self.cooldown_fraction)):
                 where = f"the first {before:.0f} of " if self.cooldown_fraction else ""
                 raise ValueError(f"a {name} of {length} tokens does not fit into {where}a run of {n_tokens} tokens")
         resolved: dict[str, Any] = {
             "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
             "warmup_tokens": warmup,
-            "batch_ramp_tokens": ramp,
+            "batch_ramp_tokens": self._ramp.ramp_tokens,
         }
         as_here = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in resolved}
         return Recipe(**as_here, **resolved)

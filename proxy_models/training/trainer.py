@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from proxy_models.architecture.families import import_family
@@ -69,11 +67,6 @@ class SegmentResult:
     spikes: tuple[Spike, ...] = ()
     seconds: float
     compiled: bool = False
-
-    @property
-    def train_losses(self) -> NDArray[np.float32]:
-        """Minimised loss of each step on its batch before the step, nats per token."""
-        return self.curve.train_loss
 
 
 class Trainer:

@@ -23,7 +23,8 @@ from scipy.stats import qmc
 
 from muscale import json_lines
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.sources import EMBEDDED
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, LinearDecay, Phase
 from proxy_models.recipes.segments import Segment, branch

@@ -324,7 +324,8 @@ def _prepare(place: Path) -> None:
 def prepare(folder: Path) -> None:
     """The study's own corpus, and the same for the other ways."""
     import muscale
-    from proxy_models.data.corpus import EMBEDDED, write_corpus
+    from proxy_models.data.corpus import write_corpus
+    from proxy_models.data.sources import EMBEDDED
 
     _ = muscale.Study.open(folder / "study.toml", quiet=True).corpus
     write_corpus(folder / "corpus", EMBEDDED)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from proxy_models.data.batches import training_stream
-from proxy_models.data.corpus import MANIFEST, Corpus
-from proxy_models.data.token_files import FORMAT
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.token_files import FORMAT, MANIFEST
 
 N_TOKENS, CONTEXT, BATCH_TOKENS, N_BATCHES = 10**9, 128, 16 * 128, 20
 _AHEAD = (

@@ -42,8 +42,8 @@ from proxy_models.architecture.llama import NotLlamaError, write_llama
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.architecture.pretrained import NotFoldableError, write_pretrained
-from proxy_models.data.corpus import CorpusError
 from proxy_models.data.kept_tokenizer import kept_tokenizer
+from proxy_models.data.sources import CorpusError
 from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.tensor_files import TensorFiles
 from proxy_models.training.numerics import Numerics

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import Kind, Source, TokenDtype, at_home
+from proxy_models.data.sources import EMBEDDED, Kind, Source, TokenDtype, at_home
 from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -21,7 +21,8 @@ from muscale.tracking.sources import FullRun, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
-from proxy_models.data.corpus import MANIFEST, Corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.token_files import MANIFEST
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:

@@ -113,7 +113,7 @@ def test_rungs_and_branches_have_the_losses_of_one_rank_from_states_of_any_numbe
     parts = [(first, None), (second, rung.state), (branch, rung.state)]
     by_rank = gloo_ranks.call(train, corpus.folder, numerics, parts, 1, world_size=ranks)
     for together, one in zip(by_rank[0], expected, strict=True):
-        assert together.train_losses == pytest.approx(one.train_losses, rel=tolerance)
+        assert together.curve.train_loss == pytest.approx(one.curve.train_loss, rel=tolerance)
         assert together.loss == pytest.approx(one.loss, rel=tolerance)
     assert by_rank[0][0].averaged_loss == pytest.approx(rung.averaged_loss, rel=tolerance)
     for others in by_rank[1:]:
@@ -142,7 +142,7 @@ def test_ranks_compile_each_block_have_the_losses_of_one_eager_rank_and_compile_
         for (numerics, segment), (result, *_) in zip(parts, found, strict=True):
             expected = alone.train(numerics, segment, averaged=True)
             assert result.compiled
-            assert result.train_losses == pytest.approx(expected.train_losses, rel=1e-5)
+            assert result.curve.train_loss == pytest.approx(expected.curve.train_loss, rel=1e-5)
             assert result.loss == pytest.approx(expected.loss, rel=1e-5)
             assert result.averaged_loss == pytest.approx(expected.averaged_loss, rel=1e-5)
 
@@ -166,5 +166,5 @@ def test_ranks_share_a_family_of_one_s_own_by_its_units(corpus: Corpus, gloo_ran
     numerics, (first, *_) = replace(numerics_of(corpus), model=base, base=base), segments("adamw")
     one = Trainer(corpus, compile=False).train(numerics, first)
     together = gloo_ranks.call(train_in_units, corpus.folder, numerics, first, world_size=2)[0]
-    assert together.train_losses == pytest.approx(one.train_losses, rel=1e-6)
+    assert together.curve.train_loss == pytest.approx(one.curve.train_loss, rel=1e-6)
     assert together.loss == pytest.approx(one.loss, rel=1e-6)

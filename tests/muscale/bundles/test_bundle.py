@@ -228,7 +228,7 @@ def check_that_a_training_goes_on(run: FinishedRun, bundle: Bundle) -> None:
     further = Segment(recipe=last.recipe, phase=Constant(warmup_tokens=0), start=last.end, end=last.end + 4 * BATCH)
     undisturbed = trainer.train(numerics, further, state)
     resumed = trainer.train(numerics, further, bundle.train_state())
-    np.testing.assert_allclose(resumed.train_losses, undisturbed.train_losses, rtol=1e-4)
+    np.testing.assert_allclose(resumed.curve.train_loss, undisturbed.curve.train_loss, rtol=1e-4)
     assert resumed.loss == pytest.approx(undisturbed.loss, rel=1e-4)
 
 

@@ -155,7 +155,7 @@ def test_it_learns_in_the_lean_loop_in_parts_recomputed_and_in_bf16(corpus: Corp
     parts = Trainer(corpus, compile=False, micro_batch=2).train(numerics, segment)
     rounded = Trainer(corpus, compile=False).train(replace(numerics, precision="bf16"), segment)
     assert one.loss is not None
-    assert one.loss < float(one.train_losses[0]) - 0.5
+    assert one.loss < float(one.curve.train_loss[0]) - 0.5
     assert parts.loss == pytest.approx(one.loss, rel=1e-3)
     assert rounded.loss == pytest.approx(one.loss, rel=2e-2)
     assert rounded.loss != one.loss

@@ -207,7 +207,7 @@ def test_it_trains_in_the_lean_loop_as_written_out(corpus: Corpus) -> None:
     one, other = (Trainer(corpus, compile=False).train(wider, segment) for _ in range(2))
     assert one.loss is not None
     assert one.loss == other.loss
-    assert one.loss < float(one.train_losses[0]) - 0.5
+    assert one.loss < float(one.curve.train_loss[0]) - 0.5
     parts = Trainer(corpus, compile=False, micro_batch=2).train(wider, segment)
     assert parts.loss == pytest.approx(one.loss, rel=1e-3)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from proxy_models.data.corpus import MANIFEST, Corpus, CorpusError, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
-from proxy_models.data.sources import Source
+from proxy_models.data.sources import CorpusError, Source
+from proxy_models.data.token_files import MANIFEST
 
 
 @pytest.fixture

@@ -12,17 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxy_models.data.corpus import (
-    EMBEDDED,
-    MANIFEST,
-    Corpus,
-    CorpusError,
-    write_corpus,
-    write_mixture,
-)
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.documents import in_validation
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import Source
+from proxy_models.data.sources import EMBEDDED, CorpusError, Source
+from proxy_models.data.token_files import MANIFEST
 from proxy_models.data.tokenizer import TokenizerSettings
 
 TEXTS = {f"part/{number:02}.txt": f"text number {number}\n" * (number + 1) for number in range(20)}

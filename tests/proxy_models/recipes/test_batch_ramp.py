@@ -45,10 +45,10 @@ def test_every_multiple_of_the_final_batch_is_the_end_of_a_step(ramp: BatchRamp,
 @pytest.mark.parametrize(
     ("values", "rule"),
     [
-        ({"doublings": 1}, "needs doublings and tokens to double in, got 1 in 0"),
-        ({"ramp_tokens": 64}, "needs doublings and tokens to double in, got 0 in 64"),
-        ({"doublings": 7, "ramp_tokens": 7 * 64}, r"must be a multiple of 2\^7, got 64"),
-        ({"doublings": 10**11, "ramp_tokens": 64}, r"must be a multiple of 2\^100000000000, got 64"),
+        ({"doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),
+        ({"ramp_tokens": 64}, "needs batch_doublings and batch_ramp_tokens, got 0 and 64"),
+        ({"doublings": 7, "ramp_tokens": 7 * 64}, r"must be a multiple of 2\^7 .*got 64"),
+        ({"doublings": 10**11, "ramp_tokens": 64}, r"must be a multiple of 2\^100000000000 .*got 64"),
         ({"doublings": 2, "ramp_tokens": 64}, "each of the 2 parts .* whole batches of 64 tokens, got 64"),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each
     expected = eager.train(numerics, segment, averaged=True)
     assert result.loss == pytest.approx(expected.loss, abs=tolerance)
     assert result.averaged_loss == pytest.approx(expected.averaged_loss, abs=tolerance)
-    assert result.train_losses == pytest.approx(expected.train_losses, abs=tolerance)
+    assert result.curve.train_loss == pytest.approx(expected.curve.train_loss, abs=tolerance)
 
     # All that a search varies at one shape: rates, decay, eps, betas, clipping, scales, multipliers, seed, base width.
     other = replace(

@@ -101,8 +101,8 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_both_devices_start_alike_and_train_alike(corpus: Corpus, numerics: Numerics) -> None:
     cpu, cuda = (Trainer(corpus, device=device, compile=False) for device in ("cpu", "cuda"))
     expected, actual = (trainer.train(numerics, twenty_steps()) for trainer in (cpu, cuda))
-    assert actual.train_losses[0] == pytest.approx(expected.train_losses[0], rel=1e-5)
-    assert actual.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
+    assert actual.curve.train_loss[0] == pytest.approx(expected.curve.train_loss[0], rel=1e-5)
+    assert actual.curve.train_loss == pytest.approx(expected.curve.train_loss, rel=ROUNDING)
     assert actual.curve.grad_norm == pytest.approx(expected.curve.grad_norm, rel=10 * ROUNDING)
     assert actual.loss == pytest.approx(expected.loss, rel=ROUNDING)
 
@@ -112,9 +112,9 @@ def test_both_devices_start_alike_and_train_alike(corpus: Corpus, numerics: Nume
 def test_lower_precisions_learn_like_fp32(corpus: Corpus, numerics: Numerics, precision: Any) -> None:
     trainer = Trainer(corpus, device="cuda", compile=False)
     exact, rounded = (trainer.train(replace(numerics, precision=p), twenty_steps()) for p in ("fp32", precision))
-    assert rounded.train_losses == pytest.approx(exact.train_losses, rel=0.02)
+    assert rounded.curve.train_loss == pytest.approx(exact.curve.train_loss, rel=0.02)
     assert rounded.loss != exact.loss
-    assert rounded.train_losses[-1] < rounded.train_losses[0] - 1
+    assert rounded.curve.train_loss[-1] < rounded.curve.train_loss[0] - 1
 
 
 @pytest.mark.gpu
@@ -151,7 +151,9 @@ def test_resuming_from_disk_is_the_uninterrupted_run_under_deterministic_algorit
     for name, tensor in uninterrupted.state.tensors.items():
         assert torch.equal(resumed.state.tensors[name].nan_to_num(nan=-1.0), tensor.nan_to_num(nan=-1.0)), name
     assert resumed.loss == uninterrupted.loss
-    assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
+    assert np.array_equal(
+        np.concatenate([half.curve.train_loss, resumed.curve.train_loss]), uninterrupted.curve.train_loss
+    )
 
 
 @pytest.mark.gpu
@@ -198,7 +200,7 @@ def test_observing_and_the_caller_s_random_numbers_are_left_alone(corpus: Corpus
     plain, observed = (
         trainer.train(dropping(numerics), twenty_steps(), observation=o) for o in (Observation(), observation)
     )
-    assert observed.train_losses == pytest.approx(plain.train_losses, rel=ROUNDING)
+    assert observed.curve.train_loss == pytest.approx(plain.curve.train_loss, rel=ROUNDING)
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
@@ -256,7 +258,7 @@ def test_a_proxy_that_must_be_trained_in_parts_and_recomputed_has_the_same_losse
     with monkeypatch.context() as patch:
         patch.setattr("proxy_models.training.trainer.fitting_on", lambda *_, **__: (3, "full"))
         actual = trainer.train(numerics, twenty_steps())
-    assert actual.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
+    assert actual.curve.train_loss == pytest.approx(expected.curve.train_loss, rel=ROUNDING)
     again = trainer.train(numerics, twenty_steps())
-    assert again.train_losses.tolist() == expected.train_losses.tolist()
+    assert again.curve.train_loss.tolist() == expected.curve.train_loss.tolist()
     assert seen == 20 * [(3, "full")] + 20 * [(None, "none")]

@@ -60,7 +60,7 @@ def test_training_is_the_loop_written_out(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert result.train_losses.tolist() == losses
+    assert result.curve.train_loss.tolist() == losses
     assert result.state is not None
     for name, parameter in model.named_parameters():
         assert torch.equal(result.state.tensors[f"weight/{name}"], parameter.detach()), name
@@ -71,7 +71,7 @@ def test_training_is_the_loop_written_out(
 
 def test_it_learns(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
     stable, annealed = train_chain(trainer, numerics, chain(hyperparameters, N_TOKENS))
-    assert stable.train_losses[0] > 5
+    assert stable.curve.train_loss[0] > 5
     assert stable.loss is not None
     assert annealed.loss is not None
     assert annealed.loss < stable.loss < 3.5
@@ -149,7 +149,9 @@ def test_resuming_from_disk_is_the_uninterrupted_run(
     torch.manual_seed(1234)  # the process that resumes is in another state
     resumed = Trainer(corpus, compile=False).train(numerics, replace(whole, start=7 * BATCH), state)
     assert_same(resumed, uninterrupted)
-    assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
+    assert np.array_equal(
+        np.concatenate([half.curve.train_loss, resumed.curve.train_loss]), uninterrupted.curve.train_loss
+    )
     assert half.spikes + resumed.spikes == uninterrupted.spikes
 
 
@@ -166,7 +168,7 @@ def test_training_minimises_the_training_loss_and_evaluation_is_next_token_loss_
     initialize(model, random.parametrization(recipe.optimizer), recipe, seed=0)
     stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0)
     torch.manual_seed(step_seed(0, 0, 0))
-    assert result.train_losses[0] == training_loss(model, stream.batch(0, BATCH)).item()
+    assert result.curve.train_loss[0] == training_loss(model, stream.batch(0, BATCH)).item()
     assert result.state is not None
     model.load_state_dict(
         {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
@@ -183,7 +185,7 @@ def test_lower_precisions_learn_like_fp32_and_are_not_it(
 ) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 20 * BATCH)
     exact, rounded = (trainer.train(replace(numerics, precision=p), segment) for p in ("fp32", precision))
-    assert rounded.train_losses == pytest.approx(exact.train_losses, rel=0.02)
+    assert rounded.curve.train_loss == pytest.approx(exact.curve.train_loss, rel=0.02)
     assert rounded.loss != exact.loss
 
 
@@ -194,7 +196,7 @@ def test_micro_batches_train_the_same_run(
     whole = trainer.train(numerics, segment)
     for micro_batch in (1, 3):  # 4 sequences: 1 + 1 + 1 + 1 and 3 + 1
         parts = Trainer(corpus, compile=False, micro_batch=micro_batch).train(numerics, segment)
-        assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
+        assert parts.curve.train_loss == pytest.approx(whole.curve.train_loss, rel=1e-4)
         assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
     with pytest.raises(ValueError, match="micro_batch must be at least 1 sequence, got 0"):
         Trainer(corpus, micro_batch=0)
@@ -249,7 +251,7 @@ def test_observing_a_run_leaves_it_as_it_is(
     watched = trainer.train(random, segment, observation=observation)
     plain = trainer.train(random, segment)
     assert_same(watched, plain)
-    assert np.array_equal(watched.train_losses, plain.train_losses)
+    assert np.array_equal(watched.curve.train_loss, plain.curve.train_loss)
     curve = watched.curve
     assert curve.tokens.tolist() == [BATCH * (n + 1) for n in range(12)]
     assert (np.flatnonzero(np.isfinite(curve.val_loss)) + 1).tolist() == [4, 8, 12]
@@ -297,7 +299,7 @@ def test_the_guard_ends_a_run_at_once_and_leaves_a_quiet_one_alone(
     result = trainer.train(guarded, loud)
     assert result.divergence is not None
     assert (result.state, result.loss) == (None, None)
-    assert len(result.train_losses) == result.divergence.step + 1 < 10
+    assert len(result.curve.train_loss) == result.divergence.step + 1 < 10
 
 
 def test_a_state_is_not_changed_by_going_on_from_it(
@@ -363,7 +365,7 @@ def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperpa
         numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *report: reports.append(report)
     )
     assert [tokens for tokens, _ in reports] == [32 * BATCH, 40 * BATCH]
-    assert [loss for _, loss in reports] == result.train_losses[[31, 39]].tolist()
+    assert [loss for _, loss in reports] == result.curve.train_loss[[31, 39]].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +416,7 @@ def test_every_optimizer_learns_and_resumes_bit_for_bit(
     rate = 0.05 if optimizer == "adafactor" else 0.003
     (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
     uninterrupted = trainer.train(numerics, whole)
-    assert uninterrupted.train_losses[-5:].mean() < uninterrupted.train_losses[:5].mean() - 0.3
+    assert uninterrupted.curve.train_loss[-5:].mean() < uninterrupted.curve.train_loss[:5].mean() - 0.3
     half = trainer.train(numerics, replace(whole, end=7 * BATCH))
     assert half.state is not None
     half.state.save(tmp_path / "half.pt")

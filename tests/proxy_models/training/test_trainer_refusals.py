@@ -28,7 +28,7 @@ def test_a_rate_out_of_all_measure_is_a_divergence_and_no_loss(
     recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
     result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
     assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
-    finite = np.isfinite(result.train_losses)
+    finite = np.isfinite(result.curve.train_loss)
     assert isinstance(result.divergence, Divergence)
     assert result.divergence.step == finite.argmin() > 0
     assert result.divergence.reason == f"the training loss is nan at step {result.divergence.step}"
@@ -44,7 +44,7 @@ def test_a_divergence_names_its_step_in_the_run_and_ends_the_training(
     segment = replace(stem(recipe, 150 * BATCH), start=3 * BATCH)
     result = trainer.train(numerics, segment, state)
     assert result.divergence == Divergence(step=3, reason="the training loss is nan at step 3")
-    assert len(result.train_losses) == 32  # and not 147
+    assert len(result.curve.train_loss) == 32  # and not 147
 
 
 def test_a_last_step_that_breaks_the_model_is_a_divergence(
@@ -52,7 +52,7 @@ def test_a_last_step_that_breaks_the_model_is_a_divergence(
 ) -> None:
     recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
     result = trainer.train(numerics, stem(recipe, BATCH))
-    assert np.isfinite(result.train_losses).all()
+    assert np.isfinite(result.curve.train_loss).all()
     assert result.divergence == Divergence(step=1, reason="the validation loss is not finite")
     assert result.loss is None
 
@@ -65,7 +65,7 @@ def test_a_finite_loss_that_tells_nothing_is_a_divergence(
 ) -> None:
     recipe = replace(hyperparameters, learning_rate=rate).resolve(N_TOKENS)
     result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
-    assert np.isfinite(result.train_losses).all()
+    assert np.isfinite(result.curve.train_loss).all()
     assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
     assert result.divergence is not None
     assert result.divergence.step == 20

@@ -64,7 +64,7 @@ def test_a_swap_keeps_the_weights_and_begins_with_fresh_moments(
     set_rates(step, 0.25)  # the first of four steps of warmup
     step.step()
     result = trainer.train(numerics, replace(after, end=after.start + BATCH), state)
-    assert result.train_losses.tolist() == [loss.item()]
+    assert result.curve.train_loss.tolist() == [loss.item()]
     assert result.curve.rate_factor.tolist() == [0.25]
     assert result.state is not None
     assert result.state.parametrization == table
@@ -93,7 +93,7 @@ def test_a_swapped_run_learns_and_resumes_bit_for_bit(
     results: list[SegmentResult] = []
     for segment in segments:
         results.append(trainer.train(numerics, segment, results[-1].state if results else None))
-    assert results[-1].train_losses.mean() < results[0].train_losses[:5].mean() - 0.3
+    assert results[-1].curve.train_loss.mean() < results[0].curve.train_loss[:5].mean() - 0.3
     assert results[0].spikes
     assert results[1].spikes
     _, after, cooldown = segments

@@ -24,7 +24,8 @@ from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import parameter_shapes
 from proxy_models.architecture.generate import continue_text
-from proxy_models.data.corpus import Corpus, CorpusError
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.sources import CorpusError
 from proxy_models.training.device import usable
 from proxy_models.training.optimizer import set_multipliers
 

@@ -26,7 +26,8 @@ from muscale.layout import EVALUATIONS
 from muscale.ray_connection import alive_nodes, format_resources, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
-from proxy_models.data.corpus import Corpus, CorpusError
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.sources import CorpusError
 
 _LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
 _ROOM_SECONDS = 60.0  # for others to free the resources (assumed)

@@ -30,7 +30,8 @@ from muscale.plans.step_time import step_time
 from muscale.secrets import redacted
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch
-from proxy_models.data.corpus import EMBEDDED, write_corpus
+from proxy_models.data.corpus import write_corpus
+from proxy_models.data.sources import EMBEDDED
 
 LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}
 """Largest relative difference of a step's loss from the CPU's in fp32: of another order of sums, and of the tests' runs in bf16."""

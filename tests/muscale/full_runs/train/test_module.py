@@ -76,7 +76,7 @@ def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
     for segment in run.segments:
         trained = trainer.train(run.numerics, segment, state)
         state, loss = trained.state, trained.loss
-        curve += trained.train_losses.tolist()
+        curve += trained.curve.train_loss.tolist()
     assert loss is not None
     return curve, loss
 
