@@ -7,6 +7,7 @@ root mean square, clipped at a root mean square of 1, and decay is rate · decay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,12 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(settings, {})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         moving = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         parameters = [parameter for _, parameter in moving]
         sums = _over_ranks(parameters, [_sums(parameter) for parameter in parameters])
@@ -44,6 +49,7 @@ class Adafactor(torch.optim.Optimizer):
             update /= _rms(square, parameter).clamp(min=1.0)
             update *= _rms(own_sums[-1:], parameter).clamp(min=_LEAST_RMS)
             own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+        return loss
 
 
 def _sums(parameter: Tensor) -> Tensor:

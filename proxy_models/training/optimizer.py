@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -179,8 +179,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step of both optimizers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for orthogonal, optimizer in self._inner.items():
             groups = self._groups(orthogonal)
             if orthogonal and is_sharded(groups[0]["params"][0]):
@@ -188,6 +192,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 continue
             optimizer.param_groups, optimizer.state = groups, self.state
             optimizer.step()
+        return loss
 
     def _step_sharded(self, groups: list[dict[str, Any]]) -> None:
         """Apply momentum and decay to each rank's own part, and its part of the orthogonalised updates."""
