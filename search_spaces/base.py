@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, ClassVar, Self, TypeAlias, TypeGuard
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 
 from search_spaces.condition import Condition
 from search_spaces.errors import SpaceError
 from search_spaces.prior import Density, Prior
-from search_spaces.serialization import plain, read
+from search_spaces.serialization import plain
 from search_spaces.weights import Weights
 
 Scalar: TypeAlias = bool | int | float | str
@@ -144,7 +144,7 @@ class Distribution(ABC):
         return self._grid(n)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for TOML or JSON; `from_dict` makes an equal distribution of them."""
+        """Plain values for TOML or JSON; `distribution_from_dict` makes an equal distribution of them."""
         when = {"when": self.when.to_dict()} if self.when else {}
         own = {key: plain(value) for key in self._keys() if (value := getattr(self, key)) is not None}
         return {"distribution": self.kind, **own, **when}
@@ -154,23 +154,6 @@ class Distribution(ABC):
         """The keys of a table: those of the kind, then those that every kind has."""
         common = [field.name for field in fields(Distribution)]
         return [field.name for field in fields(cls) if field.name not in common] + common
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Read the distribution of this kind from a table.
-
-        Raises:
-            SpaceError: If the table is of another kind, a key is unknown or missing, or a value breaks a rule.
-        """
-        values = dict(table)
-        kind = values.pop("distribution", None)
-        if kind != cls.kind:
-            raise SpaceError(f'needs distribution = "{cls.kind}", got {kind!r}')
-        if "prior" in values:
-            values["prior"] = read(Prior, values["prior"], "a prior")
-        if "when" in values:
-            values["when"] = Condition.from_dict(values["when"])
-        return read(cls, values, cls.kind)
 
     def __str__(self) -> str:
         prior = f", {self.prior}" if self.prior else ""

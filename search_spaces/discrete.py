@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from search_spaces.base import Distribution, Scalar, Value
 from search_spaces.condition import same
@@ -15,7 +15,7 @@ from search_spaces.prior import Density, Prior, Steps
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Listed(Distribution):
+class Listed(Line):
     """One of several values, each with an equal share of [0, 1], to whose middle it encodes."""
 
     takes_points: ClassVar[bool] = False
@@ -38,6 +38,10 @@ class Listed(Distribution):
     def _grid(self, n: int) -> list[Value]:
         return list(self.values)
 
+    @property
+    def length(self) -> float:
+        return len(self.values)
+
     def place(self, value: Scalar) -> float:
         return (self.values.index(value) + 0.5) / len(self.values)
 
@@ -51,12 +55,6 @@ class Choice(Listed):
 
     kind: ClassVar[str] = "choice"
 
-    def _encode(self, value: Any) -> tuple[float, ...]:
-        return (self.place(value),)
-
-    def _decode(self, places: Sequence[float]) -> Value:
-        return self.at(places[0])
-
     def _densities(self, prior: Prior) -> tuple[Density, ...]:
         if prior.spread >= 1:
             raise SpaceError(f"the spread of a choice's prior is a probability, below 1, got {prior.spread:g}")
@@ -69,14 +67,10 @@ class Choice(Listed):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Ordinal(Listed, Line):
+class Ordinal(Listed):
     """One of several values in this order, numbers or text, equally likely; each encodes by its rank, so neighbours are near."""
 
     kind: ClassVar[str] = "ordinal"
-
-    @property
-    def length(self) -> float:
-        return len(self.values)
 
     def _support(self) -> str:
         return " < ".join(map(str, self.values))

@@ -19,7 +19,7 @@ LARGEST_INTEGER = 2**40
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Line(Distribution):
-    """A distribution with one dimension along which neighbours are near: its prior is a truncated normal."""
+    """A distribution with one dimension; its prior is a truncated normal, as neighbours are near in all kinds but a choice."""
 
     def _encode(self, value: Any) -> tuple[float, ...]:
         return (self.place(value),)

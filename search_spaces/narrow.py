@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from search_spaces.base import Distribution
 from search_spaces.condition import Condition, OneOf, Range
+from search_spaces.cuts import Step, cut
 from search_spaces.discrete import Fixed
 from search_spaces.errors import SpaceError
-from search_spaces.narrowing import Step, cut
 from search_spaces.registry import can_hold
 from search_spaces.space import Space
 

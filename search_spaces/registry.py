@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from search_spaces.base import Distribution
-from search_spaces.condition import OneOf, Range
+from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.discrete import Choice, Fixed, Listed, Ordinal
 from search_spaces.distributions import Integer, Interval, LogUniform, Uniform, is_real
 from search_spaces.errors import SpaceError, unknown
+from search_spaces.prior import Prior
+from search_spaces.serialization import read
 from search_spaces.simplex import Simplex
 
 KINDS: dict[str, type[Distribution]] = {
@@ -26,10 +28,15 @@ def distribution_from_dict(table: Mapping[str, Any]) -> Distribution:
     """
     if not isinstance(table, Mapping) or "distribution" not in table:
         raise SpaceError(f'needs a table with the key "distribution", got {table!r}')
-    kind = table["distribution"]
+    values = dict(table)
+    kind = values.pop("distribution")
     if not isinstance(kind, str) or kind not in KINDS:
         raise SpaceError(unknown("distribution", kind, KINDS))
-    return KINDS[kind].from_dict(table)
+    if "prior" in values:
+        values["prior"] = read(Prior, values["prior"], "a prior")
+    if "when" in values:
+        values["when"] = Condition.from_dict(values["when"])
+    return read(KINDS[kind], values, kind)
 
 
 def can_hold(allowed: OneOf | Range, distribution: Distribution) -> bool:

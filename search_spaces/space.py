@@ -305,16 +305,17 @@ class Space(Mapping[str, Distribution]):
         rest = iter(coordinates.tolist())
         return {name: [next(rest) for _ in range(d.dimensions)] for name, d in self.items()}
 
+    def _rows(self) -> list[tuple[str, str, str]]:
+        constraints = [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
+        return [(name, d.kind, str(d)) for name, d in self.items()] + constraints
+
     def __str__(self) -> str:
-        rows = [(name, d.kind, str(d)) for name, d in self.items()]
-        rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
+        rows = self._rows()
         name_width, kind_width = (max(len(row[i]) for row in rows) for i in (0, 1))
         return "\n".join(f"{name:<{name_width}}  {kind:<{kind_width}}  {text}" for name, kind, text in rows)
 
     def _repr_html_(self) -> str:
-        rows = [(name, d.kind, str(d)) for name, d in self.items()]
-        rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         return f"<table><tr><th>hyperparameter</th><th>distribution</th><th>values</th></tr>{body}</table>"
 
 

@@ -245,13 +245,6 @@ def test_ranks_are_the_order_of_an_ordinal() -> None:
     assert str(ordinal) == "small < medium < large < huge"
 
 
-def test_a_class_reads_only_tables_of_its_own_kind() -> None:
-    entry = {"distribution": "uniform", "low": 0, "high": 1}
-    assert Uniform.from_dict(entry) == Uniform(low=0, high=1)
-    with pytest.raises(SpaceError, match="needs distribution = \"choice\", got 'uniform'"):
-        Choice.from_dict(entry)
-
-
 def test_bounds_are_stored_in_one_form() -> None:
     assert repr(Uniform(low=0, high=1)) == repr(Uniform(low=0.0, high=np.float64(1))) == "Uniform(low=0.0, high=1.0)"
 

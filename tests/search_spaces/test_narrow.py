@@ -29,7 +29,7 @@ from search_spaces import (
     Weights,
     narrow,
 )
-from search_spaces.narrowing import _chance_of_range
+from search_spaces.cuts import _chance_of_range
 
 SPACE = Space(
     {
