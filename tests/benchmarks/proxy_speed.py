@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from muscale.full_runs.lightning_import import import_lightning
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import Precision
@@ -37,6 +36,7 @@ from proxy_models.architecture.products import MKL_IS_SLOW, Linear, product
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.sources import EMBEDDED
 from proxy_models.data.tokenizer import Tokens
+from proxy_models.importable import mend_torchvision
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
 from proxy_models.training.device import CPU, datasheet_flops, send, usable, wait
@@ -44,7 +44,8 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.precision import DTYPES
 from proxy_models.training.trainer import Trainer
 
-L = import_lightning()
+mend_torchvision()
+import lightning.pytorch as L  # noqa: E402
 
 Loop = Callable[[ModelConfig, int], float]  # tokens per second over so many steps
 
@@ -190,7 +191,7 @@ class Windows(IterableDataset[Tensor]):
             yield random_windows(self.tokens, self.setting)
 
 
-class Module(L.LightningModule):  # type: ignore[misc,name-defined]
+class Module(L.LightningModule):
     """The decoder as one would put it under Lightning; marks the start of its first and of its last step."""
 
     def __init__(self, config: ModelConfig, setting: Setting) -> None:

@@ -149,16 +149,18 @@ def by_optuna(folder: Path, trials: int) -> list[float]:
 
 def train_with_lightning(rate: float, folder: Path) -> float:
     """One trial as one writes it with Lightning: fit, validate, return the loss."""
+    from proxy_models.importable import mend_torchvision
+
+    mend_torchvision()
+    import lightning.pytorch as L
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from muscale.full_runs.lightning_import import import_lightning
     from proxy_models.architecture.config import ModelConfig
     from proxy_models.data.corpus import Corpus
     from tests.benchmarks.proxy_speed import Module, Windows, cpu_setting, loss_of_logits
 
     torch.set_num_threads(1)
-    L = import_lightning()
     setting, n_steps = cpu_setting("fp32"), 55
 
     class Trial(Module):

@@ -249,7 +249,7 @@ def taken(case: Steps) -> Found:
             run, 0, None, spent=0.0, checkpoints=Checkpoints(run.directory / "checkpoints"),
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, []),
         )  # fmt: skip
-        trainer = _Trainer()
+        trainer: Any = _Trainer()
         module.trainer, module._device_mesh = trainer, mesh
         module.configure_model()
         trainer.optimizers = [module.configure_optimizers()]

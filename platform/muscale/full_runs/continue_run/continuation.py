@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
-from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out
 from muscale.full_runs.continue_run.lineage import (
     LineageSegment,
     Parent,
     find_parent,
     plain,
+    position_in,
+    read_again,
     require_checkpoint,
 )
 from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
@@ -28,6 +29,7 @@ from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
+from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued
 from proxy_models.recipes.segments import Segment
@@ -235,8 +237,7 @@ def plan_continuation(
             run_tokens=None,
         ).for_run(segments[-1].end)
         position = position_in(corpus, parent.lineage, seed)
-        require_held_out(corpus, numerics.model.context_length, evaluation)
-        _require_trainable(numerics, segments[0], config)
+        _require_trainable(numerics, segments[0], config, corpus)
         planned = Continuation(
             name=file.name,
             parent=parent,
@@ -287,8 +288,12 @@ def _segments(file: ContinuationFile, parent: Parent) -> tuple[Segment, ...]:
         raise StageError(f"rewarm_tokens: {error}") from error
 
 
-def _require_trainable(numerics: Numerics, segment: Segment, config: StudyConfig) -> None:
-    """Refuse an optimizer without muP rules, and a parallel layout that does not fit the model."""
+def _require_trainable(numerics: Numerics, segment: Segment, config: StudyConfig, corpus: Corpus) -> None:
+    """Refuse too little held-out text, an optimizer without muP rules, and a parallel layout that does not fit the model."""
+    try:
+        evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
+    except ValueError as error:
+        raise StageError(f"corpus.evaluation_tokens: {error}") from error
     try:
         numerics.parametrization(segment.recipe.optimizer)
     except ValueError as error:

@@ -1,7 +1,8 @@
-"""The parent of a continuation: a checkpoint of a full run, and the lineage of trainings that led to it."""
+"""The parent of a continuation: a checkpoint of a full run, the lineage of trainings that led to it, and what they have read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -199,3 +200,38 @@ def find_continuation(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | N
 def plain(lineage: tuple[LineageSegment, ...]) -> list[dict[str, Any]]:
     """The lineage as plain values."""
     return [asdict(past) for past in lineage]
+
+
+def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) -> int:
+    """Tokens of the corpus at which a continuation starts: after those read before in the same order, so none is repeated.
+
+    Raises:
+        StageError: If the data order differs, or the corpus has a mixture whose stages end at fractions of one run.
+    """
+    before = [past for past in lineage if past.corpus == corpus.key]
+    if not before:
+        return 0
+    if corpus.stages_by_fraction:
+        raise StageError(
+            "corpus: the mixture stages of this corpus end at fractions of the run that read it; set [corpus] with the mixture to "
+            "continue with"
+        )
+    last = before[-1]
+    if seed != last.seed:
+        raise StageError(
+            f"seed: must be {last.seed}, the data order in which {last.label} read this corpus; another order would repeat tokens; "
+            f"got {seed}"
+        )
+    return last.position + last.tokens
+
+
+def read_again(corpus: Corpus, lineage: Sequence[LineageSegment]) -> list[str]:
+    """A line for each source that was read before as part of another corpus, as it is read from its start again."""
+    lines = []
+    for name, files in corpus.sources.items():
+        readers = [past for past in lineage if past.corpus != corpus.key and files.key in past.sources.values()]
+        if readers and corpus.evaluation_weights[name]:
+            lines.append(
+                f"{name} was already read by {readers[-1].label}; it is read again from its start, in another order"
+            )
+    return lines

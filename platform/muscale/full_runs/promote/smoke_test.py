@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from muscale import json_lines
 from muscale.actors.cluster import cluster
 from muscale.errors import StageError
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.promotion import full_run_of
@@ -29,7 +30,6 @@ from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
-from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
@@ -37,28 +37,6 @@ from proxy_models.training.numerics import Numerics
 LEAST_STEPS = 5
 """Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
 _PEAKS = "peaks"  # a file for each rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Numbers of evaluations and saves of the run.
-
-    Attributes:
-        n_tokens: Of the run.
-        evaluations, saves: At its multiples and at its end.
-        save_minutes: Between saves at most; None: not by time.
-    """
-
-    n_tokens: int
-    evaluations: int
-    saves: int
-    save_minutes: float | None = None
-
-    @classmethod
-    def of(cls, n_tokens: int, *, evaluate_every: int, save_every: int, save_minutes: float | None = None) -> Self:
-        """Of a run that does both at the first step that passes a multiple."""
-        evaluations, saves = -(-n_tokens // evaluate_every), -(-n_tokens // save_every)
-        return cls(n_tokens=n_tokens, evaluations=evaluations, saves=saves, save_minutes=save_minutes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +57,9 @@ class SmokeTest(Recorded):
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
         estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone; None for another family's.
         losses: Training loss of each step, nats per token.
-        schedule: Of the whole run.
+        n_tokens: Of the whole run.
+        evaluations, saves: Of the whole run, at multiples of their tokens and at its end.
+        save_minutes: Between two saves of the whole run at most; None: not by time.
     """
 
     DERIVED = ("tokens_per_second", "counted_seconds", "wall_seconds", "goodput")
@@ -98,7 +78,10 @@ class SmokeTest(Recorded):
     peak_bytes: tuple[int, ...]
     estimated_bytes: int | None
     losses: tuple[float, ...]
-    schedule: Schedule
+    n_tokens: int
+    evaluations: int
+    saves: int
+    save_minutes: float | None
 
     @property
     def tokens_per_second(self) -> float:
@@ -108,14 +91,14 @@ class SmokeTest(Recorded):
     @property
     def counted_seconds(self) -> float:
         """Forecast: of the run's steps alone."""
-        return self.schedule.n_tokens / self.tokens_per_second
+        return self.n_tokens / self.tokens_per_second
 
     @property
     def wall_seconds(self) -> float:
         """Forecast: of the whole run, evaluations, saves and one launch with it, without faults."""
-        by_time = self.counted_seconds / (60 * self.schedule.save_minutes) if self.schedule.save_minutes else 0.0
-        saves = max(self.schedule.saves, by_time)
-        waits = self.schedule.evaluations * self.evaluation_seconds + saves * self.save_seconds
+        by_time = self.counted_seconds / (60 * self.save_minutes) if self.save_minutes else 0.0
+        saves = max(self.saves, by_time)
+        waits = self.evaluations * self.evaluation_seconds + saves * self.save_seconds
         return self.start_seconds + self.counted_seconds + waits
 
     @property
@@ -141,7 +124,7 @@ class SmokeTest(Recorded):
                 f"  waits     {self.save_seconds:.3g} s for a save, {self.evaluation_seconds:.3g} s for an evaluation, "
                 f"{self.start_seconds:.3g} s for a launch",
                 f"  resumed   from {self.resumed_from:,} tokens, loss {self.losses[0]:.4f} → {self.losses[-1]:.4f}",
-                f"  forecast  {duration} for {self.schedule.n_tokens:,} tokens, goodput {self.goodput:.1%} without faults",
+                f"  forecast  {duration} for {self.n_tokens:,} tokens, goodput {self.goodput:.1%} without faults",
             ]
         )
 
@@ -156,28 +139,14 @@ def smoke_test_on_cluster(
     """
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
-    minutes, run = run.checkpoint_every_minutes, replace(run, checkpoint_every_minutes=None)
-
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
-
-    def launch_part(changes: dict[str, Any]) -> None:
-        launch(replace(run, **changes), within, config.resources, name=plan.key, worker=smoke_test_worker)
-
-    schedule = Schedule.of(
-        plan.n_tokens,
-        evaluate_every=run.evaluate_every_tokens or plan.n_tokens,
-        save_every=run.checkpoint_every_tokens,
-        save_minutes=minutes,
-    )
     memory = memory_of(plan, config)
     with cluster(config.resources):
         found = smoke_test(
-            plan.chain(numerics),
-            directory,
-            launch_part,
-            steps=steps,
+            run,
+            lambda part: launch(part, within, config.resources, name=plan.key, worker=smoke_test_worker),
             plan=plan.key,
-            schedule=schedule,
+            steps=steps,
             estimated_bytes=memory.total if memory else None,
         )
     ledger.record_result(ResultKind.SMOKE_TEST, f"{plan.key} {found.at}", found.to_dict())
@@ -185,50 +154,51 @@ def smoke_test_on_cluster(
 
 
 def smoke_test(
-    chain: Chain,
-    directory: Path,
-    launch: Callable[[dict[str, Any]], None],
-    *,
-    steps: int,
-    plan: str,
-    schedule: Schedule,
-    estimated_bytes: int | None,
+    run: FullRun, train: Callable[[FullRun], object], *, plan: str, steps: int, estimated_bytes: int | None
 ) -> SmokeTest:
-    """Launch the first steps of a run twice and measure them; `directory` is removed at the end.
+    """Train the first steps of a run in two launches and measure them; its directory is emptied first and removed at the end.
 
     Args:
-        chain: Of the run.
-        directory: Emptied first.
-        launch: Trains a `FullRun` in that directory with these fields changed, in ranks that each call `measured`.
+        run: The whole run, in a directory of its own.
+        train: Trains a run to its end, in ranks that each call `measured`.
         steps: Of each launch.
-        plan, schedule, estimated_bytes: For the result.
+        plan, estimated_bytes: For the result.
 
     Raises:
         StageError: If the run is too short, or the second launch did not resume from the first.
     """
     if steps < LEAST_STEPS:
         raise StageError(f"smoke test: steps must be at least {LEAST_STEPS}, got {steps}")
-    batch = chain.segments[0].recipe.batch_tokens
-    if 2 * steps * batch > chain.last.end:
-        raise StageError(f"smoke test: the run has {chain.last.end // batch} steps, too few for twice {steps}")
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    evaluates, saves = (steps + 2) * batch, (steps + 3) * batch  # in the second launch only
-    walls = []
+    batch = run.segments[0].recipe.batch_tokens
+    if 2 * steps * batch > run.n_tokens:
+        raise StageError(f"smoke test: the run has {run.n_tokens // batch} steps, too few for twice {steps}")
+    shutil.rmtree(run.directory, ignore_errors=True)
+    run.directory.mkdir(parents=True)
+    wall = 0.0
     for end in (steps * batch, 2 * steps * batch):
-        (directory / RESULT).unlink(missing_ok=True)
-        started = time.perf_counter()
-        launch(
-            {
-                "segments": beginning(chain.segments, end),
-                "evaluate_every_tokens": evaluates,
-                "checkpoint_every_tokens": saves,
-            }
+        (run.directory / RESULT).unlink(missing_ok=True)
+        part = replace(
+            run,
+            segments=beginning(run.segments, end),
+            evaluate_every_tokens=(steps + 2) * batch,  # this and the save in the second launch only
+            checkpoint_every_tokens=(steps + 3) * batch,
+            checkpoint_every_minutes=None,
         )
-        walls.append(time.perf_counter() - started)
-    known: dict[str, Any] = {"plan": plan, "schedule": schedule, "estimated_bytes": estimated_bytes}
-    found = _measured(directory, steps=steps, batch=batch, wall=walls[-1], known=known)
-    shutil.rmtree(directory)
+        began = time.perf_counter()
+        train(part)
+        wall = time.perf_counter() - began  # of the second
+    found = SmokeTest(
+        plan=plan,
+        steps=steps,
+        batch_tokens=batch,
+        estimated_bytes=estimated_bytes,
+        n_tokens=run.n_tokens,
+        evaluations=-(-run.n_tokens // (run.evaluate_every_tokens or run.n_tokens)),
+        saves=-(-run.n_tokens // run.checkpoint_every_tokens),
+        save_minutes=run.checkpoint_every_minutes,
+        **_measured(run.directory, steps=steps, batch=batch, wall=wall),
+    )
+    shutil.rmtree(run.directory)
     return found
 
 
@@ -272,7 +242,8 @@ def _process_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: dict[str, Any]) -> SmokeTest:
+def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[str, Any]:
+    """What the two launches, of which the second took `wall` seconds, have written: the measured fields of `SmokeTest`."""
     if not (directory / RESULT).exists():
         raise StageError(f"smoke test: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())
@@ -286,28 +257,21 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: di
         )
     stamps = [row["seconds"] for row in rows]
     took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by number, from 1
-    begins, evaluated, saved = (
-        steps + 1,
-        (steps + 2, steps + 3),
-        steps + 4,
-    )  # what waits for one may be the step itself, or the next
-    slow = {begins, *evaluated, saved}
+    evaluated, saved = (steps + 2, steps + 3), steps + 4  # the step that waits may be the one itself, or the next
+    slow = {steps + 1, *evaluated, saved}
     step_seconds = statistics.median(seconds for step, seconds in took.items() if step not in slow)
     evaluation = max(0.0, sum(took[step] for step in evaluated) - 2 * step_seconds)
     save = max(0.0, took[saved] - step_seconds)
     trained = stamps[-1] - stamps[steps]  # of the second launch, without its first step
-    return SmokeTest(
-        **known,
-        at=now(),
-        world_size=int(result["environment"]["world_size"]),
-        device=str(result["environment"]["device"]),
-        steps=steps,
-        batch_tokens=batch,
-        step_seconds=step_seconds,
-        evaluation_seconds=evaluation,
-        save_seconds=save,
-        start_seconds=max(0.0, wall - trained - step_seconds - evaluation - save),
-        resumed_from=int(result["resumed_from"]),
-        peak_bytes=tuple(int(path.read_text()) for path in sorted((directory / _PEAKS).iterdir())),
-        losses=tuple(row["train_loss"] for row in rows),
-    )
+    return {
+        "at": now(),
+        "world_size": int(result["environment"]["world_size"]),
+        "device": str(result["environment"]["device"]),
+        "step_seconds": step_seconds,
+        "evaluation_seconds": evaluation,
+        "save_seconds": save,
+        "start_seconds": max(0.0, wall - trained - step_seconds - evaluation - save),
+        "resumed_from": int(result["resumed_from"]),
+        "peak_bytes": tuple(int(path.read_text()) for path in sorted((directory / _PEAKS).iterdir())),
+        "losses": tuple(row["train_loss"] for row in rows),
+    }

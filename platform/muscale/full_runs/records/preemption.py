@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 NOTICE = "preempt"  # file in a run's directory
@@ -23,7 +22,7 @@ class PreemptionNotice:
     def __init__(self, directory: Path) -> None:
         self.file = directory / NOTICE
         self._heard = False
-        self._file_is_there = _looking_for(self.file)
+        self._looked = float("-inf")
 
     def listen(self) -> None:
         """Install signal handlers in the main thread; Lightning's own would start a collective in mid-step."""
@@ -33,21 +32,12 @@ class PreemptionNotice:
             signal.signal(which, self._hear)
 
     def __call__(self) -> bool:
-        """Whether a notice has arrived."""
-        return self._heard or self._file_is_there()
+        """Whether a notice has arrived; the file is looked for at most every `_LOOK_SECONDS`, as shared disks are slow."""
+        if not self._heard and time.monotonic() - self._looked >= _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            if self.file.exists():  # never back to False: a signal may have come meanwhile
+                self._heard = True
+        return self._heard
 
     def _hear(self, _signal: int, _frame: object) -> None:
         self._heard = True
-
-
-def _looking_for(file: Path) -> Callable[[], bool]:
-    """A function that checks whether a file exists, at most every `_LOOK_SECONDS`, as shared disks are slow."""
-    looked, found = float("-inf"), False
-
-    def look() -> bool:
-        nonlocal looked, found
-        if not found and time.monotonic() - looked >= _LOOK_SECONDS:
-            looked, found = time.monotonic(), file.exists()
-        return found
-
-    return look

@@ -11,8 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from muscale.environment import environment
 from muscale.errors import StageError
@@ -21,17 +24,12 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
 from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank_device
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
 from muscale.full_runs.train.sharding import ShardedStrategy
 from muscale.layout import COLLECTIVES
 from proxy_models.architecture.families import import_family
-
-L = import_lightning()
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,7 +25,6 @@ from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.distributed import broadcast_from_rank0
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
 from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.evaluation import Evaluation
@@ -47,10 +47,8 @@ from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
 from proxy_models.training.step import Stepper
 
-L = import_lightning()
 
-
-class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
+class FullRunModule(L.LightningModule):
     """The model under Lightning; loss, step and schedule are those of `proxy_models`."""
 
     def __init__(
@@ -153,7 +151,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             data_ranks=self.data_ranks,
             compiled=self.compiled,
         )
-        self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
+        self._go_on_from(self.start, self.resume, self.trainer.optimizers[0])
         self._profile = StepProfile(run.profile, run.directory / PROFILE, self.device)
         self.step_log.count_flops(run, corpus, self.device, self.trainer.world_size)
         self.step_log.start_clock(self._spent)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -30,7 +31,6 @@ from torch.distributed.tensor.parallel import (
 
 from muscale.errors import StageError
 from muscale.full_runs.distributed import of_all_ranks
-from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
@@ -43,9 +43,6 @@ from proxy_models.training.fsdp import shard
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
 from proxy_models.training.precision import DTYPES
-
-import_lightning()
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 # A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

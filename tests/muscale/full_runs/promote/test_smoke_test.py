@@ -14,14 +14,7 @@ from muscale import StageError, StudyConfig
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.promotion import full_run_of, promote
-from muscale.full_runs.promote.smoke_test import (
-    Schedule,
-    SmokeTest,
-    beginning,
-    measured,
-    smoke_test,
-    smoke_test_on_cluster,
-)
+from muscale.full_runs.promote.smoke_test import SmokeTest, beginning, measured, smoke_test, smoke_test_on_cluster
 from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, SMOKE_TEST
 from muscale.plans.device_lines import disk_line
@@ -75,16 +68,15 @@ def full_run(run: Chain, corpus: Corpus, directory: Path) -> FullRun:
     )
 
 
-def in_this_process(run: FullRun) -> Callable[[dict[str, Any]], None]:
-    return lambda changes: measured(run.directory, 0, lambda: train(replace(run, **changes)))
+def in_this_process(run: FullRun) -> None:
+    measured(run.directory, 0, lambda: train(run))
 
 
 def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: Path) -> None:
     run, scratch = whole(corpus), tmp_path / "run" / SMOKE_TEST
-    schedule = Schedule.of(run.last.end, evaluate_every=BATCH * 20, save_every=BATCH * 15)
-    assert (schedule.evaluations, schedule.saves) == (2, 3)
-    launch = in_this_process(full_run(run, corpus, scratch))
-    found = smoke_test(run, scratch, launch, steps=STEPS, plan="p", schedule=schedule, estimated_bytes=2**20)
+    tried = replace(full_run(run, corpus, scratch), checkpoint_every_tokens=BATCH * 15)
+    found = smoke_test(tried, in_this_process, steps=STEPS, plan="p", estimated_bytes=2**20)
+    assert (found.n_tokens, found.evaluations, found.saves) == (BATCH * 40, 2, 3)
     real = full_run(run, corpus, tmp_path / "real")
     train(real)
     rows = [json.loads(line) for line in (real.directory / METRICS).read_text().splitlines()]
@@ -96,7 +88,7 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
     assert found.tokens_per_second == BATCH / found.step_seconds
     waits = 2 * found.evaluation_seconds + 3 * found.save_seconds + found.start_seconds
     assert found.wall_seconds == pytest.approx(40 * found.step_seconds + waits)
-    often = replace(found, schedule=replace(schedule, save_minutes=found.step_seconds / 60))  # a save with each step
+    often = replace(found, save_minutes=found.step_seconds / 60)  # a save with each step
     assert often.wall_seconds - found.wall_seconds == pytest.approx((40 - 3) * found.save_seconds)
     assert 0 < found.goodput < 1
     assert not scratch.exists()
@@ -114,23 +106,25 @@ def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -
 
 
 def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, tmp_path: Path) -> None:
-    run, scratch = whole(corpus), tmp_path / SMOKE_TEST
-    schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
-    given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
-    with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):
-        smoke_test(run, scratch, lambda changes: None, steps=4, **given)
-    with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
-        smoke_test(run, scratch, lambda changes: None, steps=21, **given)
-    with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
-        smoke_test(run, scratch, lambda changes: None, steps=5, **given)
+    run = full_run(whole(corpus), corpus, tmp_path / SMOKE_TEST)
 
-    def forgets(changes: dict[str, Any]) -> None:
-        in_this_process(full_run(run, corpus, scratch))(changes)
-        for file in scratch.glob("checkpoints/*/manifest.json"):
+    def tried(steps: int, train: Callable[[FullRun], None] = lambda run: None) -> None:
+        smoke_test(run, train, plan="p", steps=steps, estimated_bytes=1)
+
+    with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):
+        tried(4)
+    with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
+        tried(21)
+    with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
+        tried(5)
+
+    def forgets(part: FullRun) -> None:
+        in_this_process(part)
+        for file in part.directory.glob("checkpoints/*/manifest.json"):
             file.unlink()
 
     with pytest.raises(StageError, match=r"from 0 tokens, .* 1280"):
-        smoke_test(run, scratch, forgets, steps=5, **given)
+        tried(5, forgets)
 
 
 @pytest.fixture
