@@ -19,10 +19,9 @@ import numpy as np
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Numerics
 from scaling import Optimum, fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
+from tests.benchmarks.kept_runs import parser_of, row_of, trained
 
 BASE = ModelConfig(d_model=64, n_layers=2, head_dim=16, context_length=128)
 SMALL, LARGE = 512, 4096
@@ -69,18 +68,11 @@ def tasks(n_seeds: int) -> list[Task]:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
-    trainer = trainer_of(corpus)
-    numerics = Numerics(
-        model=ModelFamily(base=BASE).at(width=task.width),
-        base=BASE,
-        corpus_key=trainer.corpus.key,
-        seed=task.seed,
-        evaluation_tokens=65_536,
-    )
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=task.batch_tokens, beta1=task.beta1, beta2=task.beta2
     )
-    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
+    model = ModelFamily(base=BASE).at(width=task.width)
+    return row_of(corpus, values, task.n_tokens, model=model, base=BASE, seed=task.seed)
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
 from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Numerics
-from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
+from tests.benchmarks.kept_runs import parser_of, row_of, trained
 from tests.benchmarks.transfer import report
 from tests.proxy_models.families import TRANSFORMERS
 
@@ -73,11 +72,9 @@ class Task:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
-    trainer = trainer_of(corpus)
-    model, base = task.member(task.size), task.member(BASE)
-    numerics = Numerics(model=model, base=base, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=32_768)
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
-    return {"loss": final_loss(trainer, numerics, values, N_TOKENS)}
+    model, base = task.member(task.size), task.member(BASE)
+    return row_of(corpus, values, N_TOKENS, model=model, base=base, seed=task.seed, evaluation_tokens=32_768)
 
 
 def main() -> None:

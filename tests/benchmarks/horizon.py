@@ -20,9 +20,8 @@ import pandas as pd
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Numerics
 from scaling import fit_horizon_law, fit_optimum
-from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
+from tests.benchmarks.kept_runs import parser_of, row_of, trained
 
 BASE = ModelConfig(d_model=16, n_layers=2, head_dim=16, context_length=128)
 FAMILY = ModelFamily(base=BASE)
@@ -48,18 +47,11 @@ class Task:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
-    trainer = trainer_of(corpus, 100 * FULL[1])
-    numerics = Numerics(
-        model=FAMILY.at(width=task.width),
-        base=BASE,
-        corpus_key=trainer.corpus.key,
-        seed=task.seed,
-        evaluation_tokens=65_536,
-    )
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=STEP, warmup_floor_tokens=10 * STEP, cooldown_fraction=0.15
     )
-    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
+    model = FAMILY.at(width=task.width)
+    return row_of(corpus, values, task.n_tokens, planned_tokens=100 * FULL[1], model=model, base=BASE, seed=task.seed)
 
 
 def main() -> None:

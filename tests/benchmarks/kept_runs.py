@@ -31,25 +31,15 @@ Task = TypeVar("Task", bound="DataclassInstance")
 
 
 def do_missing(
-    wanted: Sequence[Task],
-    do: Callable[[Task], dict[str, Any]],
-    store: Path,
-    *,
-    workers: int,
-    initializer: Callable[..., None] | None = None,
-    initargs: tuple[Any, ...] = (),
+    wanted: Sequence[Task], do: Callable[[Task], dict[str, Any]], store: Path, *, workers: int
 ) -> list[dict[str, Any]]:
-    """Do what the file does not know, in spawned processes.
+    """Do what the file does not know, in spawned processes; returns the rows of the wanted tasks.
 
     Args:
         wanted: Tasks: dataclasses of plain values.
         do: What a task gives, as plain values.
         store: The file, a line for each task: its fields and what it gave.
         workers: Processes.
-        initializer, initargs: Called once in each.
-
-    Returns:
-        The rows of the wanted tasks.
     """
     tasks = {tuple(asdict(task).values()): task for task in wanted}
     names = [*asdict(wanted[0])]
@@ -58,7 +48,7 @@ def do_missing(
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     if missing:
         with (
-            ProcessPoolExecutor(workers, get_context("spawn"), initializer, initargs) as pool,
+            ProcessPoolExecutor(workers, get_context("spawn")) as pool,
             Progress(*columns) as progress,
         ):
             bar = progress.add_task("runs", total=len(missing))
@@ -105,3 +95,12 @@ def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_
             return math.nan
         state, loss = result.state, result.loss
     return math.nan if loss is None else loss
+
+
+def row_of(
+    corpus: Path, values: Hyperparameters, n_tokens: int, *, planned_tokens: int | None = None, **numerics: Any
+) -> dict[str, Any]:
+    """A task's row, its `loss`; `numerics` are all but the corpus's."""
+    trainer = trainer_of(corpus, planned_tokens)
+    of_run = Numerics(corpus_key=trainer.corpus.key, **{"evaluation_tokens": 65_536, **numerics})
+    return {"loss": final_loss(trainer, of_run, values, n_tokens)}

@@ -21,9 +21,9 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.trainer import Trainer
+from tests.benchmarks.kept_runs import final_loss
 
 
 def made_corpus(folder: Path) -> Corpus:
@@ -62,12 +62,7 @@ def main() -> None:
         for seed in range(options.seeds):
             numerics = Numerics(model=model, base=base, corpus_key=corpus.key, seed=seed, evaluation_tokens=65_536)
             for member, losses in ((numerics, exact), (replace(numerics, precision=low), rounded)):
-                state, loss = None, None
-                for segment in chain(values, options.tokens):
-                    result = trainer.train(member, segment, state)
-                    state, loss = result.state, result.loss
-                assert loss is not None
-                losses.append(loss)
+                losses.append(final_loss(trainer, member, values, options.tokens))
             print(f"seed {seed}: fp32 {exact[-1]:.5f}, {low} {rounded[-1]:.5f}, {rounded[-1] / exact[-1] - 1:+.3%}")
     differences = [in_low / in_full - 1 for in_low, in_full in zip(rounded, exact, strict=True)]
     print(f"{low} against fp32: mean {statistics.mean(differences):+.3%}, sd {statistics.stdev(differences):.3%}")

@@ -13,12 +13,12 @@ it was. `--simulate` tells, once all is done, how good a forecast of such ladder
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import tomlkit
-import torch
 
 from muscale import Study, StudyConfig
 from muscale.actors.cluster import staying_cluster
@@ -34,12 +33,10 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.plans.planning import Plan
 from muscale.proxies.ladder import design as ladder_design
-from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.trainer import Trainer
 from scaling import fit_optimum, simulate
-from tests.benchmarks.kept_runs import do_missing, final_loss
+from tests.benchmarks.kept_runs import do_missing, final_loss, parser_of, trainer_of
 
 QUICKSTART = Path("platform/muscale/quickstart.toml")
 RATIO = 10.2  # of the largest ladder run's compute
@@ -123,22 +120,9 @@ def tasks(case: str, seed: int, n_seeds: int) -> list[Task]:
     return [*own, Task(case=case, kind="standard", octave=0.0, seed=seed)]
 
 
-_trainer: Trainer
-_promoted: Mapping[str, Promoted]
-
-
-def start_worker(corpus: Path, promoted: Mapping[str, Promoted]) -> None:
-    """One trainer a process."""
-    global _trainer, _promoted
-    torch.set_num_threads(1)
-    longest = max(one.n_tokens for one in promoted.values())
-    _trainer = Trainer(Corpus.open(corpus), planned_tokens=10 * longest)
-    _promoted = promoted
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, all_promoted: Mapping[str, Promoted], task: Task) -> dict[str, Any]:
     """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
-    promoted, began = _promoted[task.case], perf_counter()
+    promoted, began = all_promoted[task.case], perf_counter()
     if task.kind == "full run":
         from muscale.full_runs.train.attempt import train as train_full
 
@@ -148,7 +132,8 @@ def train(task: Task) -> dict[str, Any]:
     values = replace(values, learning_rate=values.learning_rate * 2.0**task.octave)
     if task.kind == "standard":
         numerics, values = replace(numerics, scheme="standard"), replace(values, learning_rate=promoted.proxy_rate)
-    loss = final_loss(_trainer, numerics, values, promoted.n_tokens)
+    trainer = trainer_of(corpus, 10 * max(one.n_tokens for one in all_promoted.values()))
+    loss = final_loss(trainer, numerics, values, promoted.n_tokens)
     return {"loss": loss, "seconds": perf_counter() - began}
 
 
@@ -243,10 +228,7 @@ def simulated(study: Study, plan: Plan) -> None:
 
 def main() -> None:
     """Search, plan, train, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="of the first promotion's runs")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/promote"))
+    parser = parser_of(__doc__, "promote", seeds=3)  # of the first promotion's runs
     parser.add_argument("--simulate", action="store_true", help="how good the forecasts could be")
     options = parser.parse_args()
     began, cpu = perf_counter(), os.times()
@@ -264,11 +246,9 @@ def main() -> None:
     print(f"{perf_counter() - began:.0f} s until the last plan, of one promotion through Ray")
     done = do_missing(
         wanted,
-        train,
+        partial(train, studies[THROUGH_RAY].corpus.folder, promoted),
         options.folder / "runs.jsonl",
         workers=options.workers,
-        initializer=start_worker,
-        initargs=(studies[THROUGH_RAY].corpus.folder, promoted),
     )
     rows = pd.DataFrame([launched, *done])
     spread = float(gaps(rows[rows["case"] == THROUGH_RAY]).std(ddof=1)) if options.seeds > 1 else math.nan

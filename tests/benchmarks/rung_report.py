@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 
 from tests.benchmarks.rung_statistics import (
-    WAYS,
     Array,
     Replay,
+    Way,
     random_search_regret,
     rank_correlation,
     reported,
@@ -170,7 +170,7 @@ def reporting_ways(seeds: list[SeedTable]) -> pd.DataFrame:
     for table in seeds:
         final = table.final("annealed")
         for replay in _replays(table, "averaged", 2, (0, 1, 2)):
-            for way in WAYS:
+            for way in get_args(Way):
                 values = reported(way, table.signals["averaged"][:, :3], final, replay.reached)
                 found.append({"way": way, **asdict(telling_error(values, final, replay.reached))})
     return pd.DataFrame(found).groupby("way", sort=False).mean().reset_index()

@@ -20,14 +20,9 @@ from muscale.store.ledger import Ledger
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-Way = Literal["corrected", "chained", "rung", "nothing", "worst"]
-WAYS: dict[Way, str] = {
-    "corrected": "rung's loss + median of (final - rung) of the trials that ended",
-    "chained": "rung's loss + sum of the medians from rung to rung",
-    "rung": "rung's loss as it is",
-    "nothing": "not reported",
-    "worst": "1.01 x the worst final loss",
-}
+Way = Literal["corrected", "chained", "rung", "worst"]
+"""Rung's loss + median of (final - rung) of the trials that ended; + sum of the medians from rung to rung; as it is; 1.01 x the
+worst final loss."""
 _WORSE = 1.01  # as a divergence is reported
 
 
@@ -55,11 +50,6 @@ class Replay:
         """Final loss of the best trial that ended over that of the best of all, nats; of none, infinite."""
         ended = final[(self.reached == self.reached.max()) & ~np.isnan(final)]
         return float(ended.min() - np.nanmin(final)) if len(ended) else math.inf
-
-    def chosen(self, final: Array) -> int:
-        """The trial that the sweep would name."""
-        ended = self.reached == self.reached.max()
-        return int(np.nanargmin(np.where(ended, final, np.nan)))
 
 
 class _Nowhere:
@@ -130,13 +120,13 @@ def random_search_regret(final: Array, n: float) -> float:
 
 
 def reported(way: Way, signals: Array, final: Array, reached: Integers) -> Array:
-    """Log loss that a searcher is given for each trial, [n]; NaN where nothing is reported.
+    """Log loss that a searcher is given for each trial, [n]; NaN of those that never began.
 
     A trial that ended is reported with its final loss. The offsets are medians over the trials that went on: to the end, or
     for "chained" to the next rung.
 
     Args:
-        way: One of `WAYS`.
+        way: See `Way`.
         signals: Losses at each rung, [n, n_rungs].
         final: Final losses, [n]; read only where `reached` is `n_rungs`.
         reached: As `Replay.reached`.
@@ -150,7 +140,7 @@ def reported(way: Way, signals: Array, final: Array, reached: Integers) -> Array
         rung = reached[trial]
         at_rung = columns[trial, rung]
         match way:
-            case _ if way == "worst" or (np.isnan(at_rung) and way != "nothing"):
+            case _ if way == "worst" or np.isnan(at_rung):
                 values[trial] = worst
             case "corrected":
                 values[trial] = at_rung + np.nanmedian((columns[:, -1] - columns[:, rung])[ended])

@@ -1,37 +1,31 @@
 """What should a rung rank by, and what should a stopped trial report to the searcher? Measured on runs that all went to the end.
 
-    python tests/benchmarks/rungs.py [--seeds 3] [--batch-tokens 2048] [--rows rungs.jsonl] [--report]
+    python tests/benchmarks/rungs.py [--seeds 3] [--batch-tokens 2048] [--folder runs/benchmarks/rungs]
 
 Each of 24 configurations (a Latin hypercube over rate, weight-decay timescale, beta2 and warmup) of one small decoder is
 trained on the standard library's own source, under WSD and under linear decay, with every seed. Under WSD the stem stops
 at T/8, T/4, T/2 and T(1 - f), where its loss, that of its averaged weights and that of a cooldown branched there are
 measured; under linear decay the loss and that of averaged weights at T/8, T/4, T/2 and T. Early stopping is replayed
-from these rows. Each finished run is appended to the file of rows; the same command goes on where it was.
+from these rows. Every finished run is kept in the folder; the same command goes on where it was.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import torch
 from scipy.stats import qmc
 
-from muscale import json_lines
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import Corpus, write_corpus
-from proxy_models.data.sources import EMBEDDED
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, LinearDecay, Phase
 from proxy_models.recipes.segments import Segment, branch
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.trainer import Trainer
 from search_spaces import LogUniform, Space, Uniform
-from tests.benchmarks.kept_runs import do_missing
+from tests.benchmarks.kept_runs import parser_of, trained, trainer_of
 from tests.benchmarks.rung_report import correlations, halving, reporting_ways, show, tables
 
 MODEL = ModelConfig(d_model=64, n_layers=2)
@@ -58,6 +52,7 @@ class Task:
     config: int
     seed: int
     kind: Kind
+    batch_tokens: int
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -66,106 +61,69 @@ def configurations() -> list[dict[str, Any]]:
     return [SPACE.decode(point) for point in points]
 
 
-def tasks(n_seeds: int) -> list[Task]:
+def tasks(n_seeds: int, batch_tokens: int) -> list[Task]:
     """All of one seed before the next, so that part of the rows is of use."""
-    wanted = []
-    for seed in range(n_seeds):
-        for config in range(N_CONFIGS):
-            wanted += [Task(config=config, seed=seed, kind="wsd"), Task(config=config, seed=seed, kind="linear")]
-    return wanted
+    return [
+        Task(config=config, seed=seed, kind=kind, batch_tokens=batch_tokens)
+        for seed in range(n_seeds)
+        for config in range(N_CONFIGS)
+        for kind in get_args(Kind)
+    ]
 
 
-_trainer: Trainer
-_batch_tokens: int
-
-
-def start_worker(corpus: Path, batch_tokens: int) -> None:
-    """One trainer a process."""
-    global _trainer, _batch_tokens
-    torch.set_num_threads(1)
-    _batch_tokens = batch_tokens
-    _trainer = Trainer(Corpus.open(corpus), planned_tokens=2 * N_CONFIGS * N_TOKENS)
-
-
-def train(task: Task) -> dict[str, Any]:
+def train(corpus: Path, task: Task) -> dict[str, Any]:
     """What was measured at each rung; a divergence ends the list early."""
-    values = Hyperparameters(batch_tokens=_batch_tokens, **configurations()[task.config])
+    trainer = trainer_of(corpus, 2 * N_CONFIGS * N_TOKENS)
+    values = Hyperparameters(batch_tokens=task.batch_tokens, **configurations()[task.config])
     numerics = Numerics(
-        model=MODEL,
-        base=MODEL,
-        corpus_key=_trainer.corpus.key,
-        seed=task.seed,
-        evaluation_tokens=EVALUATION_TOKENS,
+        model=MODEL, base=MODEL, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=EVALUATION_TOKENS
     )
     measure = {"wsd": _wsd, "linear": _linear}[task.kind]
-    return {"rungs": list(measure(numerics, values))}
+    return {"rungs": list(measure(trainer, numerics, values))}
 
 
-def _wsd(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
+def _wsd(trainer: Trainer, numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
     recipe = values.resolve(N_TOKENS)
     ends = [int(N_TOKENS * share) for share in SHARES] + [values.stable_tokens(N_TOKENS)]
-    for rung in _rungs(numerics, values, Constant(warmup_tokens=recipe.warmup_tokens), ends):
+    for rung in _rungs(trainer, numerics, values, Constant(warmup_tokens=recipe.warmup_tokens), ends):
         state = rung.pop("state")
         annealed = values.annealed_tokens(state.tokens)
         _, cooldown = branch(recipe, state.tokens, annealed)
-        result = _trainer.train(numerics, cooldown, state)
+        result = trainer.train(numerics, cooldown, state)
         yield {**rung, "annealed": result.loss, "annealed_tokens": annealed}
 
 
-def _linear(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
+def _linear(trainer: Trainer, numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
     phase = LinearDecay(warmup_tokens=values.resolve(N_TOKENS).warmup_tokens, end=N_TOKENS)
-    for rung in _rungs(numerics, values, phase, [int(N_TOKENS * share) for share in (*SHARES, 1)]):
+    for rung in _rungs(trainer, numerics, values, phase, [int(N_TOKENS * share) for share in (*SHARES, 1)]):
         del rung["state"]
         yield rung
 
 
-def _rungs(numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]) -> Iterator[dict[str, Any]]:
+def _rungs(
+    trainer: Trainer, numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]
+) -> Iterator[dict[str, Any]]:
     """The rungs of one run, each with its state."""
     recipe, state, start = values.resolve(N_TOKENS), None, 0
     for end in ends:
         segment = Segment(recipe=recipe, phase=phase, start=start, end=end)
-        result = _trainer.train(numerics, segment, state, averaged=True)
+        result = trainer.train(numerics, segment, state, averaged=True)
         if result.divergence:
             return
         state, start = result.state, end
         yield {"tokens": end, "last": result.loss, "averaged": result.averaged_loss, "state": state}
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print every table."""
-    seeds = [table for table in tables(rows) if len(table.configs) == N_CONFIGS]
-    if not seeds:
-        raise SystemExit(
-            f"no seed has all {N_CONFIGS} configurations under both schedules yet: {len(rows)} runs are there"
-        )
+def main() -> None:
+    """Train, and print every table."""
+    parser = parser_of(__doc__, "rungs", seeds=3)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="of which N_TOKENS / 8 is a multiple")
+    options = parser.parse_args()
+    rows = trained(options, tasks(options.seeds, options.batch_tokens), train)
+    seeds = tables(rows.to_dict("records"))
     show("Rank correlation with the final loss of the same schedule", correlations(seeds))
     show("ASHA at equal compute", halving(seeds))
     show("What a stopped trial tells", reporting_ways(seeds))
-
-
-def main() -> None:
-    """Train and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = Path(tempfile.gettempdir()) / "muscale-rungs"
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="of which N_TOKENS / 8 is a multiple")
-    parser.add_argument("--rows", type=Path, help="by default a file for each batch in the temporary folder")
-    parser.add_argument("--corpus", type=Path, default=folder / "corpus")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on the rows that are there")
-    options = parser.parse_args()
-    store = options.rows or folder / f"rungs-{options.batch_tokens}.jsonl"
-    if not options.report:
-        store.parent.mkdir(parents=True, exist_ok=True)
-        do_missing(
-            tasks(options.seeds),
-            train,
-            store,
-            workers=options.workers,
-            initializer=start_worker,
-            initargs=(write_corpus(options.corpus, EMBEDDED).folder, options.batch_tokens),
-        )
-    report(json_lines.read(store))
 
 
 if __name__ == "__main__":

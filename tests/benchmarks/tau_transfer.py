@@ -18,10 +18,9 @@ import numpy as np
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Numerics
 from scaling import fit_optimum
 from scaling.optima.horizon import PRIOR
-from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
+from tests.benchmarks.kept_runs import parser_of, row_of, trained
 
 MODEL = ModelConfig(d_model=32, n_layers=2, head_dim=16, context_length=128)
 BATCH_TOKENS, PROXY, RATIO = 1024, 262_144, 8
@@ -54,14 +53,10 @@ def tasks(n_seeds: int) -> list[Task]:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
-    trainer = trainer_of(corpus)
-    numerics = Numerics(
-        model=MODEL, base=MODEL, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=262_144
-    )
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS, weight_decay_tau=2.0**task.log2_tau
     )
-    return {"loss": final_loss(trainer, numerics, values, task.n_tokens)}
+    return row_of(corpus, values, task.n_tokens, model=MODEL, base=MODEL, seed=task.seed, evaluation_tokens=262_144)
 
 
 def main() -> None:

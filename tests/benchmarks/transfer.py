@@ -21,9 +21,8 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import Scheme
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Numerics
 from scaling import fit_optimum, fit_transfer
-from tests.benchmarks.kept_runs import final_loss, parser_of, trained, trainer_of
+from tests.benchmarks.kept_runs import parser_of, row_of, trained
 
 BASE = ModelConfig(d_model=64, n_layers=2)
 BATCH_TOKENS, N_TOKENS = 1024, 200 * 1024
@@ -76,13 +75,9 @@ def tasks(n_seeds: int) -> list[Task]:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """The loss of one run."""
-    trainer = trainer_of(corpus)
-    model, base, scheme = task.numerics
-    numerics = Numerics(
-        model=model, base=base, scheme=scheme, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=65_536
-    )
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
-    return {"loss": final_loss(trainer, numerics, values, N_TOKENS)}
+    model, base, scheme = task.numerics
+    return row_of(corpus, values, N_TOKENS, model=model, base=base, scheme=scheme, seed=task.seed)
 
 
 def report(rows: pd.DataFrame, experiment: str) -> None:

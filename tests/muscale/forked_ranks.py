@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,21 @@ from typing import Any
 import numpy as np
 
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 from tests.muscale.gloo_ranks import processes
 
 BATCH, STEPS = 256, 16
+LETTERS = {"near": "abc", "far": "vwxyz"}
 Fault = Callable[[int], None]
 
 
@@ -48,20 +53,30 @@ def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault |
         os._exit(1)  # a thread may wait for a peer that is gone
 
 
-def small_corpus(folder: Path) -> Corpus:
+def small_corpus(folder: Path, letters: str = "abcdefgh") -> Corpus:
     """Words of four letters in random order."""
     text = folder / "text"
-    text.mkdir()
+    text.mkdir(parents=True)
     generator = np.random.default_rng(0)
-    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
+    words = ["".join(generator.choice(list(letters), size=4)) for _ in range(30)]
     for number in range(30):
         (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
     return write_corpus(folder / "tokens", str(text))
 
 
-def small_run(corpus: Corpus, directory: Path, **settings: Any) -> FullRun:
+def small_mixture(folder: Path, mixture: Mixture) -> Corpus:
+    """A mixture of `LETTERS`, two sources that have no letter in common."""
+    for name, letters in LETTERS.items():
+        (folder / name).mkdir()
+        generator = np.random.default_rng(0)
+        for number in range(30):
+            (folder / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
+    return write_mixture(folder / "mixed", {name: Source(path=str(folder / name)) for name in LETTERS}, mixture)
+
+
+def small_run(corpus: Corpus, directory: Path, *, layers: int = 1, **settings: Any) -> FullRun:
     """Sixteen steps of eight sequences, with checkpoints after six and twelve of them and at the end."""
-    model, base = (ModelConfig(d_model=width, n_layers=1, context_length=32) for width in (32, 16))
+    model, base = (ModelConfig(d_model=width, n_layers=layers, context_length=32) for width in (32, 16))
     given: dict[str, Any] = {
         "numerics": Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
         "segments": chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
@@ -85,7 +100,7 @@ def start(run: FullRun, world_size: int, *, fault: Fault | None = None) -> list[
     return ranks
 
 
-def ended(ranks: list[BaseProcess]) -> list[int | None]:
+def ended(ranks: Sequence[BaseProcess]) -> list[int | None]:
     """Exit code of each, minus the signal that killed it."""
     try:
         for process in ranks:
@@ -94,6 +109,14 @@ def ended(ranks: list[BaseProcess]) -> list[int | None]:
     finally:
         for process in ranks:
             process.kill()
+
+
+def call_each(function: Callable[..., None], *arguments: tuple[Any, ...]) -> None:
+    """Call a module's function in a process for each of its arguments, all at once."""
+    each = [processes.Process(target=function, args=given) for given in arguments]
+    for process in each:
+        process.start()
+    assert ended(each) == [0] * len(each)
 
 
 def train_on(run: FullRun, world_size: int) -> None:
@@ -108,9 +131,17 @@ def rows(run: FullRun) -> list[dict[str, Any]]:
 
 def losses(run: FullRun) -> list[float]:
     """Training loss of each step."""
-    return [row["train_loss"] for row in rows(run)]
+    return [row["train_loss"] for row in rows(run) if "train_loss" in row]
 
 
 def result(run: FullRun) -> dict[str, Any]:
     """Of a finished run."""
     return dict(json.loads((run.directory / RESULT).read_text()))
+
+
+def interrupt(run: FullRun, *, after: int) -> None:
+    """Leave of a finished run what a kill soon after so many steps would have left."""
+    (run.directory / RESULT).unlink()
+    for tokens, path in CheckpointFolder(run.directory / CHECKPOINTS).found():
+        if tokens > after * BATCH:
+            shutil.rmtree(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import muscale
 from muscale import Study
 
 MEMBERS = [
@@ -40,3 +41,8 @@ def test_a_study_s_public_members_are_these(make_study: Callable[[], Path]) -> N
     study = Study.open(make_study(), quiet=True)
     assert [name for name in dir(study) if not name.startswith("_")] == MEMBERS
     study.ledger.close()
+
+
+def test_the_package_s_names_are_sorted_and_there() -> None:
+    assert muscale.__all__ == sorted(muscale.__all__)
+    assert all(hasattr(muscale, name) for name in muscale.__all__)

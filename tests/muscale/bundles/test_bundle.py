@@ -53,6 +53,7 @@ from proxy_models.training.state import capture
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from scaling import Forecast
+from tests.muscale.conftest import write_text
 from tests.muscale.planted_ladder import PROMOTION
 from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
@@ -81,13 +82,8 @@ def finish(
     depth: int = 2,
 ) -> FinishedRun:
     """A real run in one process, with what a plan and a promotion would say of it."""
-    text = folder / "text"
-    text.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
-    for number in range(30):
-        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
-    corpus = write_corpus(folder / "corpus", str(text), tokenizer=tokenizer)
+    write_text(folder / "text", documents=30, words=300)
+    corpus = write_corpus(folder / "corpus", str(folder / "text"), tokenizer=tokenizer)
     shape = {"context_length": 32, "vocab_size": 300, **(options or {})}
     family = family or DecoderFamily.of(ModelConfig(d_model=32, n_layers=2, **shape))
     model, base = (family.member(width, depth) for width, depth in ((32, depth), (16, 1)))

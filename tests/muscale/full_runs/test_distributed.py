@@ -26,8 +26,7 @@ from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from tests.muscale.fake_gpus import first_allocation, write_first_allocation
-from tests.muscale.forked_ranks import ended, small_corpus, small_run
-from tests.muscale.gloo_ranks import processes
+from tests.muscale.forked_ranks import call_each, small_corpus, small_run
 
 
 @pytest.fixture
@@ -88,16 +87,8 @@ def test_tasks_of_srun_join_each_other_on_the_gpus_of_their_local_ids(run: FullR
         "SLURM_NODEID": "0",
         "MASTER_PORT": port,
     }
-    tasks = [
-        processes.Process(
-            target=write_first_allocation,
-            args=(run, 4, step | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}),
-        )
-        for task in range(2)
-    ]
-    for task in tasks:
-        task.start()
-    assert ended(list(tasks)) == [0, 0]
+    ids = ({"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2))
+    call_each(write_first_allocation, *((run, 4, step | own) for own in ids))
     assert [calls for _, calls in written(run)] == [in_order(0), in_order(1)]
     assert {variables["TORCH_FR_DUMP_TEMP_FILE"] for variables, _ in written(run)} == {
         str(run.directory / "collectives" / "rank_")
@@ -213,10 +204,7 @@ def _rank_of_two(run: FullRun, rank: int) -> None:
 
 
 def test_ranks_on_unequal_gpus_and_nodes_agree(run: FullRun) -> None:
-    ranks = [processes.Process(target=_rank_of_two, args=(run, rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    assert ended(list(ranks)) == [0, 0]
+    call_each(_rank_of_two, (run, 0), (run, 1))
     (wide, *first), (narrow, *second) = written(run)
     assert (wide, narrow) == (8, 1)
     assert first == second
@@ -242,8 +230,6 @@ def _ray_worker(run: FullRun) -> None:
 
 
 def test_a_worker_of_ray_train_takes_the_gpu_that_ray_gave_it(run: FullRun) -> None:
-    worker = processes.Process(target=_ray_worker, args=(run,))
-    worker.start()
-    assert ended([worker]) == [0]
+    call_each(_ray_worker, (run,))
     found = json.loads((run.directory / "calls.json").read_text())
     assert found == [["set", "cuda:3"], ["set", "cuda:3"], ["allocate", "cuda:3"]]

@@ -8,10 +8,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import muscale
 from muscale import CheckpointEvaluation, StageError, evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, write_manifest
 from muscale.full_runs.checkpoints.save import Checkpoints
@@ -20,27 +18,17 @@ from muscale.full_runs.records.run_records import RunRecords
 from muscale.full_runs.train.attempt import train
 from muscale.layout import EVALUATIONS, METRICS, RUN
 from proxy_models.architecture.config import as_decoder
-from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import Mixture
-from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
-from tests.muscale.forked_ranks import BATCH, STEPS, rows, small_run
+from tests.muscale.forked_ranks import BATCH, LETTERS, STEPS, rows, small_mixture, small_run
 from tests.muscale.gloo_ranks import GlooRanks
-
-LETTERS = {"near": "abc", "far": "vwxyz"}
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("mixed")
-    for name, letters in LETTERS.items():
-        (folder / name).mkdir()
-        generator = np.random.default_rng(0)
-        for number in range(30):
-            (folder / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
-    sources = {name: Source(path=str(folder / name)) for name in LETTERS}
-    return write_mixture(folder / "tokens", sources, Mixture.constant({"near": 0.6, "far": 0.4}))
+    return small_mixture(tmp_path_factory.mktemp("mixed"), Mixture.constant({"near": 0.6, "far": 0.4}))
 
 
 def of_mixture(mixed: Corpus, directory: Path) -> FullRun:
@@ -224,8 +212,3 @@ def test_evaluations_of_both_kinds_are_read_as_one_in_order_and_each_once(tmp_pa
             assert len(records.evaluations()) == {4: 1, 2: 2, 8: 3}[tokens]
     assert records.evaluations().to_dict("list") == {"tokens": [2, 4, 8], "val_loss": [2.0, 2.5, 8.0]}
     assert len(records.steps()) == 2
-
-
-def test_public_names_are_sorted_and_there() -> None:
-    assert muscale.__all__ == sorted(muscale.__all__)
-    assert all(hasattr(muscale, name) for name in muscale.__all__)

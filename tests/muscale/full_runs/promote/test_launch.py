@@ -19,8 +19,7 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
-from tests.muscale.forked_ranks import BATCH, STEPS, ended, small_corpus, small_run
-from tests.muscale.gloo_ranks import processes
+from tests.muscale.forked_ranks import BATCH, STEPS, call_each, small_corpus, small_run
 
 
 def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
@@ -81,9 +80,7 @@ def test_the_first_worker_leaves_the_reason_of_a_divergence_and_none_fails(tmp_p
     """Ray would treat an error like a lost worker."""
     run = diverging(tmp_path)
     run.directory.mkdir()
-    worker = processes.Process(target=_as_ray_s_worker, args=(run, rank))
-    worker.start()
-    assert ended([worker]) == [0]
+    call_each(_as_ray_s_worker, (run, rank))
     reason = run.directory / FAILURE
     assert reason.exists() is (rank == 0)
     assert rank or "diverged" in reason.read_text()

@@ -25,7 +25,7 @@ from muscale.full_runs.records.preemption import NOTICE
 from muscale.full_runs.train import module
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.module import FullRunModule
-from muscale.layout import EVALUATIONS, RESULT
+from muscale.layout import EVALUATIONS
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.settings.tables import ResourceSettings
 from muscale.store.spike_handling import read_incidents
@@ -39,7 +39,7 @@ from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.step import Stepper
-from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, start
+from tests.muscale.forked_ranks import BATCH, STEPS, ended, interrupt, losses, result, rows, start
 
 MARK = 255  # a token that the corpus has not
 FACTORS = {"spike": 40.0, "not finite": float("nan")}
@@ -106,8 +106,7 @@ def test_a_bad_batch_is_left_out_and_a_resumed_run_leaves_out_the_same(
     assert ("nan" if kind == "not finite" else "above") in outcome["incidents"][0]["reason"]
 
     curve = losses(run)
-    (run.directory / RESULT).unlink()
-    (run.directory / "checkpoints" / f"tokens={BATCH * STEPS}" / "manifest.json").unlink()
+    interrupt(run, after=12)
     seen.clear()
     again = train(run)
     assert again["resumed_from"] == BATCH * 12
@@ -132,8 +131,7 @@ def test_a_run_goes_back_leaves_out_the_batch_with_a_margin_and_warms_up_again(
     assert [row["tokens"] // BATCH for row in rows(run)] == [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16]
     assert outcome["goodput"]["repeated"] > 0
 
-    (run.directory / RESULT).unlink()
-    (run.directory / "checkpoints" / f"tokens={BATCH * STEPS}" / "manifest.json").unlink()
+    interrupt(run, after=12)
     again = train(run)
     assert again["resumed_from"] == BATCH * 12
     assert again["loss"] == outcome["loss"]

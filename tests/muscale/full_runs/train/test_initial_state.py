@@ -1,6 +1,5 @@
 """A full run that begins with another's state: the same steps as the run that was not interrupted, sharded or not."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,45 +13,24 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, manifest_hash
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.full_runs.train.attempt import train
-from muscale.layout import METRICS, RESULT
+from muscale.layout import METRICS
 from muscale.settings.promote import SpikePolicy
-from proxy_models.architecture.config import ModelConfig, as_decoder
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.architecture.config import as_decoder
 from proxy_models.recipes.continued import continued
-from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
-from proxy_models.training.numerics import Numerics
+from tests.muscale.forked_ranks import BATCH, interrupt, losses, result, rows, small_corpus, small_run
 from tests.muscale.gloo_ranks import GlooRanks
 
-BATCH, STEPS, AT = 256, 16, 12
-
-
-def written(folder: Path, letters: str) -> Corpus:
-    text = folder / letters
-    text.mkdir()
-    generator = np.random.default_rng(0)
-    words = ["".join(generator.choice(list(letters), size=4)) for _ in range(30)]
-    for number in range(30):
-        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
-    return write_corpus(folder / f"tokens-{letters}", str(text))
+AT = 12
 
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     """Sixteen steps with dropout, of which the last two cool down, and checkpoints after six and twelve."""
     folder = tmp_path_factory.mktemp("parent")
-    corpus = written(folder, "abcdefgh")
-    model, base = (ModelConfig(d_model=w, n_layers=2, context_length=32, mlp_dropout=0.1) for w in (32, 16))
-    run = FullRun(
-        numerics=Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
-        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
-        directory=folder / "run",
-        corpus=corpus.folder,
-        checkpoint_every_tokens=BATCH * 6,
-        evaluate_every_tokens=BATCH * AT,
-        keep_last=3,
-    )
+    run = small_run(small_corpus(folder), folder / "run", layers=2, evaluate_every_tokens=BATCH * AT, keep_last=3)
+    model, base = (replace(as_decoder(one), mlp_dropout=0.1) for one in (run.numerics.model, run.numerics.base))
+    run = replace(run, numerics=replace(run.numerics, model=model, base=base))
     train(run)
     return run
 
@@ -81,26 +59,6 @@ def onward(parent: FullRun, directory: Path, *, initial_state: dict[str, Any] | 
         evaluate_every_tokens=BATCH * 100,
         initial_state=InitialState(**given),
     )
-
-
-def rows(run: FullRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
-
-
-def losses(run: FullRun) -> list[float]:
-    return [row["train_loss"] for row in rows(run) if "train_loss" in row]
-
-
-def result(run: FullRun) -> dict[str, Any]:
-    return dict(json.loads((run.directory / RESULT).read_text()))
-
-
-def interrupt(run: FullRun, *, after: int) -> None:
-    """Leave what a kill after so many steps of a finished stage would have left."""
-    (run.directory / RESULT).unlink()
-    for tokens in Checkpoints(run.directory / CHECKPOINTS).kept():
-        if tokens > after * BATCH:
-            shutil.rmtree(Checkpoints(run.directory / CHECKPOINTS).path(tokens))
 
 
 def test_with_nothing_changed_it_is_the_uninterrupted_run_resumed_or_not(parent: FullRun, tmp_path: Path) -> None:
@@ -138,7 +96,7 @@ def test_two_sharded_ranks_continue_as_one_process_does(parent: FullRun, tmp_pat
 def test_another_rate_and_corpus_apply_and_the_parent_s_corpus_is_evaluated_too(
     parent: FullRun, tmp_path: Path
 ) -> None:
-    other = written(tmp_path, "stuvwxyz")
+    other = small_corpus(tmp_path / "other", "stuvwxyz")
     earlier = {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}
     run = onward(
         parent,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import operator
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -24,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import config as inductor
 
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.sharding import build_model
-from muscale.layout import METRICS, RESULT
+from muscale.layout import METRICS
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import whole_cross_entropy
@@ -37,10 +35,10 @@ from proxy_models.architecture.memory import Checkpointing
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
-from tests.muscale.forked_ranks import small_corpus
+from tests.muscale.forked_ranks import BATCH, interrupt, result, small_corpus
 from tests.muscale.gloo_ranks import GlooRanks
 
-RANKS, BATCH, STEPS, WITHIN = 4, 256, 6, 2e-4
+RANKS, STEPS, WITHIN = 4, 6, 2e-4
 LAYOUTS = {
     "none": Parallelism(sharding="none"),
     "full": Parallelism(),
@@ -161,10 +159,9 @@ def test_a_tensor_parallel_run_resumes_to_its_own_losses_and_in_other_layouts_to
     gloo_ranks.train(run, RANKS)
     whole = recorded(run)
     for layout, world_size, within in (("tensor 2", RANKS, 0.0), ("tensor 4", RANKS, 5e-4), ("full", 2, 5e-4)):
-        (run.directory / RESULT).unlink()  # what a kill before the last checkpoint would have left
-        shutil.rmtree(run.directory / CHECKPOINTS / f"tokens={BATCH * STEPS}")
+        interrupt(run, after=3)
         gloo_ranks.train(replace(run, parallelism=LAYOUTS[layout]), world_size)
-        assert json.loads((run.directory / RESULT).read_text())["resumed_from"] == BATCH * 3
+        assert result(run)["resumed_from"] == BATCH * 3
         np.testing.assert_allclose(recorded(run), whole, rtol=within)
 
 

@@ -17,58 +17,37 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETR
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
-from muscale.layout import METRICS, RESULT
+from muscale.layout import RESULT
 from muscale.new_study import FAMILY
-from proxy_models.architecture.config import ModelConfig, as_decoder
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import load
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain, stem
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.guard_settings import GuardSettings
-from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
+from tests.muscale.forked_ranks import (
+    BATCH,
+    LETTERS,
+    STEPS,
+    interrupt,
+    losses,
+    result,
+    rows,
+    small_mixture,
+    small_run,
+)
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import TRANSFORMERS
-
-BATCH, STEPS = 256, 16
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    text = folder / "text"
-    text.mkdir()
-    generator = np.random.default_rng(0)
-    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
-    for number in range(30):
-        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
-    return write_corpus(folder / "tokens", str(text))
 
 
 @pytest.fixture
 def run(corpus: Corpus, tmp_path: Path) -> FullRun:
-    model, base = (ModelConfig(d_model=width, n_layers=2, context_length=32) for width in (32, 16))
-    return FullRun(
-        numerics=Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
-        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
-        directory=tmp_path / "run",
-        corpus=corpus.folder,
-        checkpoint_every_tokens=BATCH * 6,
-        evaluate_every_tokens=BATCH * 100,
-    )
-
-
-def losses(run: FullRun) -> list[float]:
-    return [json.loads(line)["train_loss"] for line in (run.directory / METRICS).read_text().splitlines()]
-
-
-def result(run: FullRun) -> float:
-    return float(json.loads((run.directory / RESULT).read_text())["loss"])
+    return small_run(corpus, tmp_path / "run", layers=2)
 
 
 def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
@@ -79,17 +58,6 @@ def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
         curve += trained.curve.train_loss.tolist()
     assert loss is not None
     return curve, loss
-
-
-def interrupt_after_first_checkpoint(run: FullRun) -> None:
-    """Leave of a finished run what a kill soon after its first checkpoint would have left."""
-    (run.directory / RESULT).unlink()
-    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
-    assert newest is not None
-    assert newest[0] == BATCH * STEPS
-    for file in newest[1].iterdir():
-        file.unlink()
-    newest[1].rmdir()
 
 
 def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
@@ -105,9 +73,9 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
     for sharded in (one_unit, run):
         gloo_ranks.train(sharded, 2)
         np.testing.assert_allclose(losses(sharded), curve, rtol=1e-3)
-        assert result(sharded) == pytest.approx(loss, rel=1e-4)
+        assert result(sharded)["loss"] == pytest.approx(loss, rel=1e-4)
 
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     resumed = train(run)
     assert resumed["resumed_from"] == BATCH * 12
     assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
@@ -148,9 +116,9 @@ def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and
     gloo_ranks.call(train_beside, tmp_path, run, world_size=2)
     for trained in (alone, run):
         np.testing.assert_allclose(losses(trained), curve, rtol=1e-4)
-        assert result(trained) == pytest.approx(loss, rel=1e-5)
+        assert result(trained)["loss"] == pytest.approx(loss, rel=1e-5)
 
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     assert train(run)["loss"] == pytest.approx(loss, rel=1e-5)
     np.testing.assert_allclose(losses(run), curve, rtol=1e-4)
 
@@ -164,7 +132,7 @@ def test_sharded_ranks_round_to_bf16_where_the_lean_loop_does(
     curve, loss = lean(run, corpus)
     gloo_ranks.train(run, world_size)
     np.testing.assert_allclose(losses(run), curve, rtol=tolerance)
-    assert result(run) == pytest.approx(loss, rel=tolerance)
+    assert result(run)["loss"] == pytest.approx(loss, rel=tolerance)
 
 
 def varied(run: FullRun, **numerics: Any) -> FullRun:
@@ -189,10 +157,10 @@ def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus,
     assert losses(run) == curve
     assert whole["loss"] == pytest.approx(loss, rel=1e-6)
     assert train(run) == whole, "a finished run was trained again"
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     assert train(run)["resumed_from"] == BATCH * 12
     assert losses(run) == curve
-    assert result(run) == whole["loss"]
+    assert result(run)["loss"] == whole["loss"]
 
 
 def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, corpus: Corpus) -> None:
@@ -204,13 +172,13 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     whole = train(run)
     assert losses(run) == curve
     assert whole["loss"] == pytest.approx(loss, rel=1e-6)
-    left_out = [row["left_out"] for row in map(json.loads, (run.directory / METRICS).read_text().splitlines())]
+    left_out = [row["left_out"] for row in rows(run)]
     assert True in left_out[:12]
     assert True in left_out[12:]
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     assert train(run)["resumed_from"] == BATCH * 12
     assert losses(run) == curve
-    assert result(run) == whole["loss"]
+    assert result(run)["loss"] == whole["loss"]
 
 
 @pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
@@ -233,8 +201,8 @@ def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_
     else:
         train(run)
         assert losses(run) == curve
-    assert result(run) == pytest.approx(loss, rel=1e-4)
-    interrupt_after_first_checkpoint(run)
+    assert result(run)["loss"] == pytest.approx(loss, rel=1e-4)
+    interrupt(run, after=12)
     resumed = train(run)
     assert resumed["resumed_from"] == BATCH * 12
     assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
@@ -263,14 +231,14 @@ def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_bef
     whole = train(run)
     assert losses(run) == curve
     assert whole["loss"] == pytest.approx(loss, rel=1e-6)
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     kept = Checkpoints(run.directory / CHECKPOINTS).latest()
     assert kept is not None
     table = json.loads((kept[1] / PARAMETRIZATION).read_text())
     assert table["optimizer"] == (optimizer if at_step < 12 else "adamw")
     assert train(run)["resumed_from"] == BATCH * 12
     assert losses(run) == curve
-    assert result(run) == whole["loss"]
+    assert result(run)["loss"] == whole["loss"]
 
 
 def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
@@ -293,7 +261,7 @@ def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
 
 def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> None:
     train(run)
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)
     newest = checkpoints.latest()
     assert newest is not None
@@ -312,7 +280,7 @@ def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> N
 
 def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: FullRun) -> None:
     train(run)
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     newest = Checkpoints(run.directory / CHECKPOINTS).latest()
     assert newest is not None
     table = json.loads((newest[1] / PARAMETRIZATION).read_text())
@@ -323,24 +291,11 @@ def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: Ful
         train(rebased)
 
 
-LETTERS = {"near": "abc", "far": "vwxyz"}
-
-
-def near_and_far(folder: Path, mixture: Mixture) -> Corpus:
-    """A mixture of two sources that have no letter in common."""
-    for name, letters in LETTERS.items():
-        (folder / name).mkdir()
-        generator = np.random.default_rng(0)
-        for number in range(30):
-            (folder / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
-    return write_mixture(folder / "mixed", {name: Source(path=str(folder / name)) for name in LETTERS}, mixture)
-
-
 def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
     run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = MixtureStage(weights={"near": 1, "far": 0}, until_fraction=0.75)
-    mixed = near_and_far(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
+    mixed = small_mixture(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
     seen: list[set[str]] = []
     step = Stepper.step
 
@@ -359,14 +314,14 @@ def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
     assert seen == planted
     assert losses(run) == curve
     seen.clear()
-    interrupt_after_first_checkpoint(run)
+    interrupt(run, after=12)
     assert train(run)["loss"] == pytest.approx(loss, rel=1e-6)
     assert seen == planted[12:]
 
 
 def test_a_curriculum_by_fractions_needs_the_run_s_length(run: FullRun, tmp_path: Path) -> None:
     first = MixtureStage(weights={"near": 1, "far": 0}, until_fraction=0.75)
-    mixed = near_and_far(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
+    mixed = small_mixture(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
     unaware = replace(run, numerics=replace(run.numerics, corpus_key=mixed.key), corpus=mixed.folder)
     with pytest.raises(ValueError, match="stages end at fractions of the run: run_tokens must be given"):
         train(unaware)
@@ -381,7 +336,7 @@ def test_a_curriculum_by_fractions_needs_the_run_s_length(run: FullRun, tmp_path
 
 
 def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
-    mixed = near_and_far(tmp_path, Mixture.constant({"near": 0.6, "far": 0.4}))
+    mixed = small_mixture(tmp_path, Mixture.constant({"near": 0.6, "far": 0.4}))
     numerics = replace(run.numerics, corpus_key=mixed.key)
     run = replace(run, numerics=numerics, corpus=mixed.folder, evaluate_every_tokens=BATCH * 4)
     whole = train(run)
@@ -392,8 +347,7 @@ def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_resul
         trained = trainer.train(run.numerics, segment, state)
         state = trained.state
     assert parts == pytest.approx(trained.source_losses, rel=1e-6)
-    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
-    evaluated = [row for row in rows if "val_loss" in row]
+    evaluated = [row for row in rows(run) if "val_loss" in row]
     assert [row["tokens"] for row in evaluated] == [BATCH * n for n in (4, 8, 12, 16)]
     assert all(row["source_losses"].keys() == {"near", "far"} for row in evaluated)
     (run.directory / RESULT).unlink()  # killed between its last checkpoint and its result

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from muscale.full_runs.train import rank_flags
 from muscale.full_runs.train.rank_flags import RankFlags, Straggler
-from tests.muscale.forked_ranks import ended
-from tests.muscale.gloo_ranks import processes
+from tests.muscale.forked_ranks import call_each
 
 
 def test_who_waited_least_is_the_slowest_and_the_median_says_by_how_much() -> None:
@@ -36,10 +35,7 @@ def _agree(rank: int, folder: Path) -> None:
 
 
 def test_ranks_agree_on_the_slowest_of_them_now_and_then(tmp_path: Path) -> None:
-    ranks = [processes.Process(target=_agree, args=(rank, tmp_path)) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
-    assert ended(list(ranks)) == [0, 0, 0]
+    call_each(_agree, *((rank, tmp_path) for rank in range(3)))
     named = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert named == [[None, None, None, 1] * 2 + [None]] * 3
 
@@ -58,7 +54,4 @@ def _waits(rank: int, folder: Path) -> None:
 
 
 def test_an_agreement_ends_after_the_timeout_of_a_step(tmp_path: Path) -> None:
-    ranks = [processes.Process(target=_waits, args=(rank, tmp_path)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    assert ended(list(ranks)) == [0, 0]
+    call_each(_waits, *((rank, tmp_path) for rank in range(2)))

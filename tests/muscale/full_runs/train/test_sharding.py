@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,11 +16,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.sharding import build_model, mesh_of
-from muscale.layout import METRICS, RESULT
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
@@ -36,10 +32,11 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize
 from tests.muscale.conftest import write_text
 from tests.muscale.fake_ranks import rank_of
+from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Network, Recurrent
 
-BATCH, STEPS = 256, 6
+STEPS = 6
 MakeRun = Callable[..., FullRun]
 
 
@@ -96,18 +93,7 @@ def make_run(corpus: Corpus, tmp_path: Path) -> MakeRun:
 
 def losses(run: FullRun) -> list[float]:
     """Of every step, and the validation losses after them."""
-    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
-    return [row["train_loss"] for row in rows] + [row["val_loss"] for row in rows if "val_loss" in row]
-
-
-def interrupt(run: FullRun) -> None:
-    """Leave of a finished run what a kill before its last checkpoint would have left."""
-    (run.directory / RESULT).unlink()
-    shutil.rmtree(run.directory / CHECKPOINTS / f"tokens={BATCH * STEPS}")
-
-
-def resumed_from(run: FullRun) -> int:
-    return int(json.loads((run.directory / RESULT).read_text())["resumed_from"])
+    return [row["train_loss"] for row in rows(run)] + [row["val_loss"] for row in rows(run) if "val_loss" in row]
 
 
 EVERYTHING = {"biases": True, "norm": "layernorm", "qk_norm": True, "queries_per_kv": 2, "positions": "learned"}
@@ -147,11 +133,11 @@ def test_a_layout_has_the_losses_of_one_process_and_resumes(
     rtol = 1e-5 if "optimizer" in variant else 1e-6  # what Muon orthogonalises magnifies rounding
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
     assert losses(run)[STEPS - 1] < losses(run)[0] - 0.1
-    recorded = json.loads((run.directory / RESULT).read_text())["environment"]
+    recorded = result(run)["environment"]
     assert (recorded["world_size"], recorded["parallelism"]["sharding"]) == (world_size, parallelism.sharding)
-    interrupt(run)
+    interrupt(run, after=3)
     gloo_ranks.train(run, world_size)
-    assert resumed_from(run) == BATCH * 3
+    assert result(run)["resumed_from"] == BATCH * 3
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
@@ -165,11 +151,11 @@ def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, g
     ]
     gloo_ranks.train(replace(run, parallelism=Parallelism(sharding="zero2")), 2)
     for parallelism, world_size in hops:
-        interrupt(run)
+        interrupt(run, after=3)
         gloo_ranks.train(replace(run, parallelism=parallelism), world_size)
-        assert resumed_from(run) == BATCH * 3
+        assert result(run)["resumed_from"] == BATCH * 3
         np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
-    interrupt(run)
+    interrupt(run, after=3)
     assert train(run)["resumed_from"] == BATCH * 3
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
 
