@@ -34,10 +34,7 @@ def model_card(
 
     Args:
         averaging: The losses of the last weights and of the average of checkpoints, where there is one.
-        name: The study's.
-        plan: As registered.
         promotion: The run beside its forecast.
-        numerics: Of the run.
         corpus: What it was trained on.
         lineage: Results of sweep and fit as plain values, with caveats.
     """

@@ -29,7 +29,6 @@ def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bund
     """The bundle of the run promoted last, below the study's directory; written once, later only verified.
 
     Args:
-        study: Whose run it is.
         known: Results that are worked out already.
         average: Write the average of so many last checkpoints beside the last weights; 1 for none.
 

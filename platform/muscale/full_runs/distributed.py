@@ -141,7 +141,6 @@ def process_group(device: torch.device, *, timeout: timedelta, records: Path) ->
     """Take the device, and join the process group of the launcher's ranks, unless there is only one or the group exists.
 
     Args:
-        device: Of this rank.
         timeout: Of meeting, and of collectives until a strategy sets another.
         records: Folder for the flight recorder of a GPU's group.
 

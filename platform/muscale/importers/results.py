@@ -44,7 +44,6 @@ def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int)
     Args:
         source: A table with these columns, or a storage of Optuna's; what is not searched is left aside. Without n_params or
             n_tokens its losses are taken to be at the sweep's own scale.
-        space: What is searched.
         n_params, n_tokens: Of the sweep's proxy and its last rung.
 
     Raises:

@@ -35,7 +35,6 @@ def read_param_space(path: Path, name: str, names: Mapping[str, str]) -> Importe
     """The space of a Tune script. Only literals, constants of the module and calls of Tune's functions are understood.
 
     Args:
-        path: Of the Python file.
         name: Of the variable that holds the space; "": the `param_space` of the file's only Tuner, or else of its variables.
         names: Our name of each parameter that is called otherwise here.
 

@@ -24,7 +24,6 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     """The search that a sweep file describes; nothing in it is run.
 
     Args:
-        path: Of the file.
         names: Our name of each parameter that is called otherwise here.
 
     Raises:

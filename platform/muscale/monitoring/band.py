@@ -143,8 +143,6 @@ def make_band(
 
     Args:
         curves: Runs of its schedule.
-        n_tokens: D.
-        warmup_tokens: Of the run.
         ends: Tokens at which its segments end; the last is D.
         loss, low, high, level: The forecast of its final loss.
     """
@@ -248,8 +246,6 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
     A run that began without a band is compared with its forecast at the end only.
 
     Args:
-        plan: Registered.
-        ledger: The study's.
         ladder: As `ladder.law_rows` gives it; the runs that enter the law's fit enter the band.
         max_regret: As in [fit].
     """

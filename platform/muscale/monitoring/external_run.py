@@ -32,8 +32,6 @@ class ExternalRun:
     """A run trained elsewhere from a registered plan, updated again and again; its residual is recorded once, at the end.
 
     Args:
-        ledger: The study's.
-        source: Of the losses.
         plan: Key of the plan that the run follows, by default the one registered last.
 
     Raises:

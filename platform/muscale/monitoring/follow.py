@@ -43,8 +43,6 @@ def follow_run(
     """Look repeatedly and raise alarms until the run ends, or with "alarm" until its loss alarms; "now" looks once.
 
     Args:
-        monitor: Of the run.
-        until: When to return.
         every: Seconds between two looks.
         settings: [promote], for the webhook.
         console: Where to show the run, live in a terminal and otherwise line by line; None: nowhere.
@@ -128,10 +126,7 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
     from before the block do not stop the run.
 
     Args:
-        ledger: The study's.
         plan: Key of the plan; its run may begin later.
-        settings: [promote].
-        print_line: Prints a line.
 
     Raises:
         StageError: If the run was stopped.

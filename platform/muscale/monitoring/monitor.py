@@ -32,7 +32,6 @@ class Monitor:
     """Watches one run; each look reads only new records.
 
     Args:
-        ledger: The study's.
         plan: Key of a plan; by default the one whose run began last, or with `losses` the one registered last.
         losses: Source of the losses of a run trained elsewhere; None: the records in the study's directory.
         alarm_after: Evaluations in a row outside the band that raise an alarm.

@@ -63,12 +63,7 @@ class ReportContents:
 
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:
-    """All that the report shows; what is not known yet is None.
-
-    Args:
-        study: The study.
-        found: Results of its finished trainings.
-    """
+    """All that the report shows; what is not known yet is None."""
     check, compared = (study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.COMPARISON))
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)

@@ -33,7 +33,6 @@ def law_sections(
     """A section for each figure; without a fit the first alone, with the command that makes it.
 
     Args:
-        fit: The law.
         plan: As `Plan.to_dict` gives it; its target is marked in the figures.
         further: Runs that would narrow its forecast.
     """

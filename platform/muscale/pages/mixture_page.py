@@ -24,10 +24,6 @@ def write_mixture_page(
     """Write the page and return its path.
 
     Args:
-        path: Where to.
-        name: Heading.
-        fit: The law.
-        best: The best mixture within the limits.
         following: The runs to make next, if they were asked for.
     """
     weights = best.table.sort_values("weight", ascending=False, kind="stable")

@@ -51,9 +51,6 @@ def page(sections: list[Section], *, name: str, written: str, **values: Any) -> 
     """The whole page around its sections.
 
     Args:
-        sections: In order.
-        name: Heading.
-        written: The line below it.
         values: Where the page's scripts are from, and what they may do.
     """
     unset: dict[str, Any] = dict.fromkeys(("policy", "plotly", "script", "nonce", "live", "known", "actions"))
@@ -82,7 +79,6 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
     """Every part of the page, in order.
 
     Args:
-        contents: Values to show.
         memo: Cache of the parts that take long to draw, reused while their values are the same.
     """
 

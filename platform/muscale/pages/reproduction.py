@@ -25,7 +25,6 @@ def reproduction(
     """Everything needed to reproduce a study, for the page's template: commands, keys, versions, study_file and the arguments.
 
     Args:
-        path: Of the study file.
         overrides: Settings that replaced the file's, as given to --set.
         identity: The study's, as the ledger has it.
         keys: Further hashes that determine a result, None where unknown.

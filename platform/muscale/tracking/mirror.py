@@ -73,12 +73,7 @@ class Sent:
 
 
 class Mirror:
-    """Trackers, each with a record of what it was sent.
-
-    Args:
-        trackers: Trackers to bring up to date.
-        folder: Folder of the records.
-    """
+    """Trackers, each with a record of what it was sent."""
 
     def __init__(self, trackers: Sequence[Tracker[Any]], folder: Path) -> None:
         self._trackers = list(trackers)

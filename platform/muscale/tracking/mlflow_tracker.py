@@ -20,7 +20,6 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
     """A run of MLflow for each, found again by a tag.
 
     Args:
-        experiment: Its name.
         folder: Of the SQLite file and of files that are kept, where no server is named.
     """
 

@@ -102,9 +102,6 @@ class FullRun:
     """A full run: its training curve in stretches, its evaluations, and the forecast as lines next to both.
 
     Args:
-        ledger: The study's.
-        plan: Key of a registered plan.
-        config: The study's, as plain values.
         points: Stretches of the training curve.
     """
 

@@ -38,10 +38,6 @@ def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
 class Tracking:
     """Shows a study's work to its trackers.
 
-    Args:
-        config: The study's.
-        ledger: The study's.
-
     Raises:
         StudyFileError: As `make_mirror`.
     """

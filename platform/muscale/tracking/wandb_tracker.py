@@ -59,8 +59,6 @@ class WandbTracker(Tracker[Any]):
     """A run of Weights & Biases for each, in the study's group.
 
     Args:
-        settings: [tracking].
-        mode: Of `mode_of`.
         folder: Where its own files go.
     """
 

@@ -54,7 +54,6 @@ def evaluate_checkpoint(
         prompts: One for each sample.
         sample_tokens: Most tokens of a sample.
         temperature: 0 always takes the likeliest token; otherwise logits are divided by it and tokens sampled.
-        seed: Of the sampling, for each prompt.
 
     Raises:
         StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, is not the run's, or

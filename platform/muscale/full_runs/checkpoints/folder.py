@@ -104,7 +104,6 @@ def find_damage(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> list[str]
     """Names of files that are gone or do not match the manifest; only the manifest's own if it can't be used.
 
     Args:
-        checkpoint: Its folder.
         rank, ranks: Of `ranks` that share the hashing, `rank` takes the shards that it wrote, and those of the ranks that are
             no more; what is not a shard is rank 0's.
     """

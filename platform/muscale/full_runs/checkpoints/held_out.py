@@ -36,7 +36,6 @@ def source_losses(
         model: On the device; if it is sharded, all its ranks call this together.
         loss: `Family.evaluation_loss`.
         sets: By source.
-        device: Of this rank.
         batch: Sequences per forward pass on each rank.
         rank, ranks: Index and number of the shares of the sequences.
 
@@ -57,12 +56,7 @@ def source_losses(
 
 
 def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Mapping[str, float]) -> dict[str, Any]:
-    """The record of an evaluation: `val_loss`, and for a mixture `source_losses` by name; nats per token.
-
-    Args:
-        corpus: That the sets are of.
-        sets, losses: Of each source.
-    """
+    """The record of an evaluation: `val_loss`, and for a mixture `source_losses` by name; nats per token."""
     return {"val_loss": corpus_loss(sets, losses), "source_losses": dict(losses) if corpus.mixture else {}}
 
 

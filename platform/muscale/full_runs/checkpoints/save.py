@@ -148,7 +148,6 @@ class Checkpoints(CheckpointFolder):
 
         Args:
             path: From `latest` or `intact`, or checked by `manifest_hash`.
-            stepper: Receives the state.
             memory: Whether to load the stepper's memory too, or start with none.
 
         Raises:

@@ -59,7 +59,6 @@ def read_weights(
     """A checkpoint's weights by name, written at any world size; nothing else is read.
 
     Args:
-        checkpoint: Its folder.
         shapes: Shapes and dtypes by parameter name; tensors on the meta device do.
         device: Of the weights; another than the CPU gets them part by part.
 

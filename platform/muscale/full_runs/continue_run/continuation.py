@@ -196,11 +196,6 @@ def plan_continuation(
     """Read a continuation file, and write its corpus if it is new; trains nothing.
 
     Args:
-        path: The continuation file.
-        config: The study's.
-        ledger: The study's.
-        first: The study's corpus.
-        numerics: Of the study's trainings.
         on_progress: Called with bytes written and all bytes of the corpus.
 
     Raises:

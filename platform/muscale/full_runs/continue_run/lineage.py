@@ -107,7 +107,6 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics
     Args:
         wanted: [parent] of the continuation file.
         ledger: The study's, as are all checkpoints.
-        corpus: The study's.
         numerics: Of the study's full runs.
 
     Raises:

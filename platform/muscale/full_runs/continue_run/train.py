@@ -114,8 +114,6 @@ def train_continuation(
     """Train a continuation to its end, from its last checkpoint if there is one; a finished one returns its result.
 
     Args:
-        continuation: To train.
-        config: The study's, for [promote] and [resources].
         ledger: The study's; records start and result.
         launcher: Trains a run to its end, by default on the cluster.
 

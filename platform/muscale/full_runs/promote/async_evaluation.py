@@ -45,8 +45,6 @@ def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: Reso
     normally, a running evaluation has one more minute; after an interruption or error, none.
 
     Args:
-        run: To train.
-        settings: [promote].
         resources: Of one worker of the training.
 
     Yields:

@@ -162,12 +162,7 @@ def dry_run(
     """Evaluate the gate and the launch; nothing is launched or written.
 
     Args:
-        plan: To promote.
         config: The study's, with the resources to promote it on.
-        corpus: Of the run.
-        check: The coordinate check; None if it was not run yet.
-        verdict: Of the transfer check.
-        directory: The study's.
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
     memory = memory_of(plan, config)

@@ -42,9 +42,6 @@ def launch(
 
     Args:
         run: To train; the driver does not import Lightning.
-        settings: [promote].
-        resources: Of one worker.
-        name: Of the run in Ray.
         worker: Function of each worker; by default `train_worker`.
 
     Raises:
@@ -146,8 +143,6 @@ def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], 
 
     Args:
         sizes: Choices, ascending.
-        nodes: Resources of each node.
-        each: Resources of a worker.
     """
     most = room_for(nodes, each)
     return max((size for size in sizes if size <= most), default=sizes[0])

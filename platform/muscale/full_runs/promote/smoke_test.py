@@ -161,8 +161,6 @@ def smoke_test(
     Args:
         run: The whole run, in a directory of its own.
         train: Trains a run to its end, in ranks that each call `measured`.
-        steps: Of each launch.
-        plan, estimated_bytes: For the result.
 
     Raises:
         StageError: If the run is too short, or the second launch did not resume from the first.

@@ -70,8 +70,6 @@ def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asser
 
     Args:
         evaluations: Columns tokens, loss, low, high, place, in order; evaluations before the band are ignored.
-        plan, asserted: Of the run.
-        alarm_after: Consecutive evaluations.
     """
     found, outside = [], list[dict[str, Any]]()
     for row in evaluations.to_dict("records"):
@@ -101,8 +99,6 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
     """Record new alarms and post each to the webhook; only one of several processes does.
 
     Args:
-        ledger: The study's.
-        alarms: Of one run.
         webhook: Name of the environment variable that holds the URL; None: no webhook.
 
     Returns:

@@ -42,8 +42,6 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
     """Events of a plan's run so far, oldest first.
 
     Args:
-        ledger: The study's.
-        plan: Key of the plan.
         asserted: Whether the run was trained elsewhere; its incidents are unknown.
         seen: Current alarms, which may not be in the ledger yet.
     """

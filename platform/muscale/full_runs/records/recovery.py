@@ -88,7 +88,6 @@ def is_retryable(error: BaseException, history: Sequence[Failure] = ()) -> bool:
     """Whether another attempt may succeed.
 
     Args:
-        error: That ended the last attempt.
         history: How all attempts ended, the last one too; the same error at the same step twice will recur. The loss of a
             peer has no known cause and may recur at any step.
     """

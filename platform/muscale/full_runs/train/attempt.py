@@ -38,7 +38,6 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
     """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
 
     Args:
-        run: What to train.
         device: Of this rank, by its launcher; None: `rank_device`.
 
     Returns:

@@ -28,11 +28,7 @@ class Evaluation:
         """Open the sequences.
 
         Args:
-            run: The run.
-            corpus: Its corpus.
-            device: Of this rank.
             data_rank, data_ranks: Index and number of the shares of a batch.
-            compiled: Whether the model's blocks are compiled.
         """
         numerics, length = run.numerics, run.numerics.model.context_length
         earlier = run.initial_state.earlier if run.initial_state else {}

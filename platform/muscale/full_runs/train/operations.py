@@ -66,7 +66,6 @@ class StepProfile:
         Args:
             steps: The first and the last, counted from the run's start; None: no trace.
             folder: For `trace-rank0.json.gz` and, on a GPU, `memory-rank0.pickle`, and those of every other rank.
-            device: Of this rank.
         """
         self._steps, self._folder, self._device = steps, folder, device
         self._profiler: profile | None = None

@@ -57,7 +57,6 @@ class RankFlags:
         Args:
             every_seconds: Between checkpoints by rank 0's clock; None: none by time.
             notice: Whether this rank was notified of a preemption.
-            timeout: Of an agreement.
         """
         self.saves = self.ends = False
         self.steps = 1

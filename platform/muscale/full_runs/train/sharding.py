@@ -138,12 +138,8 @@ def build_model(
     """The model with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
 
     Args:
-        numerics, recipe: Shape, seed and parametrization.
-        parallelism: The layout.
-        device: Of this rank.
         mesh: From `mesh_of`; None in one process.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
-        compiled: Whether each block is compiled.
         initial_values: Whether to write any; a checkpoint would replace them at once, and drawing those of 70B takes minutes.
 
     Raises:
