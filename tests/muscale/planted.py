@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
 from proxy_models.coordinates.check import CoordinateCheck
+from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
 from scaling import HorizonLaw, ScalingFit, fit, fit_horizon_law
 
 WIDTH_16, WIDTH_80 = 7_000, 63_000  # about N of the micro-study's smallest and largest ladder widths
@@ -53,3 +58,13 @@ def planted_check(growth: float = 0.0) -> CoordinateCheck:
         for step in (0, 1, 2)
     ]
     return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))
+
+
+def large_and_small(folder: Path, *, large: float = 0.5) -> Corpus:
+    """A mixture of two sources, of which one has ten times the other's text, and `large` of the weight."""
+    for name, n_bytes in (("large", 4000), ("small", 400)):
+        (folder / name).mkdir()
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_text(name[0] * n_bytes)
+    sources = {name: Source(path=str(folder / name)) for name in ("large", "small")}
+    return write_mixture(folder / "corpus", sources, Mixture.constant({"large": large, "small": 1 - large}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +9,14 @@ import numpy as np
 import pandas as pd
 
 from muscale import Promotion, StudyConfig
-from muscale.layout import CURVES
-from muscale.monitoring.band import Band
+from muscale.layout import CURVES, FULL_RUNS, LEDGER
+from muscale.monitoring.band import Band, register_band
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident
-from muscale.store.tables import segments
+from muscale.store.tables import ResultKind, segments
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -120,10 +119,24 @@ def registered_plan(path: Path, ledger: Ledger, *overrides: str) -> Plan:
     return register(make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()), ledger)
 
 
-MakePlanted = Callable[..., tuple[Ledger, Plan]]
-
-
 def planted_promotion(plan: str, band: Band, loss: float, incidents: tuple[Incident, ...] = ()) -> Promotion:
     """The promotion of a run on two workers that ended with this loss."""
     registered = replace(PROMOTION, forecast=band.loss, low=band.low, high=band.high, level=band.level)
     return replace(registered, plan=plan, loss=loss, incidents=incidents)
+
+
+class PlantedPlan:
+    """A study whose planted ladder has led to a registered plan and its band; `directory` is its full run's."""
+
+    def __init__(self, path: Path, *, stems: int = 4) -> None:
+        self.study, self.config = path, StudyConfig.read(path)
+        self.ledger = Ledger(path.parent / LEDGER)
+        rows = write_ladder(self.ledger, numerics_of(self.config), self.config, stems=stems)
+        self.plan = registered_plan(path, self.ledger)
+        self.band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
+        self.directory = self.ledger.directory / FULL_RUNS / self.plan.key
+
+    def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
+        """Record the promotion of its run."""
+        promotion = planted_promotion(self.plan.key, self.band, loss, incidents)
+        self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())

@@ -15,13 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import Study, StudyConfig, StudyFileError
-from muscale.layout import FULL_RUNS, METRICS
-from muscale.monitoring.band import register_band
-from muscale.plans.planning import Plan
+from muscale import Study, StudyFileError
+from muscale.layout import METRICS
 from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import FullRun, _run_rows, study_key, trials
@@ -29,7 +26,7 @@ from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
 from tests.muscale.event_files import scalars
-from tests.muscale.planted_ladder import numerics_of, planted_promotion, registered_plan, write_ladder
+from tests.muscale.planted_ladder import PlantedPlan
 from tests.muscale.planted_sweep import open_sweep, plant
 
 MakeStudy = Callable[..., Path]
@@ -68,16 +65,11 @@ class Listed(Tracker[str]):
         self.ended.append((opened, how))
 
 
-class Planted:
+class Planted(PlantedPlan):
     """A full run whose metrics a test writes."""
 
     def __init__(self, path: Path) -> None:
-        self.config = StudyConfig.read(path)
-        self.ledger = Ledger(path.parent / "ledger.sqlite")
-        rows = write_ladder(self.ledger, numerics_of(self.config), self.config, stems=4)
-        self.plan: Plan = registered_plan(path, self.ledger)
-        self.band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
-        self.directory = self.ledger.directory / FULL_RUNS / self.plan.key
+        super().__init__(path)
         self.directory.mkdir(parents=True)
 
     def source(self, points: int = 20) -> FullRun:
@@ -93,10 +85,6 @@ class Planted:
                 if step in evaluated:
                     row["val_loss"] = 4.1 - step / of
                 file.write(json.dumps(row) + "\n")
-
-    def end(self, loss: float) -> None:
-        promotion = planted_promotion(self.plan.key, self.band, loss)
-        self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 
 @pytest.fixture

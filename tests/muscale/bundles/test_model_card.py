@@ -12,13 +12,12 @@ from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
 from muscale.plans.planning import Plan
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import Corpus, write_mixture
-from proxy_models.data.mixture import Mixture
-from proxy_models.data.sources import Source
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast
 from tests.muscale import planted_ladder
+from tests.muscale.planted import large_and_small
 from tests.proxy_models.families import Recurrent
 
 MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)
@@ -49,12 +48,7 @@ LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": No
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("sources")
-    for name, n_bytes in (("large", 4000), ("small", 400)):
-        (folder / name).mkdir()
-        for number in range(20):
-            (folder / name / f"{number}.txt").write_text(name[0] * n_bytes)
-    sources = {name: Source(path=str(folder / name)) for name in ("large", "small")}
-    return write_mixture(folder / "corpus", sources, Mixture.constant({"large": 0.5, "small": 0.5}))
+    return large_and_small(folder)
 
 
 def card(corpus: Corpus, **known: Any) -> str:

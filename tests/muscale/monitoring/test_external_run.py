@@ -16,34 +16,26 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError, Study, StudyConfig
+from muscale import StageError, Study
 from muscale.layout import EXTERNAL_RUNS
-from muscale.monitoring.band import Band, register_band
 from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
-from muscale.plans.planning import Plan
-from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from proxy_models.recipes.batch_ramp import BatchRamp
 from tests.muscale.command_lines import muscale
-from tests.muscale.planted_ladder import OFFSET, log_ratio, numerics_of, registered_plan, write_ladder
+from tests.muscale.planted_ladder import OFFSET, PlantedPlan, log_ratio
 
 MakeStudy = Callable[..., Path]
 
 
-class Elsewhere:
+class Elsewhere(PlantedPlan):
     """A registered plan with its band, and a table that somebody else writes."""
 
     def __init__(self, path: Path) -> None:
-        config = StudyConfig.read(path)
-        self.study = path
-        self.ledger = Ledger(path.parent / "ledger.sqlite")
-        rows = write_ladder(self.ledger, numerics_of(config), config)
-        self.plan: Plan = registered_plan(path, self.ledger)
-        self.band: Band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
+        super().__init__(path)
         self.table = path.parent / "losses.csv"
 
     def watch(self, **columns: Any) -> RunStatus:

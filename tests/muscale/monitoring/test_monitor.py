@@ -15,38 +15,30 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from muscale import StageError, StudyConfig
+from muscale import StageError
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import raise_alarms
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import MetricsTail
-from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
+from muscale.layout import EVALUATIONS, FAILURE, METRICS
 from muscale.monitoring import follow
-from muscale.monitoring.band import register_band
 from muscale.monitoring.follow import follow_run, guarding, view
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
-from muscale.plans.planning import Plan
 from muscale.settings.promote import PromoteSettings
-from muscale.store.ledger import Ledger
 from muscale.store.spike_handling import Incident, record_incident
 from muscale.store.tables import ResultKind
-from tests.muscale.planted_ladder import numerics_of, planted_promotion, registered_plan, write_ladder
+from tests.muscale.planted_ladder import PlantedPlan
 
 MakeStudy = Callable[..., Path]
 SETTINGS = PromoteSettings()
 
 
-class Run:
+class Run(PlantedPlan):
     """A full run of a planted study whose metrics a test writes."""
 
     def __init__(self, path: Path, *, stems: int = 4) -> None:
-        config = StudyConfig.read(path)
-        self.ledger = Ledger(path.parent / "ledger.sqlite")
-        rows = write_ladder(self.ledger, numerics_of(config), config, stems=stems)
-        self.plan: Plan = registered_plan(path, self.ledger)
-        self.band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
-        self.directory = self.ledger.directory / FULL_RUNS / self.plan.key
+        super().__init__(path, stems=stems)
         self.directory.mkdir(parents=True)
         self.metrics = self.directory / METRICS
 
@@ -66,10 +58,6 @@ class Run:
 
     def monitor(self) -> Monitor:
         return Monitor(self.ledger, alarm_after=3)
-
-    def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
-        promotion = planted_promotion(self.plan.key, self.band, loss, incidents)
-        self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 
 @pytest.fixture

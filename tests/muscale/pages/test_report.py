@@ -17,10 +17,9 @@ from muscale.pages.report import write_report
 from muscale.pages.sections import Section
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan, register
-from proxy_models.data.corpus import write_corpus, write_mixture
-from proxy_models.data.mixture import Mixture
+from proxy_models.data.corpus import write_corpus
 from proxy_models.data.sources import Source
-from tests.muscale.planted import planted_fit, planted_horizon
+from tests.muscale.planted import large_and_small, planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
 
@@ -131,12 +130,7 @@ def test_the_plan_shows_values_of_every_kind(tmp_path: Path, make_study: MakeStu
 def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(
     tmp_path: Path, make_study: MakeStudy
 ) -> None:
-    for name, n_bytes in (("large", 4000), ("small", 400)):
-        (tmp_path / name).mkdir()
-        for number in range(20):
-            (tmp_path / name / f"{number}.txt").write_text(name[0] * n_bytes)
-    sources = {name: Source(path=str(tmp_path / name)) for name in ("large", "small")}
-    corpus = write_mixture(tmp_path / "corpus", sources, Mixture.constant({"large": 0.5, "small": 0.5}))
+    corpus = large_and_small(tmp_path)
     epochs = corpus.epochs(100_000)
     assert epochs["large"] < 1 < 4 < epochs["small"]
     assert "epochs in the full run" not in page(tmp_path, corpus=corpus)

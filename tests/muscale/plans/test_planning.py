@@ -16,10 +16,9 @@ from muscale import StageError, StudyConfig, StudyFileError
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
-from proxy_models.data.corpus import Corpus, write_mixture
-from proxy_models.data.mixture import Mixture
-from proxy_models.data.sources import Source
+from proxy_models.data.corpus import Corpus
 from scaling import HorizonLaw, ScalingFit, fit
+from tests.muscale.planted import large_and_small
 
 MakeStudy = Callable[..., Path]
 MakePlan = Callable[..., Plan]
@@ -153,12 +152,7 @@ def test_epochs_may_be_limited_and_many_raise_a_warning(planned: MakePlan, corpu
 
 
 def test_epochs_of_a_mixture_are_the_mean_over_its_tokens(tmp_path: Path) -> None:
-    for name, n_bytes in (("large", 4000), ("small", 400)):
-        (tmp_path / name).mkdir()
-        for number in range(20):
-            (tmp_path / name / f"{number}.txt").write_text(name[0] * n_bytes)
-    sources = {name: Source(path=str(tmp_path / name)) for name in ("large", "small")}
-    mixed = write_mixture(tmp_path / "corpus", sources, Mixture.constant({"large": 0.75, "small": 0.25}))
+    mixed = large_and_small(tmp_path, large=0.75)
     each = mixed.epochs(100_000)
     assert epochs(mixed, 100_000) == pytest.approx(0.75 * each["large"] + 0.25 * each["small"])
     longest = most_tokens(mixed, 4.0)
