@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,53 +15,28 @@ from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.promotion import full_run_of, promote
 from muscale.full_runs.promote.smoke_test import SmokeTest, beginning, measured, smoke_test, smoke_test_on_cluster
 from muscale.full_runs.train.attempt import train
-from muscale.layout import CORPUS, FULL_RUNS, METRICS, SMOKE_TEST
+from muscale.layout import CORPUS, FULL_RUNS, SMOKE_TEST
 from muscale.plans.device_lines import disk_line
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
-from tests.muscale.conftest import write_text
+from tests.muscale.forked_ranks import BATCH, losses, small_run
 from tests.muscale.planted import planted_fit, planted_horizon
 
-BATCH, STEPS = 256, 5
+STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = tmp_path_factory.mktemp("corpus")
-    write_text(folder / "text", words=100)
-    return write_corpus(folder / "written", str(folder / "text"))
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    folder = tmp_path / "ledger"
-    folder.mkdir()
-    opened = Ledger(folder / "ledger.sqlite")
-    yield opened
-    opened.close()
-
-
-def whole(corpus: Corpus, **hyperparameters: Any) -> Chain:
-    model, base = (ModelConfig(d_model=width, n_layers=2, context_length=32) for width in (32, 16))
-    numerics = Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120)
-    h = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, **hyperparameters)
-    return Chain(numerics=numerics, segments=chain(h, BATCH * 40))
-
-
-def full_run(run: Chain, corpus: Corpus, directory: Path) -> FullRun:
-    return FullRun(
-        numerics=run.numerics,
-        segments=run.segments,
-        directory=directory,
-        corpus=corpus.folder,
+def run_in(folder: Path, corpus: Corpus) -> FullRun:
+    """Forty steps with four checkpoints and two evaluations."""
+    return small_run(
+        corpus,
+        folder,
+        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 40),
         checkpoint_every_tokens=BATCH * 10,
         evaluate_every_tokens=BATCH * 20,
     )
@@ -73,14 +47,13 @@ def in_this_process(run: FullRun) -> None:
 
 
 def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: Path) -> None:
-    run, scratch = whole(corpus), tmp_path / "run" / SMOKE_TEST
-    tried = replace(full_run(run, corpus, scratch), checkpoint_every_tokens=BATCH * 15)
+    scratch = tmp_path / "run" / SMOKE_TEST
+    tried = replace(run_in(scratch, corpus), checkpoint_every_tokens=BATCH * 15)
     found = smoke_test(tried, in_this_process, steps=STEPS, plan="p", estimated_bytes=2**20)
     assert (found.n_tokens, found.evaluations, found.saves) == (BATCH * 40, 2, 3)
-    real = full_run(run, corpus, tmp_path / "real")
+    real = run_in(tmp_path / "real", corpus)
     train(real)
-    rows = [json.loads(line) for line in (real.directory / METRICS).read_text().splitlines()]
-    assert list(found.losses) == [row["train_loss"] for row in rows[: 2 * STEPS]], "the first steps are the run's own"
+    assert list(found.losses) == losses(real)[: 2 * STEPS], "the first steps are the run's own"
     assert found.estimated_bytes == 2**20
     assert found.resumed_from == STEPS * BATCH
     assert (found.world_size, found.batch_tokens, len(found.peak_bytes)) == (1, BATCH, 1)
@@ -97,16 +70,17 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
         assert text in str(found)
 
 
-def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -> None:
-    ramped = whole(corpus, batch_doublings=1, batch_ramp_tokens=8 * BATCH)
-    assert ramped.segments[0].recipe.ramp.first_batch_tokens == BATCH // 2
-    cut = beginning(ramped.segments, 6 * BATCH)
+def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step() -> None:
+    h = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, batch_doublings=1, batch_ramp_tokens=8 * BATCH)
+    ramped = chain(h, BATCH * 40)
+    assert ramped[0].recipe.ramp.first_batch_tokens == BATCH // 2
+    cut = beginning(ramped, 6 * BATCH)
     assert [step for segment in cut for step in segment.steps()] == [(n * BATCH, BATCH) for n in range(6)]
-    assert cut[0].recipe.warmup_tokens == ramped.segments[0].recipe.warmup_tokens
+    assert cut[0].recipe.warmup_tokens == ramped[0].recipe.warmup_tokens
 
 
 def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, tmp_path: Path) -> None:
-    run = full_run(whole(corpus), corpus, tmp_path / SMOKE_TEST)
+    run = run_in(tmp_path / SMOKE_TEST, corpus)
 
     def tried(steps: int, train: Callable[[FullRun], None] = lambda run: None) -> None:
         smoke_test(run, train, plan="p", steps=steps, estimated_bytes=1)
@@ -162,10 +136,11 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     closed = Gate(plan=plan.key, lines=(transfer_line("fail", ("drift",)), disk_line(1, 2, kept=1, place="/")))
     closed.record(ledger)
     folder = ledger.directory / FULL_RUNS / plan.key
-    train(full_run_of(plan, config, numerics, folder, ledger.directory / CORPUS))  # `promote` records it
+    real = full_run_of(plan, config, numerics, folder, ledger.directory / CORPUS)
+    train(real)  # `promote` records it
     done = promote(plan, config, ledger, numerics, verdict="fail", gate=closed)
-    rows = (folder / METRICS).read_text().splitlines()
-    assert [json.loads(row)["train_loss"] for row in rows[:10]] == pytest.approx(list(found.losses), rel=1e-5)
-    assert len(rows) == 32
+    trained = losses(real)
+    assert trained[:10] == pytest.approx(list(found.losses), rel=1e-5)
+    assert len(trained) == 32
     assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
     assert "forced past transfer, with a transfer verdict of 'fail'" in str(done)
