@@ -25,7 +25,7 @@ from scaling.forms.law import compute_flops
 from scaling.variants.comparison import VariantComparison
 from scaling.variants.look import ENDS, Look
 from scaling.variants.posterior import NOISE
-from scaling.variants.verdicts import ERROR, WORTH, error_of_look
+from scaling.variants.verdicts import ERROR, WORTH, Outcome, error_by_look
 
 _OF_LOOK = ("look", "variant", *ENDS, "p_better", "p_worth", "verdict")
 
@@ -75,15 +75,19 @@ def compare_variants(
     seen, planned = _looks(rows, baseline, n_looks), n_looks or 1
     last: dict[str, tuple[Look, dict[str, Any]]] = {}
     looks: list[dict[str, Any]] = []
+    spent: dict[Outcome, float] = {"promote": 0.0, "reject": 0.0}  # doubts about the verdicts so far
     undecided = names
     for number, visible in enumerate(seen, start=1):
         part = rows[visible & rows["variant"].isin([baseline, *undecided])]
         now = Look.at(part, baseline, undecided, target=target, level=level, noise=noise)
-        found = now.decide(undecided, worth, error_of_look(number, planned, error))
+        so_far = error_by_look(number, planned, error)
+        found = now.decide(undecided, worth, promote=so_far - spent["promote"], reject=so_far - spent["reject"])
         for name in undecided:
             row = now.row(name, worth) | {"look": number, "verdict": found[name]}
             last[name] = now, row
             looks.append({column: row[column] for column in _OF_LOOK})
+            if found[name] != "undecided" and name in now.gains:
+                spent[found[name]] += 1 - row["p_better"] if found[name] == "promote" else row["p_worth"]
         undecided = [name for name in undecided if found[name] == "undecided"]
         if not undecided:
             break
@@ -107,7 +111,7 @@ def compare_variants(
         band=_frame([row for name in names for row in last[name][0].band(name)], ("compute_flops", *ENDS)),
         looks=pd.DataFrame(looks),
         next_runs=_frame(
-            [row for name in undecided for row in now.advise(name, worth, error_of_look(planned, planned, error))],
+            [row for name in undecided for row in now.advise(name, worth, error)],
             ("compute_flops", "seeds", "cost", "p_decided"),
         ),
     )

@@ -88,11 +88,12 @@ class Look:
         """Standard deviation of one run's log loss, the posterior's median."""
         return float(self.scales[np.searchsorted(self.chances.cumsum(), 0.5)])
 
-    def decide(self, names: Sequence[str], worth: float, error: float) -> dict[str, Outcome]:
-        """Verdict of each variant; a diverged run forbids a promotion, and no finished one is a rejection."""
+    def decide(self, names: Sequence[str], worth: float, *, promote: float, reject: float) -> dict[str, Outcome]:
+        """Verdict of each variant, with the error left for either; a diverged run forbids a promotion, no finished one rejects."""
         better = {name: own.above(0.0) for name, own in self._at_target.items()}
         worthwhile = {name: own.above(math.log1p(worth)) for name, own in self._at_target.items()}
-        found = verdicts(better, worthwhile, error) | {name: "reject" for name in names if name not in self.gains}
+        found = verdicts(better, worthwhile, promote=promote, reject=reject)
+        found |= {name: "reject" for name in names if name not in self.gains}
         return {
             name: "undecided" if outcome == "promote" and self._diverged(name) else outcome
             for name, outcome in found.items()
