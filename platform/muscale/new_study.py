@@ -28,6 +28,7 @@ FAMILY = ("my_family.py", "test_my_family.py")
 """Files that --family writes: a family of one's own, and its test."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _SAMPLE_BYTES = 65536
+_SHOWN_FILES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,9 @@ class NewStudy:
         lines = [f"wrote {self.path}"]
         if self.source is None or self.needed is None:
             return lines[0]
-        lines.append(f"  text: {self.n_files:,} files, {self.n_bytes:,} bytes in {self.source}")
+        lines.append(
+            f"  text: {self.n_files:,} file{'s' * (self.n_files != 1)}, {self.n_bytes:,} bytes in {self.source}"
+        )
         if self.training_tokens is None:
             return "\n".join([*lines, "  how many tokens that is, `muscale check` tells once it has read them"])
         lines.append(f"  about {self.training_tokens:,} training tokens at a byte each, the rest is held out")
@@ -86,8 +89,12 @@ class NewStudy:
             )
         if self.held_out_short:
             lines.append(
-                f"  too little: {self.held_out_short:,} held-out tokens are missing; lower corpus.evaluation_tokens, or raise "
-                "corpus.validation_fraction, or add text"
+                f"  too little: {self.held_out_short:,} held-out tokens are missing; "
+                + (
+                    "hold out more text, as said above"
+                    if self.uneven
+                    else "lower corpus.evaluation_tokens, or raise corpus.validation_fraction, or add text"
+                )
             )
         return "\n".join(lines)
 
@@ -188,7 +195,7 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
         _require_text(files)
     n_bytes = sum(file.stat().st_size for file in files)
     if not n_bytes:
-        raise StageError(f"--source: {root}: the corpus is empty, its {len(files)} files hold nothing")
+        raise StageError(f"--source: {root}: the corpus is empty, no file in it holds a byte")
     config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
     corpus = config.corpus
     known = kind == "text"
@@ -219,12 +226,14 @@ def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]
     largest = max(files, key=lambda path: sizes[path])
     return held_out, (
         f"{share:.0%} of the text is held out where corpus.validation_fraction asks for {fraction:.0%}, as a file goes whole to one "
-        f"side: cut large files, such as {largest.name} ({sizes[largest]:,} bytes)"
+        "side: put the text into one file (`cat`), whose end is held out, or cut large files (`split -C 64K`), such as "
+        f"{largest.name} ({sizes[largest]:,} bytes)"
     )
 
 
 def _require_text(files: list[Path]) -> None:
-    """Refuse what is not UTF-8 at its beginning, before a study stumbles over it."""
+    """Refuse files that are not UTF-8 at their beginning, before a study stumbles over them; all of them at once."""
+    faulty: list[str] = []
     for file in files:
         with file.open("rb") as content:
             sample = content.read(_SAMPLE_BYTES)
@@ -232,10 +241,14 @@ def _require_text(files: list[Path]) -> None:
             sample[: sample.rfind(b"\n") + 1 or None].decode()
         except UnicodeDecodeError as error:
             if error.start < len(sample) - 4:  # else a character that the sample cuts
-                raise StageError(
-                    f"--source: {file}: is no text in UTF-8 (byte {error.start}); give a folder of text files alone, or of "
-                    ".jsonl or .parquet files"
-                ) from None
+                faulty.append(f"--source: {file}: is no text in UTF-8 (byte {error.start})")
+    if faulty:
+        shown = [*faulty[:_SHOWN_FILES], *([f"and {n} files more"] if (n := len(faulty) - _SHOWN_FILES) > 0 else [])]
+        raise StageError(
+            "\n".join(shown)
+            + "\nconvert texts, as with `iconv -f LATIN1 -t UTF-8 FILE`, and move other files elsewhere; .jsonl "
+            "and .parquet files are read where the folder has no others"
+        )
 
 
 def _longest_runs(config: StudyConfig) -> dict[str, int]:

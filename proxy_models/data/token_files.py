@@ -156,7 +156,8 @@ def write_token_files(
             if tally.tokens[split] < 2:
                 raise CorpusError(
                     f"{source}: the corpus is empty in its {split} split "
-                    f"({len(tally.of_file)} files with text, validation_fraction = {validation_fraction})"
+                    f"({len(tally.of_file)} files with text, validation_fraction = {validation_fraction}); a document goes whole to "
+                    "one side: add documents, or put plain texts into one file, whose end is held out"
                 )
     except CorpusError:
         for path in unfinished.values():

@@ -197,7 +197,7 @@ def _fit_warnings(
             warnings.append(f"E = {E:.4g} is {share:.3g} of the least loss: larger runs cannot be forecast from it")
         elif share < LEAST_SHARE:
             warnings.append(
-                f"E = {E:.4g} is {share:.2g} of the least loss: forecasts were tested where it is .4 of it and more"
+                f"E = {E:.4g} is {share:.3g} of the least loss, below {LEAST_SHARE:g}, the least at which forecasts were tested"
             )
     predicted, jacobian = (found[0] for found in problem.linearise(theta[None]))
     if (typical := 1.4826 * float(np.median(np.abs(predicted - log_loss)))) > MAX_MISFIT:

@@ -70,7 +70,7 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
         )
     if (share := floor_share(rows, ensemble)) < LEAST_FLOOR:
         found["low floor"] = (
-            f"E is {share:.2g} of the least loss: forecasts were tested where it is {LEAST_FLOOR:g} of it and more"
+            f"E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at which forecasts were tested"
         )
     return found
 

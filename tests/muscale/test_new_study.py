@@ -98,11 +98,16 @@ def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
     empty.mkdir()
     hollow.mkdir()
     (hollow / "a.txt").touch()
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for name, encoding in (("fine.txt", "utf-8"), ("old.txt", "latin-1"), ("wide.txt", "utf-16")):
+        (mixed / name).write_text("Süden, und noch mehr davon", encoding=encoding)
     for source, message in (
         (tmp_path / "none", "--source: .*none: no such file or folder"),
         (empty, "--source: .*empty: the corpus is empty"),
-        (hollow, "--source: .*hollow: the corpus is empty, its 1 files hold nothing"),
+        (hollow, "--source: .*hollow: the corpus is empty, no file in it"),
         (picture, r"--source: .*picture.png: is no text in UTF-8 \(byte 0\)"),
+        (mixed, r"old.txt.*\(byte 1\)\n(.*\n)*.*wide.txt.*\(byte 0\)"),  # all faulty files at once
     ):
         with pytest.raises(StageError, match=message):
             write_study(tmp_path / "mine", source)

@@ -103,7 +103,10 @@ class StudyConfig(StudyTables):
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:
-            raise StudyFileError("\n".join([*problems, *format_errors(error, where, cls)])) from error
+            problems += format_errors(error, where, cls)
+            if any(fault["type"] == "missing" and len(fault["loc"]) == 1 for fault in error.errors()):
+                problems.append(f"{where}: `muscale init DIRECTORY` writes a complete study file, to copy tables from")
+            raise StudyFileError("\n".join(problems)) from error
         if trains:
             config._own_model = own
             config._variant_models = own_models(config, own, where, directory or Path(), problems)

@@ -226,4 +226,7 @@ def test_a_missing_key_file_and_a_folder_are_refused(study: Path) -> None:
     study.write_text(MICRO.replace("batch_tokens = 256\n", ""))
     assert f"{study}: hyperparameters.batch_tokens: missing" in message(study)
     assert "muscale init" in message(study.with_name("nowhere.toml"))
+    study.write_text('name = "part"\n[corpus]\nsource = "text"\n')
+    assert f"{study}: sweep: missing" in message(study)
+    assert "muscale init" in message(study)
     assert f"{study}" in message(study.parent)

@@ -124,7 +124,7 @@ def test_a_floor_far_below_the_losses_is_named() -> None:
     low = Chinchilla().law(E=0.1, A=30.0, B=50.0, alpha=0.12, beta=0.12)
     found = fitted(runs(0.0005, low))
     assert reasons(found, *NEAR) == ["low floor"]
-    assert "of the least loss: forecasts were tested where it is 0.4 of it and more" in found.forecast(*NEAR).reasons[0]
+    assert "of the least loss, below 0.4," in found.forecast(*NEAR).reasons[0]
 
 
 UNSUPPORTED = {
