@@ -104,11 +104,6 @@ class Checkpoints(CheckpointFolder):
         if write:
             write.result()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a write is running."""
-        return self._write is not None and not self._write.done()
-
     def _complete(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
         """After the shards are written: each rank hashes its own; rank 0 writes the manifest, renames the folder, deletes old ones."""
         shards.result()

@@ -241,17 +241,11 @@ def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_bef
     assert result(run)["loss"] == whole["loss"]
 
 
-def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
+def test_a_run_whose_validation_loss_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
     values = Hyperparameters(learning_rate=1e30, batch_tokens=BATCH)
-    broken = replace(run, segments=chain(values, BATCH * STEPS))
-    with pytest.raises(StageError, match=r"the run diverged: the training loss is nan at step \d"):
-        train(broken)
     short = (stem(values.resolve(BATCH * STEPS), BATCH),)
     with pytest.raises(StageError, match="the run diverged: the validation loss is not finite at step 1"):
         train(replace(run, segments=short))
-    guarded = replace(broken, numerics=replace(run.numerics, guard=GuardSettings()))
-    with pytest.raises(StageError, match=r"the run diverged: the .* is nan at step \d"):
-        train(guarded)
     dead = replace(run, segments=chain(replace(values, learning_rate=1e4), BATCH * STEPS))
     with pytest.raises(
         StageError, match=r"the run diverged: the validation loss is .* than (10 )?ln V = .* at step \d"

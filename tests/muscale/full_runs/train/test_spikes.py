@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident, SpikeHandling
 from proxy_models.training.guard_settings import GuardSettings
-from scaling import HorizonLaw, ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
 from tests.muscale.planted_ladder import numerics_of
 
@@ -31,28 +30,19 @@ WENT_BACK = Incident(step=9, reason="", action="rollback", left_out=(8 * BATCH, 
 RESTART = Incident(step=3, reason="killed", action="restart", back_to=0, at=AT)
 
 
-@pytest.fixture(scope="module")
-def laws() -> tuple[ScalingFit, HorizonLaw]:
-    return planted_fit(), planted_horizon()
+Planned = Callable[..., tuple[Plan, StudyConfig]]
 
 
 @pytest.fixture
-def study(make_study: Callable[..., Path]) -> Path:
-    return make_study()
+def planned(make_study: Callable[..., Path], ledger: Ledger) -> Planned:
+    """Registers the plan of a study under the settings given."""
+    study, horizon, law = make_study(), planted_horizon(), planted_fit()
 
+    def register_plan(*overrides: str) -> tuple[Plan, StudyConfig]:
+        config = StudyConfig.read(study, overrides)
+        return register(make_plan(config, config.hyperparameters, horizon, law), ledger), config
 
-@pytest.fixture
-def ledger(study: Path) -> Iterator[Ledger]:
-    opened = Ledger(study.parent / "ledger.sqlite")
-    yield opened
-    opened.close()
-
-
-def planned(
-    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw], *overrides: str
-) -> tuple[Plan, StudyConfig]:
-    config, (fit, horizon) = StudyConfig.read(study, overrides), laws
-    return register(make_plan(config, config.hyperparameters, horizon, fit), ledger), config
+    return register_plan
 
 
 def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident) -> dict[str, Any]:
@@ -69,11 +59,9 @@ def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident)
     return row
 
 
-def test_a_plan_s_key_contains_its_spike_handling_only_where_it_has_one(
-    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
-) -> None:
+def test_a_plan_s_key_contains_its_spike_handling_only_where_it_has_one(planned: Planned) -> None:
     def key(*overrides: str) -> str:
-        return planned(study, ledger, laws, *overrides)[0].key
+        return planned(*overrides)[0].key
 
     assert key() == key("promote.spike_threshold=5.0") == key("promote.max_interventions=9")
     keys = [key(), key('promote.on_spike="skip"'), key(*ROLLBACK), key(*ROLLBACK, "promote.spike_threshold=5.0")]
@@ -84,10 +72,8 @@ def test_a_plan_s_key_contains_its_spike_handling_only_where_it_has_one(
     )
 
 
-def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
-    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw], tmp_path: Path
-) -> None:
-    plan, config = planned(study, ledger, laws, *ROLLBACK)
+def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(planned: Planned, ledger: Ledger) -> None:
+    plan, config = planned(*ROLLBACK)
     guarded = plan.chain(replace(numerics_of(config), guard=config.promote.guard))
     undisturbed = replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [RESTART]))
     row = ended(ledger, plan, config, RESTART, WENT_BACK)
@@ -101,19 +87,15 @@ def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
     )
 
 
-def test_without_a_policy_a_run_has_the_key_that_it_always_had(
-    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
-) -> None:
-    plan, config = planned(study, ledger, laws)
+def test_without_a_policy_a_run_has_the_key_that_it_always_had(planned: Planned, ledger: Ledger) -> None:
+    plan, config = planned()
     row = ended(ledger, plan, config, RESTART)
     assert row["key"] == plan.chain(numerics_of(config)).key
     assert "spike_handling" not in row["segment"]
 
 
-def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
-    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
-) -> None:
-    plan, config = planned(study, ledger, laws, *ROLLBACK)
+def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(planned: Planned) -> None:
+    plan, config = planned(*ROLLBACK)
     whole = plan.chain(replace(numerics_of(config), guard=GuardSettings()))
     border = whole.last.start
     assert border > 12 * BATCH
@@ -129,14 +111,13 @@ def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
     assert after(late).key != after().key
 
 
-def test_a_run_resumes_as_it_was_planned(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
-    plan, config = planned(study, ledger, laws, *ROLLBACK)
-    more = StudyConfig.read(study, [*ROLLBACK, "promote.max_interventions=9"])
+def test_a_run_resumes_as_it_was_planned(planned: Planned, ledger: Ledger) -> None:
+    plan, config = planned(*ROLLBACK)
     ended(ledger, plan, config)
-    ended(ledger, plan, more)
-    other = StudyConfig.read(study, ['promote.on_spike="skip"'])
+    ended(ledger, plan, planned(*ROLLBACK, "promote.max_interventions=9")[1])
+    _, other = planned('promote.on_spike="skip"')
     with pytest.raises(StageError, match=r"promote.on_spike must be the plan's, 'rollback', got 'skip'"):
         ended(ledger, plan, other)
-    lower = StudyConfig.read(study, [*ROLLBACK, "promote.spike_threshold=5.0"])
+    _, lower = planned(*ROLLBACK, "promote.spike_threshold=5.0")
     with pytest.raises(StageError, match=r"promote.spike_threshold must be .* 10.0, got 5.0: it changes what is comp"):
         ended(ledger, plan, lower)
