@@ -216,10 +216,6 @@ class Budget(Result):
         hours = self.gpu_hours
         return None if hours is None or self.n_devices is None else hours / self.n_devices / HOURS_PER_DAY
 
-    def of_flops(self, compute_flops: float) -> "Budget":
-        """The budget with another compute on the same devices."""
-        return Budget(compute_flops=compute_flops, accelerator=self.accelerator, n_devices=self.n_devices)
-
     def __str__(self) -> str:
         return lines({"budget": self.worth, **({"stated as": self.terms} if self.terms else {})})
 

@@ -92,7 +92,7 @@ class Decision(Result):
     @property
     def cost(self) -> Budget:
         """Cost on the budget's devices."""
-        return self.budget.of_flops(self.total_flops)
+        return replace(self.budget, compute_flops=self.total_flops, terms="")
 
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
         """Decision priced on other devices, as many if no number is given."""
