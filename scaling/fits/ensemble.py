@@ -1,8 +1,8 @@
 """Several fits of one ladder whose mean is the forecast, and refits under other runs and priors, whose spread is its uncertainty.
 
-Each is the joint form under weak priors. They differ in what is robust and what is recent: no single one is best on every
-public ladder, and to choose one by its held-out error would be hindsight. Measured on the ladders of
-`tests/benchmarks/forecast.py`; the figures are in tests/benchmarks/RESULTS.md.
+Each is the joint form under weak priors. They differ in what is robust, which rows they keep, and whether these weigh by their
+compute: no single one is best on every public ladder, and to choose one by its held-out error would be hindsight. Measured on
+the ladders of `tests/benchmarks/forecast.py`; the figures are in tests/benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -126,30 +126,26 @@ def fit_ensemble(
     usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
     base, sigma = fits.adaptive()
     residual = fits.residual(base)
-    even = np.ones(len(rows))
-    robust = TUNING * sigma
-    thetas = {
-        "adaptive Huber": base,
-        # The prior weighs as against Laplace noise of the mean absolute residual.
-        "least absolute residuals": fits.polished(
-            even, (robust, L1_DELTA), L1_DELTA * float(np.average(np.abs(residual), weights=weights)), base
-        ),
-    }
-    for name, power in (("recent rows weigh more", 0.5), ("recent rows weigh most", 1.0)):
-        recent = 10 ** (power * (log_compute - log_compute.max()))
-        thetas[name] = fits.polished(recent / recent.mean(), (robust,), sigma**2, base)
+    kept = {"adaptive Huber": np.ones(len(rows))}
     if usual.sum() >= MIN_USUAL_ROWS:
-        low, high = USUAL_RATIO
-        thetas[f"rows of {low:g} to {high:g} tokens per parameter"] = fits.polished(
-            usual.astype(np.float64), (robust,), sigma**2, base
-        )
+        kept[f"rows of {USUAL_RATIO[0]:g} to {USUAL_RATIO[1]:g} tokens per parameter"] = usual.astype(np.float64)
+    weighed = {"": np.ones(len(rows)), ", weighed by compute": 10 ** (log_compute - log_compute.max())}
+    huber = {name + by: rows_of * weight for name, rows_of in kept.items() for by, weight in weighed.items()}
+    absolute = {"least absolute residuals" + by: weight for by, weight in weighed.items()}
+    robust = TUNING * sigma
+    # The prior weighs as against Laplace noise of the mean absolute residual.
+    laplace = L1_DELTA * float(np.average(np.abs(residual), weights=weights))
+    thetas = [
+        *fits.polished(np.array([*huber.values()]), (robust,), sigma**2, base),
+        *fits.polished(np.array([*absolute.values()]), (robust, L1_DELTA), laplace, base),
+    ]
     stems = pd.factorize(rows["stem"])[0]
 
     telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
     telling = telling if telling.any() else np.ones(len(rows), dtype=bool)
     recent = 10 ** (0.5 * (log_compute - log_compute.max()))
     return Ensemble(
-        variants={name: fits.law(theta) for name, theta in thetas.items()},
+        variants={name: fits.law(theta) for name, theta in zip([*huber, *absolute], thetas, strict=True)},
         refits=partial(fits.redrawn, base, sigma, stems, seed),
         widening=widening(free_columns(fits.problem, base), weights, stems),
         residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
@@ -192,14 +188,14 @@ class BaseFits:
         for _ in range(_SCALE_STEPS):
             residual = np.sqrt(self.weights) * self.residual(theta)
             sigma = max(MAD * float(np.median(np.abs(residual))), _LEAST_SIGMA)
-            theta = self.polished(np.ones(len(residual)), (TUNING * sigma,), sigma**2, theta)
+            (theta,) = self.polished(np.ones((1, len(residual))), (TUNING * sigma,), sigma**2, theta)
         return theta, sigma
 
     def polished(self, weights: Array, deltas: tuple[float, ...], variance: float, start: Array) -> Array:
-        """The fit from one start, the rows weighted further."""
-        weights = (self.weights * weights)[None]
-        theta, _, _ = minimize(self.problem, self.log_loss, weights, start[None], deltas, self.prior(variance))
-        return np.asarray(theta[0])
+        """Fits from one start, [J, P], the rows of each weighted further, [J, K]; weights count as shares of their mean above 0."""
+        weights = self.weights * weights / weights.mean(axis=1, where=weights > 0, keepdims=True)
+        starts = np.tile(start, (len(weights), 1))
+        return minimize(self.problem, self.log_loss, weights, starts, deltas, self.prior(variance))[0]
 
     def redrawn(self, base: Array, sigma: float, stems: NDArray[np.int64], seed: int) -> Array:
         """Parameters of the base fit under resampled stems [K], each about a prior that is drawn too, [N_DRAWS, 6]."""

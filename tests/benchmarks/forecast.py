@@ -5,7 +5,7 @@
 Each ladder is fitted to its runs with C < Cmax/cut and held against those above. Errors are |log(predicted / measured)| in %.
 Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
 mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
-forecast's five fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
+forecast's fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
 family's ladders has the centres of the other families (`prior.py`).
 """
 
