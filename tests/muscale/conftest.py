@@ -18,6 +18,7 @@ from tests.muscale.gloo_ranks import GlooRanks
 
 if TYPE_CHECKING:
     from muscale.actors.cluster import Cluster
+    from muscale.search.sweep import Sweep
     from muscale.store.ledger import Ledger
 
 MICRO = """
@@ -110,6 +111,18 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     opened = Ledger(tmp_path / "ledger.sqlite")
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def swept(make_study: Callable[[], Path]) -> Iterator[Sweep]:
+    """A sweep in its study's ledger, before its first trial."""
+    from muscale.store.ledger import Ledger
+    from tests.muscale.planted_sweep import open_sweep
+
+    path = make_study()
+    ledger = Ledger(path.parent / "ledger.sqlite")
+    yield open_sweep(path, ledger)
+    ledger.close()
 
 
 @pytest.fixture(scope="session")

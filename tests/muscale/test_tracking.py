@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,27 +17,21 @@ import pytest
 
 from muscale.search.sweep import Sweep
 from muscale.settings.tables import TrackingSettings
-from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import trials
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
 from tests.muscale.event_files import scalars
-from tests.muscale.planted_sweep import add_result, open_sweep, plant
+from tests.muscale.planted_sweep import add_result, plant
 from tests.muscale.wandb_files import OfflineRun, read_runs
 
-MakeStudy = Callable[..., Path]
 SECRET = "5ecre7" * 6 + "abcd"
 
 
 @pytest.fixture
-def swept(make_study: MakeStudy) -> Iterator[Sweep]:
-    path = make_study()
-    ledger = Ledger(path.parent / "ledger.sqlite")
-    sweep = open_sweep(path, ledger)
-    plant(sweep)
-    yield sweep
-    ledger.close()
+def swept(swept: Sweep) -> Sweep:
+    plant(swept)
+    return swept
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,22 +27,12 @@ from muscale.search.optuna_export import export_optuna
 from muscale.search.prior_runs import usable_runs
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
-from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.command_lines import muscale
-from tests.muscale.planted_sweep import open_sweep, plant
+from tests.muscale.planted_sweep import plant
 
 MakeStudy = Callable[..., Path]
-
-
-@pytest.fixture
-def swept(make_study: MakeStudy) -> Iterator[Sweep]:
-    path = make_study()
-    ledger = Ledger(path.parent / "ledger.sqlite")
-    sweep = open_sweep(path, ledger)
-    yield sweep
-    ledger.close()
 
 
 def storage(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +11,8 @@ from muscale import StageError, StudyDirectoryError
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
-from muscale.store.ledger import Ledger
-from tests.muscale.planted_sweep import open_sweep
 
-MakeStudy = Callable[..., Path]
 RESULTS = "learning_rate,init_scale,loss\n0.01,1.0,2.5\n"
-
-
-@pytest.fixture
-def swept(make_study: MakeStudy) -> Iterator[Sweep]:
-    path = make_study()
-    ledger = Ledger(path.parent / "ledger.sqlite")
-    yield open_sweep(path, ledger)
-    ledger.close()
 
 
 def naming(sweep: Sweep, *files: str) -> Sweep:

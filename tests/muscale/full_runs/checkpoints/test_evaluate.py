@@ -24,6 +24,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from tests.muscale.forked_ranks import BATCH, LETTERS, STEPS, rows, small_mixture, small_run
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.muscale.test_unpickling import Planted
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +144,6 @@ def test_weights_of_another_model_and_another_corpus_are_refused(copied: Path, t
         evaluate_checkpoint(copied)
     with pytest.raises(StageError, match="say where the run's corpus lies now"):
         evaluate_checkpoint(copied, corpus=tmp_path / "nowhere")
-
-
-class Planted:
-    """What a pickle does when it is loaded."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return Path.touch, (self.proof,)
 
 
 def test_a_checkpoint_runs_no_program(copied: Path, tmp_path: Path) -> None:

@@ -60,6 +60,18 @@ def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
     return curve, loss
 
 
+def train_twice_as_lean(run: FullRun, corpus: Corpus) -> None:
+    """Train to the end, and again from the checkpoint after twelve steps, each time to the losses of the lean loop."""
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt(run, after=12)
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run)["loss"] == whole["loss"]
+
+
 def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
     run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
 ) -> None:
@@ -151,16 +163,9 @@ def varied(run: FullRun, **numerics: Any) -> FullRun:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus, precision: str) -> None:
     run = replace(varied(run, precision=precision), evaluate_every_tokens=BATCH * 3)
-    curve, loss = lean(run, corpus)
-    assert len(curve) == 8 + 4 + 12
-    whole = train(run)
-    assert losses(run) == curve
-    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
-    assert train(run) == whole, "a finished run was trained again"
-    interrupt(run, after=12)
-    assert train(run)["resumed_from"] == BATCH * 12
-    assert losses(run) == curve
-    assert result(run)["loss"] == whole["loss"]
+    train_twice_as_lean(run, corpus)
+    assert len(losses(run)) == 8 + 4 + 12
+    assert train(run) == result(run), "a finished run was trained again"
 
 
 def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, corpus: Corpus) -> None:
@@ -168,17 +173,10 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
     values = Hyperparameters(learning_rate=3.0, batch_tokens=BATCH, schedule="linear")
     run = replace(run, numerics=replace(run.numerics, guard=guard), segments=chain(values, BATCH * STEPS))
-    curve, loss = lean(run, corpus)
-    whole = train(run)
-    assert losses(run) == curve
-    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    train_twice_as_lean(run, corpus)
     left_out = [row["left_out"] for row in rows(run)]
     assert True in left_out[:12]
     assert True in left_out[12:]
-    interrupt(run, after=12)
-    assert train(run)["resumed_from"] == BATCH * 12
-    assert losses(run) == curve
-    assert result(run)["loss"] == whole["loss"]
 
 
 @pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
@@ -227,18 +225,10 @@ def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_bef
 ) -> None:
     guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
     run = swapped(replace(run, numerics=replace(run.numerics, guard=guard)), optimizer, at_step / STEPS)
-    curve, loss = lean(run, corpus)
-    whole = train(run)
-    assert losses(run) == curve
-    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
-    interrupt(run, after=12)
-    kept = Checkpoints(run.directory / CHECKPOINTS).latest()
-    assert kept is not None
-    table = json.loads((kept[1] / PARAMETRIZATION).read_text())
+    train_twice_as_lean(run, corpus)
+    resumed_from = run.directory / CHECKPOINTS / f"tokens={BATCH * 12}"
+    table = json.loads((resumed_from / PARAMETRIZATION).read_text())
     assert table["optimizer"] == (optimizer if at_step < 12 else "adamw")
-    assert train(run)["resumed_from"] == BATCH * 12
-    assert losses(run) == curve
-    assert result(run)["loss"] == whole["loss"]
 
 
 def test_a_run_whose_validation_loss_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
