@@ -194,6 +194,34 @@ def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
     pd.testing.assert_frame_equal(first, second)
 
 
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_variant_s_program_is_tuned_and_trained_by_workers_of_ray(
+    make: Callable[[str], Path], ray_cluster: None
+) -> None:
+    path = make("study")
+    better = (path.parent / "train.py").read_text().replace("1.5, 0.2, 6.0", "1.5, 0.1, 6.0")
+    (path.parent / "better.py").write_text(better)
+    table = {
+        "compare.stems": [{"width": w, "n_tokens": n} for w, n in ((32, 8192), (64, 16384), (128, 32768))],
+        "variants.better.trainer": {
+            "command": [sys.executable, "better.py", "--config", "{config}", "--state", "{state}"]
+        },
+        "variants.same": {},
+    }
+    found = Study.open(path, table, quiet=True, trains=True).compare()
+    assert found.tuned.set_index("variant").loc["better", "rates"] >= 3
+    assert {name: found.outcome.verdict(name) for name in ("better", "same")} == {
+        "better": "promote",
+        "same": "undecided",
+    }
+    before, starts_before = len(runs_of(path.parent)), starts(path)
+    assert Study.open(path, table, quiet=True, trains=True).compare().to_dict() == found.to_dict()
+    assert (len(runs_of(path.parent)), starts(path)) == (before, starts_before), "a program ran again"
+    assert 'id="variants"' in Study.open(path, table, quiet=True).report().read_text()
+
+
 def test_what_a_program_cannot_do_is_refused_in_a_sentence(make: Callable[[str], Path]) -> None:
     study = Study.open(make("study"), quiet=True, trains=True)
     refused: dict[str, Callable[[], object]] = {

@@ -51,11 +51,11 @@ def run_stage(
     dry_run = name if isinstance(options, StageOptions) and options.dry_run else None
     with result_alone(options.json):
         if dry_run:
-            from muscale.plans.costs import cost_of, with_device_hours
+            from muscale.plans.costs import cost_of, with_device_hours, with_total
             from muscale.settings.config import StudyConfig
 
             config = StudyConfig.read(path, options.set, trains=trains)
-            result: Any = with_device_hours(cost_of(dry_run, config), config, path)
+            result: Any = with_total(with_device_hours(cost_of(dry_run, config), config, path))
         else:
             from muscale.study import Study
 

@@ -21,7 +21,7 @@ from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
-from muscale.proxies.comparison import Comparison
+from muscale.proxies.comparison import Comparison, latest_comparison
 from muscale.search.search_so_far import SearchSoFar, search_so_far
 from muscale.search.sweep_result import SweepResult
 from muscale.store.ledger import NESTED, now
@@ -64,7 +64,7 @@ class ReportContents:
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:
     """All that the report shows; what is not known yet is None."""
-    check, compared = (study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.COMPARISON))
+    check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)
     return ReportContents(
@@ -78,7 +78,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         transfer=found.transfer,
         fit=found.fit,
         next_runs=found.next_runs,
-        comparison=Comparison.from_dict(compared["payload"]) if compared else None,
+        comparison=latest_comparison(study.config, study.ledger),
         calibration=calibrate(study.ledger),
         spending=spending(study.ledger),
         reproduction=reproduction(

@@ -67,6 +67,14 @@ def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) ->
     return table.assign(device_hours=table["compute_flops"] / flops * seconds / 3600 * devices)
 
 
+def with_total(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with a last row, the sums of the others where there are several; a column that is not known of one has none."""
+    if len(table) < 2:
+        return table
+    sums = {name: table[name].sum(skipna=False) for name in table.columns.drop("stage")}
+    return pd.concat([table, pd.DataFrame([{"stage": "total", **sums}])], ignore_index=True).astype(table.dtypes)
+
+
 def _trained_so_far(connection: sa.Connection) -> tuple[float | None, float | None]:
     """FLOPs and worker seconds of the last segments of all proxy runs."""
     flops = 6.0 * runs.c.n_params * (segments.c.tokens - segments.c.trained_from)

@@ -19,7 +19,7 @@ from muscale.proxies.variants import MAX_STEPS, Variant, first_steps, next_step,
 from muscale.settings.compare import BASELINE
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
-from muscale.store.ledger import Ledger
+from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
@@ -43,10 +43,12 @@ class Comparison(JsonResult):
         outcome: Multipliers, verdicts and next runs.
         tuned: By variant: octaves (of its best rate above the study's on equal grids; NaN where no rate trained), at_end
             (whether it lies at an end of its grid), rates (tried).
+        asked: The keys of [compare] and [variants.NAME] it was made with, sizes and target resolved; {} of an older one.
     """
 
     outcome: VariantComparison
     tuned: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    asked: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def plot(self) -> go.Figure:
         """Multiplier of each variant against compute, with its band up to the target."""
@@ -124,7 +126,7 @@ def compare(
     tuned = [
         {"variant": v.name, "octaves": octaves[v.name], "at_end": v.at_end, "rates": rates[v.name]} for v in others
     ]
-    result = Comparison(outcome=outcome, tuned=pd.DataFrame(tuned))
+    result = Comparison(outcome=outcome, tuned=pd.DataFrame(tuned), asked=_asked(config))
     settings = [
         config.compare.target_flops,
         config.compare.worth,
@@ -133,6 +135,29 @@ def compare(
     ]
     ledger.record_result(ResultKind.COMPARISON, input_key(keys, *settings), result.to_dict())
     return result
+
+
+def latest_comparison(config: StudyConfig, ledger: Ledger) -> Comparison | None:
+    """The latest comparison that the study file asks for; without one, the latest at all, at one size or another target, say."""
+    rows = ledger.read(find, "results", {"kind": ResultKind.COMPARISON.value}, ["-created_at"])
+    asked = _asked(config)
+    fitting = [row for row in rows if row["payload"].get("asked") == asked]
+    return next((Comparison.from_dict(row["payload"]) for row in (*fitting, *rows)), None)
+
+
+def _asked(config: StudyConfig) -> dict[str, Any]:
+    stems = config.compare.stems or config.ladder.stems
+    resolved = {"stems": stems, "widths": widths_of(config), "target_flops": _target(config, len(stems))}
+    compare = config.compare.model_copy(update=resolved).model_dump(mode="json")
+    variants = {name: own.model_dump(mode="json", exclude_unset=True) for name, own in config.variants.items()}
+    return {**compare, "variants": variants}
+
+
+def _target(config: StudyConfig, n_sizes: int) -> float | None:
+    """Compute that is decided on; None is that of the largest run, where there is one size and no target is given."""
+    if config.compare.target_flops is None and n_sizes > 1:
+        return config.plan.budget.compute_flops
+    return config.compare.target_flops
 
 
 def most_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> Iterator[tuple[str, str, Job]]:
@@ -216,14 +241,12 @@ def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> V
     Raises:
         StageError: The runs can't be compared.
     """
-    settings, target = config.compare, config.compare.target_flops
-    if target is None and n_sizes > 1:
-        target = config.plan.budget.compute_flops
+    settings = config.compare
     try:
         return compare_variants(
             pd.DataFrame(rows),
             BASELINE,
-            target_flops=target,
+            target_flops=_target(config, n_sizes),
             worth=settings.worth,
             error=settings.error,
             n_looks=max(1, n_sizes - 1),

@@ -15,9 +15,9 @@ from muscale import StageError, Study, StudyConfig, StudyFileError
 from muscale.actors.jobs import Job
 from muscale.actors.worker import Worker
 from muscale.cli import app
-from muscale.plans.costs import cost_of, estimate, with_device_hours
+from muscale.plans.costs import cost_of, estimate, with_device_hours, with_total
 from muscale.proxies import ladder
-from muscale.proxies.comparison import Comparison, compare
+from muscale.proxies.comparison import Comparison, compare, latest_comparison
 from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
 from muscale.store.ledger import find
 from proxy_models.architecture.member import ModuleConfig
@@ -124,6 +124,10 @@ def test_the_cost_is_known_before_anything_is_trained(make_study: MakeStudy) -> 
     assert (largest["runs"], largest["n_tokens"]) == (2, 2 * 16384)
     n_params = config.family.at(width=48).n_params
     assert largest["compute_flops"] == 6.0 * n_params * 2 * 16384
+    total = with_total(table).iloc[-1]
+    assert (total["stage"], total["runs"]) == ("total", table["runs"].sum())
+    assert total["compute_flops"] == pytest.approx(table["compute_flops"].sum())
+    assert with_total(cost_of("run", config)).iloc[-1].isna()["n_tokens"], "the plan's tokens are not known yet"
     one = cost_of("compare --one-size", config)
     assert [name.split(", ")[1] for name in one["stage"] if "damaged" in name] == ["rates", "width 32"]
     assert estimate(StudyConfig.read(path)).set_index("stage").loc["compare", "runs"] == 0
@@ -214,6 +218,12 @@ def test_two_variants_from_end_to_end(
     verdicts = {row["variant"]: row["verdict"] for row in one["table"]}
     assert verdicts == {"same": "undecided", "damaged": "reject", "noise": "reject"}
     assert one["n_sizes"] == 1
+    shown = latest_comparison(study.config, study.ledger)
+    assert shown is not None
+    assert shown.to_dict() == found.to_dict(), "the file's own, though one at another size came later"
+    other = latest_comparison(StudyConfig.read(path, {**SMALL, "compare.worth": 0.1}), study.ledger)
+    assert other is not None
+    assert other.outcome.n_sizes == 1, "the latest, where the file asks for none that was made"
 
 
 def _toml(value: object) -> str:
