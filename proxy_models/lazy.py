@@ -11,7 +11,6 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The package's `__getattr__`.
 
     Args:
-        package: Its name.
         homes: The module below it that each public name is from.
     """
 

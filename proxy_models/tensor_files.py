@@ -80,7 +80,6 @@ def write_tensors(
     Args:
         path: The file, `<stem>.safetensors`.
         shapes: The tensors' shapes and dtypes, of any device ("meta" takes no memory).
-        tensors: Their values.
         max_file_bytes: Tensors of more are split over several files.
 
     Raises:

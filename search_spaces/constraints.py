@@ -67,7 +67,6 @@ def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
     """Register `predicate` as a rule, for this process.
 
     Args:
-        name: Name in tables.
         predicate: Takes the values of the constraint's names, in their order, and returns True if they are allowed together.
             It must be pure: a sample is redrawn until it holds, and a sweep is replayed.
 

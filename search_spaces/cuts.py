@@ -37,7 +37,6 @@ def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool
     """Decide about one hyperparameter.
 
     Args:
-        distribution: Its distribution.
         values: Its value in each trial that had one, all in the support.
         best: True for the trials that count as the best.
         level: Probability that chance alone makes a cut.

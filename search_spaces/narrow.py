@@ -40,7 +40,6 @@ class Narrowed:
         space: The smaller space; with nothing to cut, an equal one.
         table: A row for each hyperparameter: hyperparameter, action ("cut", "kept", "at the edge", "dropped"), before, after,
             trials (in which it was active), best (how many of them count as the best), reason.
-        n_trials: Trials that were used.
         n_diverged: Trials without a loss among them, which count as worse than any other.
         n_left_out: Trials outside the space.
     """
@@ -80,7 +79,6 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
     flagged. Conditions and constraints stay; a prior stays, with its centre moved to the nearest bound where it was cut off.
 
     Args:
-        space: The space that was searched.
         results: A row for each trial, a column for each hyperparameter (empty where inactive; a simplex's holds mappings;
             fixed ones may be left out) and `loss`, NaN for one that diverged; all losses at the same tokens. The
             trials of an adaptive searcher lie closer together to begin with, so they lead to fewer cuts than random ones.

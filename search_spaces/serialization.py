@@ -26,9 +26,7 @@ def read(cls: type[T], table: object, what: str) -> T:
     """Make a dataclass of the table of its fields.
 
     Args:
-        cls: The dataclass.
         table: A value for each field that has no default, and for others where wanted.
-        what: Its name in messages.
 
     Raises:
         SpaceError: If it is no table, or a key is unknown or missing, or a value breaks a rule of the class.

@@ -39,10 +39,7 @@ class Transferability:
     """The class of one hyperparameter.
 
     Attributes:
-        name: The hyperparameter.
-        transfer: Its class.
         axes: Variables of the law; empty unless the class is `BY_LAW`.
-        reason: Reason, in a sentence or two.
         source: arXiv ids separated by commas, "assumed", or "measured here" with what was measured.
     """
 

@@ -93,11 +93,7 @@ def _scalars(hint: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFamily(Family):
-    """Causal language models of one configuration class; `make_family` adds a field for each of its single values.
-
-    Attributes:
-        config_class: The class.
-    """
+    """Causal language models of one configuration class; `make_family` adds a field for each of its single values."""
 
     config_class: ClassVar[type[Any]]
 

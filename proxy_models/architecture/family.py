@@ -48,7 +48,6 @@ class Family(ABC):
     """How to build a model of any width and depth; subclasses are frozen dataclasses whose fields are `model.args`.
 
     Attributes:
-        vocab_size: Number of token ids.
         context_length: Tokens in one training sequence.
         readout: Name of the module that maps the width to logits.
         blocks: Name of the list of residual blocks.

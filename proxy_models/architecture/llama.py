@@ -95,7 +95,6 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
     """The content of `config.json`.
 
     Args:
-        config: The shape.
         end_of_document: Id that closes documents, and so stands before the next one, or None where it is not known.
 
     Raises:
@@ -167,7 +166,6 @@ def write_llama(
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, in fp32; one tensor at a time is in memory.
 
     Args:
-        config, multipliers: The model.
         weights: Its parameters by name, each asked for once.
         folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.

@@ -64,7 +64,6 @@ def write_pretrained(
     """Write a folder that `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer` load, by `save_pretrained`.
 
     Args:
-        model: As for `folded`.
         folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
         context_length: Tokens in one training sequence.

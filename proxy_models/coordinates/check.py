@@ -127,7 +127,6 @@ class CoordinateCheck:
             ("hidden", "norm", "readout", or "stream"). For each matrix a row with "norm of weight", say, and one with "update of
             weight", whose rms is the largest singular value over its scale; kinds "hidden matrix", "embedding matrix" and
             "readout matrix", or "tied matrix" for a table that is both.
-        seeds: The seeds averaged over.
         multipliers: Whether each forward multiplier for which the model has a buffer moves its logits, by name.
     """
 

@@ -50,12 +50,9 @@ def coordinate_check(
     Args:
         family: Its base is where the hyperparameters are tuned.
         hyperparameters: Their rate, scales, betas and clipping are used.
-        corpus: Source of the batch.
         widths: At least 4, spanning at least a factor of 8; trained at the base's depth.
         depths: The same of depths, trained at the base's width; None leaves the check in depth out.
         seeds: At least 2 seeds of the initial values.
-        n_steps: Optimizer steps.
-        n_sequences: Sequences in the batch.
         scheme: "mup", or "standard" to see it fail.
         parametrization: Makes the table of (member, base) instead of the family under `scheme`.
 

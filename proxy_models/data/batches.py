@@ -204,7 +204,6 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
     """Return the training batches of a corpus, of one source or a mixture.
 
     Args:
-        corpus: The corpus to read.
         context_length: Tokens that a sequence predicts.
         seed: Chooses the order.
         run_tokens: Tokens of the run; needed where a stage ends at a fraction of it.

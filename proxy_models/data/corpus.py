@@ -57,8 +57,6 @@ class Corpus:
     """A finished corpus in `folder`.
 
     Attributes:
-        folder: Its folder.
-        manifest: The content of its manifest.json.
         sources: The token files of each source, by name; one source is named "corpus". None: a program reads its own data.
         mixture: The proportions of the sources, or None with one source.
         held_out: The corpus whose held-out splits are evaluated in the place of its own; None: its own.
@@ -247,9 +245,7 @@ def write_corpus(
     An interrupted folder is written again; a finished one is compared with the source, by sizes and hashes.
 
     Args:
-        folder: The folder to write.
         source: The source to read; a string is the path of text.
-        validation_fraction: Share that is held out.
         tokenizer: Not used for a source of tokens.
         on_progress: Called with the bytes done and all bytes; BPE reads the source twice, and both passes count.
 
@@ -280,10 +276,7 @@ def write_mixture(
     Sources that were finished before an interruption or an error are kept, and compared in the same way.
 
     Args:
-        folder: The folder to write.
-        sources: The sources by name.
         mixture: Weights of the same names.
-        validation_fraction: Share of each source that is held out.
         tokenizer: Not used for sources of tokens; BPE is trained on all others together.
         on_progress: Called as in `write_corpus`, over all sources.
 

@@ -27,8 +27,6 @@ class TrainingText:
     """Training text of BPE: the training side of every source of text.
 
     Attributes:
-        sources: The sources by name.
-        files: The fingerprint of each.
         validation_fraction: Share that is left out.
     """
 

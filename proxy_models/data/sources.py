@@ -41,9 +41,7 @@ class SourceFile:
 
     Attributes:
         path: Relative to the source's root, with forward slashes.
-        bytes: Its size.
         modified_ns: Its time of modification; a file is not hashed again while this and its size stay the same.
-        sha256: Hash of its content.
     """
 
     path: str

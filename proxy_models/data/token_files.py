@@ -130,11 +130,8 @@ def write_token_files(
 
     Args:
         folder: The folder to write, which exists.
-        source: The source to read.
         tokenizer: Not used for a source of tokens.
-        files: The source's fingerprint.
         validation_fraction: Share of the documents or of a file that is held out.
-        on_progress: Called after each block.
 
     Raises:
         CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; nothing is left then.

@@ -25,7 +25,6 @@ class Block:
         split: Side that they are on.
         tokens: The ids, closing tokens among them.
         done_bytes: Bytes of the file that have been read.
-        n_documents: Documents that end in the block.
         n_bytes: Bytes of text that it encodes.
         n_words: Words in them: runs without ASCII white space.
     """

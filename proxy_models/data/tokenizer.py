@@ -57,7 +57,6 @@ class TokenizerSettings:
     Attributes:
         kind: "bytes"; "bpe", trained on the training split of the corpus; or "file", a `tokenizer.json`.
         vocab_size: Ids of "bpe", with the closing token and the 256 bytes.
-        path: Path of "file".
         end_of_document: The token of a "file" that closes documents; None takes the one of the usual names it has.
     """
 

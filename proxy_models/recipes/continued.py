@@ -36,7 +36,6 @@ def continued(
         n_tokens: Rounded to whole batches; at least one.
         learning_rate: Peak rate at the base shape.
         rewarm_tokens: Rounded to whole batches.
-        schedule: Schedule after the re-warming.
         cooldown_fraction: Share of the continuation that cools down to zero, under "wsd" and "wsd_linear"; 1: all of it.
         final_fraction: Factor on the rate at the end of "cosine".
         optimizer: Optimizer that takes over with fresh moments; None: the run's, which keeps them.

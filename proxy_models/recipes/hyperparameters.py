@@ -52,7 +52,6 @@ class Hyperparameters(Serializable):
         final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
         milestones: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek LLM's,
             arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
-        step_factor: See `milestones`.
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
         beta1, beta2, eps: Adam's and AdamW's, Muon's beside it; Lion takes the betas, Adafactor none of them.

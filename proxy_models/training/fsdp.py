@@ -31,7 +31,6 @@ def shard(
         model: With or without values; with them, every rank has the same.
         family: The model's, which names its units.
         mesh: Of the ranks that share a batch, one dimension; two of "none" and "hybrid", replicas and shards.
-        sharding: What is cut.
         min_unit_params: Units with fewer parameters go with the rest.
     """
     unit = partial(

@@ -67,7 +67,6 @@ def judge_evaluation(loss: float, norm: float, *, vocab_size: int, step: int, is
         loss: In nats per token.
         norm: Global gradient norm of the last step, before clipping.
         vocab_size: V; the uniform distribution has a loss of ln V.
-        step: The steps so far.
         is_warm: Whether the warmup is over; before that only a loss that is not finite counts.
     """
     uniform = math.log(vocab_size)

@@ -59,7 +59,6 @@ class Curve:
         train_loss: The minimised loss on the step's batch before the step, nats per token; with label smoothing or z-loss it
             is not the validation loss's kind.
         grad_norm: Global norm before clipping.
-        rate_factor: The schedule's.
         seconds: Wall time since the first step began, at the step's end, without observation; on a GPU, which is waited for
             every `window` steps, other steps are but launched then.
         val_loss: Nats per token after the step, NaN where it was not evaluated.
@@ -125,7 +124,6 @@ class Recorder:
 
         Args:
             start: Tokens seen before the first step.
-            module: The model in training.
             observation: Quantities to measure besides the steps.
             evaluate: Returns the validation loss of the module as it is.
         """

@@ -30,16 +30,12 @@ class Numerics(Serializable):
 
     Attributes:
         model, base: The shape, and the one that its hyperparameters are given at.
-        corpus_key: `Corpus.key`.
         seed: Seeds the initial values, the data order and dropout.
-        evaluation_tokens: Held-out tokens that are evaluated.
         scheme, depth_exponent, decay_scaling: Arguments of `Family.parametrization`.
-        precision: What the model computes in.
         guard: Settings of the stability guard; None: every step is taken.
         stages_by_fraction: True if stages of the corpus end at fractions of the run.
         run_tokens: Length of the run, set by `for_run`; None where no stage ends at a fraction of it, so that runs of several
             lengths may share their beginning.
-        semantics: Version of the training semantics.
         rounding: Version of what is rounded to bf16 or fp16; not written, nor in the key, in fp32.
         depth_decay: Version of the decay in depth; not written, nor in the key, at a depth exponent of 1.
     """

@@ -25,8 +25,6 @@ class TrainState:
     """State of a training after a number of tokens.
 
     Attributes:
-        tokens: Tokens seen.
-        parametrization: The table that it was trained under.
         tensors: Weights, the optimizer's moments, and the state of loss scaling and guard; on the CPU, so that any device
             can go on from them.
     """

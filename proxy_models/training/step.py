@@ -63,10 +63,8 @@ class Stepper:
             module: The model, on its device, sharded or not.
             optimizer: Its optimizer, with a peak rate in each group.
             numerics: Gives seed, guard and whether a loss scale is needed; the module has the precision already.
-            recipe: Gives the norm to clip at.
             loss: `Family.training_loss`, or the same compiled; None: the family's.
             micro_batch: As the attribute.
-            rank: Rank of this process.
             ranks: Number of ranks that share a batch; the sharding averages their gradients.
             mean: Averages a loss over ranks.
             before_part: Called before each of several micro-batches with True for the step's last.

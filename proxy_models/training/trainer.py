@@ -50,11 +50,8 @@ class SegmentResult:
         source_losses: Validation loss of each source of a mixture; empty for a single source and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
         average_losses: Validation loss of each other average that was requested.
-        curve: Measurements at each step.
-        divergence: Set if the training diverged.
         spikes: Steps that the guard left out.
         seconds: Wall time of the steps, without evaluation and observation.
-        compiled: True if the steps were compiled.
     """
 
     state: TrainState | None = field(repr=False)
@@ -86,7 +83,6 @@ class Trainer:
         """Open a trainer.
 
         Args:
-            corpus: The training data.
             device: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; the losses
                 differ by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
                 under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
@@ -137,12 +133,9 @@ class Trainer:
         """Train one segment from `state` (None: from the initial values) and evaluate at its end.
 
         Args:
-            numerics: Model, data, seed, precision, guard.
             segment: The segment to train; it starts where `state` ends.
             state: The state to go on from; without its moments if the segment begins with a swap of the optimizer.
             averaged: Also evaluate the weights averaged as in `Tail`.
-            averages: Also evaluate these averages.
-            observation: Further measurements along the way.
             on_step: Called every few steps with (tokens seen, training loss).
             moves: Called at every step that this thread took or, on a GPU, launched.
 

@@ -38,8 +38,6 @@ class ComputePowers(FittedResult):
         params_exponent, tokens_exponent: a and b.
         n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
         compute_ref: geometric mean of the points' compute, FLOPs.
-        n_params_convention: what N counts.
-        loss_unit: of the points' losses.
         draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; those of isoFLOPs are drawn
             apart for what so few runs do not show of their errors (`minimizers.bootstrap`).
         points: the optima: compute_flops, n_params, n_tokens, loss, and further columns of the approach.

@@ -45,10 +45,7 @@ def fit_envelope(
         curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
             (smoothed); optional `annealed`. A curve's losses should be what a run of that length ends at: annealed branches,
             or runs of several lengths; of one cosine run only the end is.
-        n_params_convention: what N counts.
         loss_unit: as for `fit`.
-        n_bootstrap: resamplings of the runs.
-        seed: of the resampling.
 
     Returns:
         Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.

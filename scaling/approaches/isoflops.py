@@ -101,10 +101,7 @@ def fit_isoflops(
     Args:
         runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
             budgets, if they are not 6·N·D.
-        n_params_convention: what N counts.
         loss_unit: as for `fit`.
-        n_bootstrap: resamplings of the runs.
-        seed: of the resampling.
         max_regret: as for `fit`.
 
     Returns:

@@ -66,10 +66,8 @@ class Finalists(JsonResult):
         winner: the trial of least expected loss.
         near_tie: the trials that cannot be distinguished from it: the fewest that, with the winner, hold the best one with
             probability `level`. Empty if the winner alone does.
-        level: of the intervals and of the near-tie.
         noise: standard deviation of log loss of one run about trial + seed; NaN if not known.
         dof: degrees of freedom of `noise`.
-        n_seeds: seeds with a finished run.
         reasons: what is missing or doubtful.
     """
 

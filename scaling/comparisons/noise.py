@@ -31,7 +31,6 @@ class TwoWay:
         settings: each setting's level minus the mean one, [I].
         unit_covariance: of `settings` for noise 1, [I, I].
         seeds: each seed's level minus the mean one, [J].
-        sum_of_squares: of the residuals.
         dof: degrees of freedom of the residuals.
         connected: whether every setting can be compared with every other through seeds that they share; if not, the
             differences mean nothing.
@@ -78,7 +77,6 @@ class SeedNoise(JsonResult):
         dof: degrees of freedom of `sd`.
         total: of one run about its setting's mean: what another seed changes.
         total_dof: runs beyond the first of each setting. Shared seeds make them fewer in effect.
-        n_settings, n_runs: what was used.
     """
 
     sd: OrNan

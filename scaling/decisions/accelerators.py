@@ -53,7 +53,6 @@ class Accelerator(Result):
     """One device to train or serve on.
 
     Attributes:
-        name: of the device.
         peak_flops: dense FLOP/s by precision.
         memory_bytes: of one device.
         dollars_per_hour: of one device; assumed where it is ours.
@@ -150,7 +149,6 @@ class Budget(Result):
     """Compute to spend, and on what: `Budget(compute_flops=1e24)`, or from hours, dollars or a deadline.
 
     Attributes:
-        compute_flops: FLOPs.
         accelerator: on which, also by its name; without one there are no hours and no dollars.
         n_devices: how many; without, there are no days.
         terms: the budget as it was stated.

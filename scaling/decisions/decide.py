@@ -78,8 +78,6 @@ def decide(
         tokens_per_param: D/N, stated rather than decided; of `sizes` the nearest is taken. It wants a budget.
         deadline: most that the training alone may take, serving left out: `Budget.of_days`.
         tolerance: of the band of near-optimal sizes, a share of the loss.
-        level: of the intervals.
-        columns: other columns of the law's form.
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.

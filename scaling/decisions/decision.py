@@ -19,8 +19,6 @@ class Decision(Result):
 
     Attributes:
         law: by which it was decided; it states what N counts and what the loss is in.
-        n_params: parameters N.
-        n_tokens: training tokens D.
         loss: the law's at (N, D), in its unit.
         served_tokens: over the model's life.
         serving_price: of a FLOP of serving, in FLOPs of training.
@@ -36,7 +34,6 @@ class Decision(Result):
             `scaling.decisions.intervals` finds them; None for a law alone.
         size_by_fit: the best N by each fit that the forecast is a mean of and by the one form fitted, or None: how far the
             form decides.
-        level: of the intervals.
         forecast: of the run decided on, or None; its loss is the decision's.
         limits: what holds the answer back, such as memory or data; empty if the budget alone does.
         warnings: why the answer may mean little, beside the forecast's own reasons.

@@ -31,10 +31,7 @@ def by_forecast(
     one's to the other's at least.
 
     Args:
-        ensemble: of the fit.
-        spending: the conditions, with the mean's form.
         values: the mean's parameters, [1, 1] each.
-        answer: what was decided.
         loss: to be reached, or None for a budget.
         forecast: of what was decided, at the level wanted.
     """

@@ -41,7 +41,6 @@ class NextRuns(JsonResult):
             parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
             run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
         now: the forecast of the target as the fit stands; it states what N counts.
-        stopped: why no further run was chosen.
         reasons: why the forecast would still be unsupported once these runs are made, by the function that judges it then
             (`scaling.fits.support`); what the fits will say of the runs is taken as it is now.
     """
@@ -98,15 +97,11 @@ def next_runs(
     """Choose the runs that shrink the variance of one forecast most.
 
     Args:
-        fit: of the runs made so far.
-        n_params, n_tokens: the target.
         affordable_flops: what the runs may cost together.
         candidates: one row per run that could be made: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is
             made at most once. By default `candidate_runs`.
-        n_runs: at most so many.
         width: stop as soon as the expected full width of the interval over the forecast is no more than this, and the
             forecast would be within what was tested.
-        level: of that interval.
 
     Raises:
         ValueError: an argument breaks its rule.

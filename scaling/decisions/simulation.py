@@ -33,11 +33,9 @@ class Simulation(Result):
 
     Attributes:
         design: the runs, with `cost_flops`.
-        n_params, n_tokens: the target.
         law: the planted surface; it states what N counts and what the loss is in.
         truth: its loss at the target.
         noise, stem_noise: standard deviations of log losses, by run and by stem.
-        level: of the forecasts' intervals.
         trials: a row for each draw: loss (forecast), error (log forecast − log truth), width (full, over the forecast), held
             (whether the interval holds the truth), supported, size_error (of log N of the best size at the target's compute).
         reasons: why the forecasts are outside what was tested, the most frequent first.
@@ -126,12 +124,9 @@ def simulate(
         design: a row per run: `n_params`, `n_tokens`; optional `stem` (runs branched from one training share it) and
             `cost_flops` (6·N·D otherwise).
         law: the planted surface, of any form in N and D.
-        n_params, n_tokens: the target.
         noise: standard deviation of a run's log loss from seed to seed; .00015–.0006 were seen in large runs, more in small.
         stem_noise: the same of what the runs of a stem share.
-        level: of the forecasts' intervals.
         n_trials: how many draws; each takes as long as a fit and a forecast.
-        seed: of the draws.
 
     Raises:
         ValueError: an argument breaks its rule, or the design can't be fitted.
@@ -206,8 +201,6 @@ def ladder_design(
     ΣD, and its losses share a stem.
 
     Args:
-        n_params: sizes.
-        tokens_per_param: ratios.
         schedule: "runs" or "branches".
         cooldown: share of a run's tokens, above 0, below 1.
         max_flops: runs with more than this in 6·N·D are left out.

@@ -40,8 +40,6 @@ def draw(
         best: the least squares, [4]; always a point of the grid.
         bounds: of the four, [4] each.
         held: which of floor and ceiling are given, [2].
-        n_draws: how many.
-        seed: of the draws.
     """
     rng = np.random.default_rng(seed)
     lower, upper = np.array(bounds)

@@ -49,11 +49,8 @@ class DownstreamLaw(FittedResult):
         held: which of the four were given, not fitted.
         most: the metric's largest possible value.
         residual: standard deviation of the residuals, a degree of freedom taken off for each fitted number.
-        loss_range: least and largest loss fitted.
-        n_rows: rows fitted.
         draws: the four, drawn from their posterior, [n_draws, 4].
         scatters: standard deviation of a run about the sigmoid, of each draw, [n_draws].
-        warnings: why it is doubtful; empty if it is not.
     """
 
     metric: str
@@ -123,12 +120,10 @@ def fit_downstream(
     Args:
         rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
             (rows of one training run, which count as fewer the more their residuals agree; without it each row is a run of its own).
-        metric: the column.
         chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the mean of the rows if not given.
         ceiling: fitted between that mean and `most` if not given.
         most: the metric's largest possible value, 1 of a share, 100 of a percentage.
         n_draws: draws of the posterior, from which intervals come.
-        seed: of the draws.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares

@@ -33,9 +33,6 @@ class TaskForecast(JsonResult):
     """The metric of a run that was not made.
 
     Attributes:
-        metric: its name.
-        value, low, high: point and interval.
-        level: nominal coverage.
         loss: the forecast of the task's loss, with its own interval and support.
         reasons: why it is doubtful, those of the loss's forecast included; empty if it is not.
     """
@@ -65,7 +62,6 @@ class TwoStep(JsonResult):
     """N, D → task loss → metric.
 
     Attributes:
-        loss: the fit of the task's loss.
         task: the sigmoid.
     """
 
@@ -126,14 +122,11 @@ def fit_two_step(
     Args:
         runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
             column.
-        n_params_convention: what N counts.
         loss_unit: of the task's loss, as for `fit`.
-        metric: the column.
         checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
             they belong to one run.
         chance, ceiling, most: as for `fit_downstream`.
         form: of the first step, Chinchilla's by default.
-        n_bootstrap: refits of the first step.
         seed: of the resampling, and of the draws of the second.
 
     Raises:

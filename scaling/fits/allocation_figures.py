@@ -49,9 +49,7 @@ def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, 
 
     Args:
         runs: the fitted runs, with these columns.
-        law: of the contours and the frontier.
         target: another run to show; the figure reaches it, and 10 times the largest run's compute.
-        columns: values of the law's further columns.
     """
     runs = runs[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
@@ -113,11 +111,8 @@ def allocation_data(
     Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it.
 
     Args:
-        law: whose optimum is shown.
         fits: what the interval is of: several fits and their draws (`Ensemble.moves`), or draws of the law's own parameters.
         compute_range: of the runs, FLOPs.
-        level: of the interval.
-        columns: values of the law's further columns.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -173,10 +168,8 @@ def best_sizes(form: Form, draws: Values, flops: Array, columns: Mapping[str, fl
     """N of least loss for J parameter vectors at M budgets, [J, M].
 
     Args:
-        form: of the law.
         draws: its parameters, [J, 1] each.
         flops: budgets, [M].
-        columns: values of the form's further columns.
     """
     if powers := form.powers(draws):
         a, p, b, q = powers

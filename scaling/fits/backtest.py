@@ -46,8 +46,6 @@ class Backtest(JsonResult):
             predicted, log_error (of the prediction), and for each level low_… and high_…; reasons (of `forecast` only, their short
             names, empty if it is supported) and supported.
         too_few: cuts below which too few runs lie to fit anything, and why.
-        n_params_convention: what N counts.
-        loss_unit: of the losses.
     """
 
     predictions: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
@@ -112,11 +110,8 @@ def backtest(
     The interval of a form by itself is of its bootstrap with residual noise, as it is usually given.
 
     Args:
-        runs: as `fit` takes them.
-        n_params_convention: what N counts.
         cuts: Cmax over the compute below which runs are fitted.
         forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
-        seed: of the resampling.
         options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:

@@ -71,7 +71,6 @@ def unidentified(rows: pd.DataFrame, noise: float, flops: float) -> Unidentified
     Args:
         rows: n_params, n_tokens, loss.
         noise: standard deviation of their log losses.
-        flops: the budget.
     """
     n_params, n_tokens = (rows[name].to_numpy(np.float64) for name in ("n_params", "n_tokens"))
     log_loss, ratio = np.log(rows["loss"].to_numpy(np.float64)), n_tokens / n_params

@@ -56,9 +56,7 @@ def frontier_data(
 
     Args:
         runs: the fitted runs, with these columns.
-        ensemble: the fits of which a forecast is made.
         target: a forecast to show; the figure reaches its compute, and 10 times the largest run's.
-        level: of the interval.
     """
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
     frontier = ensemble.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))

@@ -55,10 +55,8 @@ class Profile(JsonResult):
         name: a parameter, `params_exponent`, `tokens_exponent`, or `loss`.
         at: for a loss, the columns of the run it is of.
         estimate: of the fit.
-        level: of the interval.
         low, high: its ends; 0 or infinite where the profile stays below the threshold as far as it was traced.
         scale: by which the objective is divided to be read as a log-likelihood.
-        dof: degrees of freedom of Student's t.
         n_params_convention, loss_unit: what N counts and the loss is in, as in the fit.
         table: along the profile: value, objective, root (signed, in standard deviations), and the law's parameters there.
     """
@@ -128,12 +126,8 @@ def profile(
     """Trace one quantity's profile and read its interval off it.
 
     Args:
-        law: the fitted law.
         rows: what it was fitted to: the form's columns, loss, stem.
         name: a parameter of its form, `params_exponent` or `tokens_exponent` if it has them, or `loss`.
-        delta: Huber's threshold of the fit.
-        seed: of the resampling.
-        level: of the interval.
         at: for `loss`: the columns of the run, e.g. `{"n_params": 7e9, "n_tokens": 1.4e11}`. It is the law's own loss: an
             interval for a run that allows for the form's error is `ScalingFit.forecast`'s.
 

@@ -34,14 +34,11 @@ class ScalingFit(JsonResult):
     """A loss law, the runs that it was fitted to, and how far both can be trusted.
 
     Attributes:
-        law: the point estimate.
         objective: Σ Huber of log residuals at the estimate.
-        delta: the Huber threshold.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
         draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, drawn apart by
             `scaling.minimizers.bootstrap.widening` so that percentiles cover in few runs too.
-        seed: of the resampling.
         warnings: why the form fitted is doubtful, and its parameters with it; a forecast has reasons of its own.
         assumptions: what was taken for granted of the rows, as no column states it.
     """

@@ -68,8 +68,6 @@ class Runs:
             stem, in an order of their own, the index the caller's.
         left_out: the others, with a `reason`.
         compute_flops: of `rows`, as the table has it, else 6·N·D.
-        loss_unit: of the losses.
-        warnings: why they are doubtful.
         assumptions: what no column states.
     """
 

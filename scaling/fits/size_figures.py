@@ -25,10 +25,8 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
     loss at most `within` above the best, with the ends that `decide` gives it.
 
     Args:
-        law: of the loss.
         compute_flops: budgets C = 6·N·D.
         within: of the loss, e.g. .005 for half a percent.
-        columns: values of the law's further columns.
 
     Raises:
         ValueError: there is no budget, one is not finite and positive, or `within` is not above 0.

@@ -28,7 +28,6 @@ def parameters_data(law: Law, drawn: Array) -> pd.DataFrame:
     draws, in logarithms where `x_log` or `y_log` is true, and is of the size that holds 90 % of them, the `level`.
 
     Args:
-        law: the fitted law.
         drawn: parameters of its refits, [n_draws, n_parameters], in the form's order.
     """
     names = list(law.parameters)

@@ -38,7 +38,6 @@ def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, 
     Args:
         rows: n_params, n_tokens, stem and loss of the runs; of a run that is only planned the loss is not a number.
         ensemble: the forecast's fits; None where a law has none, and then only what the runs cover is judged.
-        n_params, n_tokens: the run to forecast.
 
     Raises:
         ValueError: N or D is not finite and positive.

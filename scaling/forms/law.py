@@ -155,10 +155,7 @@ class Allocation(Result):
     """Best parameters and tokens for one compute budget, and the loss that it buys.
 
     Attributes:
-        n_params: parameters N.
-        n_tokens: training tokens D.
         loss: expected loss at (N, D).
-        compute_flops: the budget C = 6·N·D.
         n_params_convention, loss_unit: what N counts and the loss is in, as in the law.
     """
 
@@ -186,10 +183,7 @@ class Law(JsonResult):
     """A form with numbers, e.g. `Chinchilla().law(E=1.8, A=400, B=2000, alpha=.34, beta=.37)`.
 
     Attributes:
-        form: its formula.
-        parameters: their numbers by name.
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; empty if it is not stated.
-        loss_unit: what the loss is in.
 
     Raises:
         ValueError: a parameter is missing or unknown, negative or not finite, or (E excepted) zero.

@@ -14,12 +14,7 @@ from scaling.forms.problem import Values
 
 @dataclass(frozen=True, eq=False)
 class MeanOf(Form):
-    """exp of the mean log loss of `count` laws of a form; their parameters are named alpha_1, alpha_2 and so on.
-
-    Attributes:
-        form: of each.
-        count: how many.
-    """
+    """exp of the mean log loss of `count` laws of a form; their parameters are named alpha_1, alpha_2 and so on."""
 
     form: Form
     count: int

@@ -62,7 +62,6 @@ class LogParameters(Problem):
 
     Attributes:
         loss: of the form, from values and columns.
-        names: of its parameters.
         rows: its columns, [K] each.
         lower, upper: logarithms of the bounds, [P].
     """

@@ -34,7 +34,6 @@ class Spending:
     """Uses of compute, and their limits.
 
     Attributes:
-        form: of the law.
         served_tokens: tokens I read and written over the model's life.
         serving_price: p, of a FLOP of serving in FLOPs of training.
         unique_tokens: in the corpus, or infinite.

@@ -33,7 +33,6 @@ def stem_weights(stems: NDArray[np.int64], n_draws: int, seed: int) -> Array:
 
     Args:
         stems: number of the stem of each row, [K], from 0.
-        n_draws: how many weightings.
         seed: the same seed gives the same weights.
     """
     n_stems = int(stems.max()) + 1

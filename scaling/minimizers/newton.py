@@ -70,7 +70,6 @@ def minimize(
         weights: row weights, [J, K].
         start: theta to start from, [J, P]; clipped into the problem's bounds.
         deltas: Huber thresholds; the last defines the objective.
-        prior: of theta.
 
     Returns:
         theta [J, P], objective [J], converged [J].

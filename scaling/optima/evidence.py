@@ -28,10 +28,6 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
     The expectation is that of parabolas with the median curvature found, at the tested values and those to be added, under
     the noise found about them, pooled over sizes. Measured on planted grids it is a tenth to a quarter too small where every
     optimum is found, and up to 45 % where half of them are not: noise flatters the curvature of those that are.
-
-    Args:
-        transfer: The undecided one.
-        n_tokens: Tokens of each of its runs.
     """
     if transfer.verdict != "not enough evidence":
         return pd.DataFrame(columns=COLUMNS)
@@ -71,7 +67,6 @@ def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: 
     """Half the 90 % interval of the drift expected with `n_seeds` seeds (default: as many as now); NaN if unknown.
 
     Args:
-        transfer: What was found.
         n_seeds: All seeds, those that were run included.
         values: further values to be tested.
     """

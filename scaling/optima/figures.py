@@ -22,7 +22,6 @@ def transfer_data(
 
     Args:
         rows: columns of the size, of the value and loss (NaN: diverged).
-        optima: of each size.
         along: column of the size.
         over: column of the value.
     """

@@ -37,7 +37,6 @@ class RegretSurface(JsonResult):
         slopes, half_curvatures: of log loss per unit and unit² of x_j from the centre, [J].
         covariance: of (slopes, half_curvatures), [2J, 2J].
         noise: standard deviation of log loss about the surface.
-        n_runs, n_groups: what it was fitted to.
     """
 
     coordinates: tuple[str, ...]

@@ -43,7 +43,6 @@ class StepLaw(FittedResult):
         scatter: standard deviation of the cells about the law, octaves.
         n_params_range, n_tokens_range: least and most of the cells.
         cells: n_params, n_tokens, the best value, and `off`, octaves above the law.
-        warnings: why it is doubtful; empty if it is not.
     """
 
     of: str

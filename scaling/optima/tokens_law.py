@@ -33,8 +33,6 @@ class TokensLaw(FittedResult):
 
     Attributes:
         exponent: the exponent used: data and prior together.
-        raw_exponent: from the data alone.
-        raw_stderr: standard error of the data's.
         prior: mean and standard deviation of the prior, or None.
         log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given beside the grids determine
             the exponent alone.
@@ -45,7 +43,6 @@ class TokensLaw(FittedResult):
         optima: one row per group and budget: group, n_tokens, log2 of the best value, stderr, curvature, status, used;
             the status is `Optimum`'s, or states that the grid has too few finite losses for one.
         offsets: octaves of each group from `log2_ref`.
-        warnings: why the law is doubtful; empty if it is not.
     """
 
     NAME: ClassVar[str]
@@ -126,8 +123,6 @@ class TokensLaw(FittedResult):
         """The law through the used optima of a table as `optima_table` makes it.
 
         Args:
-            optima: The table.
-            prior: Of the exponent.
             contradicted: What to look at where the data contradict it.
             aside: groups that determine the exponent alone, and not the level.
             **own: A subclass's own fields.

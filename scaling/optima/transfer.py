@@ -55,7 +55,6 @@ class Transfer(JsonResult):
         verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or larger is worse; `pass` if the estimate lies
             within, the interval is at most MAX_HALF_WIDTH either side, every optimum lies inside its tested values, and
             there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
-        reasons: why it is not a pass.
     """
 
     along: str

@@ -70,12 +70,9 @@ class ScheduleLaw(FittedResult):
         L0, A, alpha, B, C, beta, gamma: its numbers; rates as they are given, e.g. 3e-4, and steps.
         warmup_steps: linear, before the highest rate.
         rms: root mean square of the fitted log residuals.
-        n_rows: losses fitted.
         runs: names of the fitted curves.
-        steps: least and most steps fitted.
         peaks: least and greatest of the curves' highest rates.
         deepest: least rate over the highest, of the curve that falls furthest.
-        warnings: why it is doubtful; empty if it is not.
     """
 
     formula: ClassVar[str] = "L0 + A·(S1 + S_W)^−alpha − B·Σ_k (eta_{k−1} − eta_k)·(1 − (1 + C·eta_k^−gamma·S_k)^−beta)"

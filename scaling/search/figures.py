@@ -82,14 +82,10 @@ def response_data(
     those are shown that the surface holds.
 
     Args:
-        box: the coordinates.
         predict: mean and standard deviation of log loss at points, as `ResponseSurface.predict`.
-        best: the optimum at the scale.
         intervals: of its coordinates, at the level.
         runs: of the scale: coordinates, and `above` as the surface holds it.
-        scale: of all of these.
         over: numeric coordinates, for x and y; by default the box's first two.
-        level: of the optimum's intervals.
 
     Raises:
         ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.

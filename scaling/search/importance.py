@@ -48,7 +48,6 @@ class Importance(JsonResult):
             level of .9, one column in hundreds that meant nothing was significant, of those that had 3 % as much variance as all,
             in 40 trials with 10 % noise, 8 in 10 (measured on planted sets).
         rest: share that no hyperparameter explains alone: interactions, misfit, noise.
-        level: of the intervals.
         within: the best fraction of the trials whose losses count in full.
         n_trials, n_diverged: trials used, and rows left out as their run diverged.
     """
@@ -118,7 +117,6 @@ def hyperparameter_importance(
         seed: of both; the same seed gives the same answer.
         box: least and greatest value that were searched, for each coordinate; where not given, the trials' own.
         within: fraction of the trials, 0 < within ≤ 1, whose losses count in full; 1 counts all.
-        level: of the intervals.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a trial has no name, or an argument is out of its range.

@@ -50,7 +50,6 @@ class ResponseOptimum(Result):
     Attributes:
         point: a value for each coordinate.
         intervals: equal-tailed interval of each numeric coordinate of the optimum, over posterior draws of the surface.
-        level: their probability.
         choice_probabilities: for each category, how often each of its values was the best in those draws.
         at_edge: numeric coordinates whose optimum lies on the box's bound: the box should be wider there.
         n_here: finite runs at this very scale; 0: all is extrapolated.
@@ -80,10 +79,8 @@ class ResponseSurface(Result):
     """Log loss over the box and over scales, fitted to all runs at once by `fit_response`.
 
     Attributes:
-        box: coordinates and scales.
         u: encoded coordinates of all runs, diverged ones among them, [n, q].
         cell: number of the scale of each, [n].
-        process: what was fitted.
         centre: mean log2 of the scales, [k].
         cells: scales [C, k], log2, in the order of the process's cell numbers.
         n_finite: finite runs of each scale.
@@ -220,7 +217,6 @@ class ResponseSurface(Result):
             scale: the scale that is searched; may be left out where the box has none.
             pending: points under way, with the scales as columns: they are taken to end where the surface expects.
             prior: log density of points (a DataFrame of the coordinates), up to a constant; its weight decays.
-            seed: of the draws.
 
         Raises:
             ValueError: a scale or column is missing, or a value breaks its rule.
@@ -383,7 +379,6 @@ def _fitted(data: Observations, box: SearchBox, of_source: NDArray[np.bool_]) ->
     By Bayes' factor at the fitted hyperparameters, one source after another: log p(own, source) − log p(own) − log p(source).
 
     Args:
-        data: All observations.
         box: The sources' names.
         of_source: Whether each observation is of each source, [n, sources].
     """
