@@ -312,7 +312,7 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
     same = (values[:, 1:] == values[:, :-1]).all(axis=0)  # the rows are in order, so equal ones are neighbours
     alike = np.append(same, False) | np.append(False, same)
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
-        yield f"{repeated} rows repeat another in every column: they count as further evidence"
+        yield f"{repeated} {'row repeats' if repeated == 1 else 'rows repeat'} another in every column and count as further evidence"
     with np.errstate(over="ignore"):  # of a loss near the end of float64
         precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:

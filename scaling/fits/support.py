@@ -54,7 +54,7 @@ def few_runs(rows: pd.DataFrame) -> dict[str, str]:
     if lacking <= 0:
         return {}
     return {
-        "few runs": f"{MIN_RUNS - lacking} independent runs: intervals were found honest from {MIN_RUNS} on, {lacking} more"
+        "few runs": f"{MIN_RUNS - lacking} independent runs: intervals were validated from {MIN_RUNS} on, add {lacking}"
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scaling.checks import losses, numbers, plain, require_columns
+from scaling.checks import losses, numbers, plain, require_columns, row_name
 from scaling.errors import ScalingError
 from scaling.fits.as_found import COMPUTE
 from scaling.fits.runs import Table, naming, read_runs
@@ -59,7 +59,7 @@ def compare_variants(
             verdict of the look that first decided it. None: one look, at all runs.
 
     Raises:
-        ValueError: a column is missing, or a value breaks its rule.
+        ValueError: a column is missing, a value breaks its rule, or a finished run is listed twice.
         ScalingError: the baseline has no finished run, there is no variant, or a variant's loss is below the baseline's floor.
     """
     table = read_runs(runs)
@@ -142,6 +142,12 @@ def _read(rows: pd.DataFrame) -> pd.DataFrame:
         if column not in rows and len(named) == 1:
             rows = rows.rename(columns={named[0]: column})
     require_columns(rows, ("variant", "loss"))
+    repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
+    if repeated.any():  # as a second run it would make the noise of seeds look smaller than it is
+        raise ValueError(
+            f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} such rows): drop it; "
+            "runs of several seeds are told apart by a column seed"
+        )
     if "compute_flops" in rows:
         flops = numbers(rows, "compute_flops")
     else:
@@ -159,7 +165,7 @@ def _looks(rows: pd.DataFrame, baseline: str, n_looks: int | None) -> list[pd.Se
     own = rows[(rows["variant"] == baseline) & rows["loss"].notna()]
     if own.empty:
         there = ", ".join(map(repr, rows["variant"].unique()))
-        raise ScalingError(f"the baseline {baseline!r} needs a finished run, got none; the table has {there}")
+        raise ScalingError(f"the baseline {baseline!r} needs a finished run, got none; name one of {there} as the baseline")
     if n_looks is None:
         return [rows["flops"].notna()]
     labelled = bool((rows["size"] != "").all())

@@ -159,7 +159,7 @@ def test_the_same_run_under_another_name_is_counted() -> None:
     named = PLAIN.assign(name=[f"run {i}" for i in range(14)])
     twice = pd.concat([named, named.iloc[:3].assign(name="again"), named.iloc[5:6]], ignore_index=True)
     warnings = "; ".join(check_runs(twice, (), max_regret=1.0, loss_unit=None).warnings)
-    assert "1 rows repeat another in every column" in warnings
+    assert "1 row repeats another in every column" in warnings
     assert "3 rows have N, D and loss of another under another name" in warnings
     rounded = twice.assign(loss=twice["loss"].round(2))
     assert "under another name" not in "; ".join(check_runs(rounded, (), max_regret=1.0, loss_unit=None).warnings)

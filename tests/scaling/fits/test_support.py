@@ -97,7 +97,7 @@ def test_ten_independent_runs_are_enough(n_runs: int) -> None:
     table = runs().assign(stem=np.arange(20) % n_runs)
     found = fitted(table).forecast(*NEAR)
     assert found.reasons == (
-        () if n_runs == 10 else ("9 independent runs: intervals were found honest from 10 on, 1 more",)
+        () if n_runs == 10 else ("9 independent runs: intervals were validated from 10 on, add 1",)
     )
 
 
