@@ -30,7 +30,7 @@ def module_shapes(
     *,
     readout: Sequence[str],
     block_prefix: str = "blocks.",
-    classes: Mapping[str, TensorClass] | None = None,
+    classes: Mapping[str, str] | None = None,
 ) -> dict[str, TensorShape]:
     """Class, fan-in and width multiplier of every parameter of `target`, in its order.
 
@@ -41,21 +41,24 @@ def module_shapes(
         readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
             the embedding goes by the embedding's name.
         block_prefix: Prefix of the names of parameters inside the residual blocks; the depth rules apply to them.
-        classes: Classes of parameters, by name, that their shapes do not tell.
+        classes: Names of `TensorClass` by parameter, where the shapes do not tell.
 
     Returns:
         What `parametrization_of` takes.
 
     Raises:
         ValueError: If the three differ in more than shape, no dimension grows, or a parameter is not one of embedding,
-            matrix in a block, norm gain, bias and readout.
+            matrix in a block, norm gain, bias and readout, or a name in `classes` is none.
     """
     names = list(dict(target.named_parameters()))
     for role, module in (("base", base), ("delta", delta)):
         if odd := sorted(dict(module.named_parameters()).keys() ^ set(names)):
             raise ValueError(f"the {role} model has not the target's parameters: only one of them has {', '.join(odd)}")
-    classes = classes or {}
-    if missing := [name for name in (*readout, *classes) if name not in names]:
+    if unknown := {name: value for name, value in (classes or {}).items() if value not in (*TensorClass,)}:
+        name, value = next(iter(unknown.items()))
+        raise ValueError(f"the class of {name} must be one of {', '.join(TensorClass)}, got {value!r}")
+    stated = {name: TensorClass(value) for name, value in (classes or {}).items()}
+    if missing := [name for name in (*readout, *stated) if name not in names]:
         raise ValueError(
             f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under the "
             f"embedding's name. The parameters are {', '.join(names)}"
@@ -71,11 +74,11 @@ def module_shapes(
         raise ValueError("no dimension differs between base and delta: the delta model must have another width")
     return {
         name: TensorShape(
-            tensor_class=classes[name],
-            fan_in=math.prod(shapes[name][1:]) if classes[name] in MATRICES - {TensorClass.EMBEDDING} else 1,
+            tensor_class=stated[name],
+            fan_in=math.prod(shapes[name][1:]) if stated[name] in MATRICES - {TensorClass.EMBEDDING} else 1,
             width_mult=float(inf_shapes[name].width_mult()),
         )
-        if name in classes
+        if name in stated
         else _shape(name, inf_shapes[name], target, base_shapes[name], name in readout, block_prefix)
         for name in names
     }
@@ -133,6 +136,7 @@ def _shape(
     else:
         raise ValueError(
             f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: no rule is "
-            "for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
+            "for a projection with a fixed number of outputs that is not named as readout, nor for its bias; a family of "
+            f"one's own can give its class in tensor_classes, one of {', '.join(TensorClass)}"
         )
     return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from itertools import takewhile
@@ -49,18 +50,26 @@ def load(name: str) -> type[Family]:
             raise ValueError(
                 f'transformers is not installed: pip install "muscale[huggingface]"; got {name!r}'
             ) from error
+        remedy = "the error is in its own code or in what that imports"
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            remedy = "install its package or put its folder on PYTHONPATH wherever it trains, Ray's workers included"
         raise ValueError(
-            f"{module} can't be imported ({type(error).__name__}: {error}): install its package or put its folder on "
-            f"PYTHONPATH wherever it trains, Ray's workers included; got {name!r}"
+            f"{module} can't be imported ({type(error).__name__}: {error}): {remedy}; got {name!r}"
         ) from error
     if found is not None and is_config(found):
         return make_family(name, found)
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise ValueError(
-            f"must be a subclass of proxy_models.Family, or a configuration class of transformers; got {name!r}, which is "
-            f"{found!r}"
+            f"must be a subclass of proxy_models.Family, or a configuration class of transformers; got {name!r}, which "
+            + (f"is {found!r}" if found is not None else f"is not in the module{_near(attribute, module)}")
         )
     return found
+
+
+def _near(attribute: str, module: str) -> str:
+    """The name in the module that the attribute may have been meant as."""
+    near = get_close_matches(attribute, vars(import_module(module)), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _loaded(name: str) -> type[Family] | None:

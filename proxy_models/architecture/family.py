@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import count
@@ -89,8 +89,8 @@ class Family(ABC):
             lines, _ = inspect.findsource(vars(cls).get("build", cls))
             return {f"{cls.__name__}.py": "".join(lines).encode()}
 
-    def tensor_classes(self, width: int, depth: int) -> dict[str, TensorClass]:
-        """Classes of parameters by name, where they are not those that the shapes tell."""
+    def tensor_classes(self, width: int, depth: int) -> Mapping[str, str]:
+        """Classes of parameters by name, where they are not those that the shapes tell: {"blocks.0.decay": "block_bias"}."""
         return {}
 
     @property

@@ -165,7 +165,9 @@ def _looks(rows: pd.DataFrame, baseline: str, n_looks: int | None) -> list[pd.Se
     own = rows[(rows["variant"] == baseline) & rows["loss"].notna()]
     if own.empty:
         there = ", ".join(map(repr, rows["variant"].unique()))
-        raise ScalingError(f"the baseline {baseline!r} needs a finished run, got none; name one of {there} as the baseline")
+        raise ScalingError(
+            f"the baseline {baseline!r} needs a finished run, got none; name one of {there} as the baseline"
+        )
     if n_looks is None:
         return [rows["flops"].notna()]
     labelled = bool((rows["size"] != "").all())

@@ -126,7 +126,8 @@ def horizon_of(verdict: Verdict) -> HorizonLaw:
     """
     if verdict.horizon is None:
         raise StageError(
-            f"transfer: no horizon law: {verdict.missing['horizon law']}; widen transfer.octaves or add transfer.rates"
+            f"transfer: no horizon law: {verdict.missing['horizon law']}; for an edge widen transfer.octaves, for a flat grid, whose "
+            "noise hides its minimum, add transfer.rates or transfer.seeds"
         )
     return verdict.horizon
 

@@ -157,7 +157,8 @@ def test_a_family_that_was_not_imported_is_refused_and_not_imported() -> None:
         ("Recurrent", 'must be "package.module:Class", got'),
         ("nowhere.at.all:Recurrent", "nowhere.at.all can't be imported .*No module named"),
         ("tests.proxy_models.families:Block", "must be a subclass of proxy_models.Family, .* got .*Block"),
-        ("tests.proxy_models.families:Missing", "must be a subclass of proxy_models.Family, .* got .*None"),
+        ("tests.proxy_models.families:Recurent", "Recurent.* mean Recurrent"),
+        ("tests.proxy_models.families:Missing", "must be a subclass of proxy_models.Family, .* got .*Missing"),
     ],
 )
 def test_a_name_without_a_family_is_refused(name: str, rule: str) -> None:
@@ -177,6 +178,22 @@ def test_a_class_by_override_takes_the_place_of_the_shape_s() -> None:
     changed = [name for name, rule in table.rules.items() if rule != plain.rules[name]]
     assert changed == ["layers.0.layer.weight_hh_l0"]
     assert table.rules[changed[0]].lr_factor == 1
+
+
+def test_a_class_goes_by_its_name_and_an_unknown_one_is_refused() -> None:
+    class Named(Recurrent):
+        def tensor_classes(self, width: int, depth: int) -> dict[str, str]:
+            return {"layers.0.layer.weight_hh_l0": "embedding"}
+
+    class Unknown(Recurrent):
+        def tensor_classes(self, width: int, depth: int) -> dict[str, str]:
+            return {"layers.0.layer.weight_hh_l0": "bias"}
+
+    scaled = SCALED.at(width=64), SCALED.base
+    table = Named(vocab_size=256, context_length=32).parametrization(*scaled)
+    assert table.rules["layers.0.layer.weight_hh_l0"].lr_factor == 1
+    with pytest.raises(ValueError, match=r"weight_hh_l0 .*block_bias.* got 'bias'"):
+        Unknown(vocab_size=256, context_length=32).parametrization(*scaled)
 
 
 def test_every_multiplier_moves_the_logits_and_the_readout_s_doubles_them() -> None:
