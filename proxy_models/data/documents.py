@@ -41,9 +41,10 @@ class Piece:
     done_bytes: int
 
 
-def in_validation(name: str, fraction: float) -> bool:
-    """Return True if the document of this name is held out."""
-    return _held_out(name.encode(), fraction)
+def in_validation(document: str | bytes, fraction: float) -> bool:
+    """Return True if the document of this name, or text, is held out."""
+    name = document.encode() if isinstance(document, str) else document
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") < fraction * 2**64
 
 
 def pieces(source: Source, validation_fraction: float) -> Iterator[Piece]:
@@ -67,10 +68,6 @@ def pieces(source: Source, validation_fraction: float) -> Iterator[Piece]:
             raise CorpusError(f"{path}: can't be read ({error.strerror or error})") from error
 
 
-def _held_out(name: bytes, fraction: float) -> bool:
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") < fraction * 2**64
-
-
 def _of_text(path: Path, name: str, fraction: float, *, alone: bool) -> Iterator[Piece]:
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -92,7 +89,7 @@ def _of_records(path: Path, name: str, source: Source, fraction: float) -> Itera
         is_empty = False
         if not text:
             continue
-        split: Split = "validation" if _held_out(text, fraction) else "train"
+        split: Split = "validation" if in_validation(text, fraction) else "train"
         for content, closes in _cut(io.BytesIO(text), len(text), f"{path}: {place}"):
             yield Piece(file=name, split=split, content=content, closes=closes, done_bytes=done_bytes)
     if is_empty:

@@ -55,7 +55,7 @@ class TrainingText:
                     done, at = done + sizes.get(at, 0), piece.file
                 if on_progress:
                     on_progress(done + piece.done_bytes, 0)
-                if piece.split == "train" and (share >= 1 or in_validation(piece.content.decode(), share)):
+                if piece.split == "train" and (share >= 1 or in_validation(piece.content, share)):
                     yield piece.content
 
 
