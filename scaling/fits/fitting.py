@@ -57,8 +57,9 @@ def fit(
         runs: one row per (N, D, loss): a DataFrame, a list of dicts, the path of a Parquet, CSV, TSV or JSON Lines (.jsonl) file,
             or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and what else the form depends on;
             usual other names, counts in words ("1.3B", a column "Params (M)") and compute in the place of tokens are read,
-            and listed under `assumptions`. Optional: `stem` (rows branched from one training run share it and are resampled together;
-            without it each row is a run of its own), `regret` (predicted relative loss given up by the row's
+            and listed under `assumptions`. A row whose loss is empty, NaN or infinite is left out, with a note that names it; more
+            than half of such rows are an error. Optional: `stem` (rows branched from one training run share it and are
+            resampled together; without it each row is a run of its own), `regret` (predicted relative loss given up by the row's
             hyperparameters), `annealed` (False for a loss read in mid-schedule), `left_out` (why the table itself leaves
             a row out; empty if it doesn't), `noise` (relative standard deviation of the loss from seed to seed; rows are
             weighted by 1/noise²), `compute_flops` (FLOPs, held against 6·N·D).

@@ -172,9 +172,9 @@ def test_the_same_run_under_another_name_is_counted() -> None:
         ("n_params", "huge", r"n_params must hold numbers, got 'huge' in row 'run-4'"),
         ("n_tokens", "1,3B", r"n_tokens must hold numbers, got '1,3B' in row 'run-4'"),
         (
-            "loss",
+            "n_params",
             math.nan,
-            r"loss must be finite.*got nan in row 'run-4' .*: drop such rows, or give the reason in .*left_out",
+            r"n_params must be finite.*got nan in row 'run-4' .*: drop such rows, or give the reason in .*left_out",
         ),
     ],
 )
@@ -183,6 +183,28 @@ def test_the_first_bad_cell_is_named(column: str, cell: object, message: str) ->
     table.loc["run-4", column] = cell
     with pytest.raises(ValueError, match=message):
         rows_of(table)
+
+
+@pytest.mark.parametrize("empty", [None, math.nan, math.inf, "", "NaN", "Infinity"])
+def test_rows_without_a_loss_are_left_out_by_name(empty: object) -> None:
+    """A crashed run's cell as CSV, Parquet and wandb have it; the law is that of the other rows."""
+    table = PLAIN.astype({"loss": object}).set_axis([f"run-{i}" for i in range(14)])
+    table.loc[["run-4", "run-9"], "loss"] = empty
+    table.loc["run-9", "n_tokens"] = math.nan  # it never took a step
+    found = check_runs(read_runs(table), (), max_regret=1.0, loss_unit=None)
+    assert [*found.left_out.index] == ["run-4", "run-9"]
+    assert any("'run-4', 'run-9'" in note for note in found.assumptions)
+    pd.testing.assert_frame_equal(
+        found.rows.drop(columns="stem"), rows_of(table.drop(["run-4", "run-9"])).drop(columns="stem")
+    )
+
+
+def test_more_rows_without_a_loss_than_with_one_are_refused() -> None:
+    table = PLAIN.copy()
+    table.loc[:7, "loss"] = math.nan
+    with pytest.raises(ValueError, match=r"loss .*8 of 14 .*row 0:"):
+        rows_of(table)
+    assert len(rows_of(table.assign(left_out=table["loss"].isna().map({True: "crashed", False: ""})))) == 6
 
 
 def test_what_is_ambiguous_is_refused() -> None:
