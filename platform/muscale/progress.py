@@ -131,6 +131,12 @@ class Display:
 
             yield update
 
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a stage that reads files; yields the function that is given bytes read and all bytes."""
+        with self.stage(name) as update:
+            yield lambda done, total: update(done, total, "bytes read")
+
 
 @contextmanager
 def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:

@@ -138,11 +138,7 @@ class Study(Result):
         """The token files, written at first use."""
         settings, vocab_size = self.config.corpus, self.config.model.vocab_size
         try:
-            with self._display.stage("corpus") as update:
-
-                def on_progress(done: int, total: int) -> None:
-                    update(done, total, "bytes read")
-
+            with self._display.reading("corpus") as on_progress:
                 if self.config.trainer:
                     return self.config.trainer.write_corpus(self.directory / CORPUS)
                 corpus = data.write(settings, self.directory, self.directory / CORPUS, vocab_size, on_progress)
@@ -419,11 +415,7 @@ class Study(Result):
         from muscale.full_runs.continue_run.train import train_continuation
 
         self._require_no_trainer("continue", "continue the run with that program")
-        with self._display.stage("corpus") as update:
-
-            def on_progress(done: int, total: int) -> None:
-                update(done, total, "bytes read")
-
+        with self._display.reading("corpus") as on_progress:
             planned = plan_continuation(Path(file), self.config, self.ledger, self.corpus, self._numerics, on_progress)
         metrics = planned.folder / METRICS
         with self._display.stage("continue") as update, following(metrics, planned.n_tokens, update):
@@ -461,11 +453,7 @@ class Study(Result):
 
         with staying_cluster(), cancellable(self.ledger):
             best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
-            with self._display.stage("corpora of the variants") as update:
-
-                def on_progress(done: int, total: int) -> None:
-                    update(done, total, "bytes read")
-
+            with self._display.reading("corpora of the variants") as on_progress:
                 corpora = variant_corpora(config, self.corpus, self.directory, on_progress)
             return comparison.compare(config, self._numerics, best, horizon, self.ledger, train, corpora)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from muscale.machine.findings import Diagnosis, Finding, Status
@@ -61,22 +62,22 @@ class _Checks:
         found = f"{len(whole.rows)} rows, loss {whole.loss:.4g} at {job.end:,} tokens"
         yield Finding(what="training", status="ok", found=found)
         yield self._same("repeat", [job], whole, "take initial values and data order from `seed` alone")
-        halves = [job.but(end=job.end // 2), job.but(start=job.end // 2)]
+        halves = [replace(job, end=job.end // 2), replace(job, start=job.end // 2)]
         do = (
             "save the model's, optimizer's and data's state at tokens.to, and begin from it; take rates from `schedule`"
         )
         yield self._same("two segments", halves, whole, do)
         yield self._killed(whole)
-        yield self._differs("seed", job.but(seed=job.seed + 1), whole)
+        yield self._differs("seed", replace(job, seed=job.seed + 1), whole)
         rate = job.hyperparameters["learning_rate"]
         lower = {
             name: {**values, "learning_rate": values["learning_rate"] / 16} for name, values in job.tensors.items()
         }
         given = {**job.hyperparameters, "learning_rate": rate / 16}
-        yield self._differs("learning_rate", job.but(hyperparameters=given, tensors=lower), whole)
+        yield self._differs("learning_rate", replace(job, hyperparameters=given, tensors=lower), whole)
         if lower:
-            yield self._differs("tensors", job.but(tensors=lower), whole)
-        yield self._differs("schedule", job.but(schedule=tuple((at, 0.25 * f) for at, f in job.schedule)), whole)
+            yield self._differs("tensors", replace(job, tensors=lower), whole)
+        yield self._differs("schedule", replace(job, schedule=tuple((at, 0.25 * f) for at, f in job.schedule)), whole)
         yield self._diverges()
 
     def _train(self, name: str, job: TrainerJob) -> TrainerEnd:
@@ -87,11 +88,13 @@ class _Checks:
         if self.job.tensors or not description.tensors:
             return self.job
         values = {"learning_rate": float(self.job.hyperparameters["learning_rate"])}
-        return self.job.but(tensors=dict.fromkeys(description.tensors, values))
+        return replace(self.job, tensors=dict.fromkeys(description.tensors, values))
 
     def _describes(self, base: Description) -> Finding:
         """The description, and whether it grows with the shape."""
-        grown = {axis: describe(self.command, self.job.but(**{axis: 2 * getattr(self.job, axis)})) for axis in _AXES}
+        grown = {
+            axis: describe(self.command, replace(self.job, **{axis: 2 * getattr(self.job, axis)})) for axis in _AXES
+        }
         for axis, larger in grown.items():
             size = getattr(self.job, axis)
             if larger.n_params <= base.n_params or larger.flops_per_token <= base.flops_per_token:
@@ -147,7 +150,7 @@ class _Checks:
         """Whether a learning rate far too large is a result, not a failure."""
         rate = self.job.hyperparameters["learning_rate"] * _FAR
         tensors = {name: {**values, "learning_rate": rate} for name, values in self.job.tensors.items()}
-        job = self.job.but(hyperparameters={**self.job.hyperparameters, "learning_rate": rate}, tensors=tensors)
+        job = replace(self.job, hyperparameters={**self.job.hyperparameters, "learning_rate": rate}, tensors=tensors)
         try:
             end = self._train("divergence", job)
         except TrainerError as error:

@@ -18,7 +18,6 @@ import tomlkit
 from tomlkit.items import Table
 
 from muscale.errors import StageError
-from muscale.formatting import format_read_error
 from muscale.layout import PLANS
 from muscale.plans.planning import Plan, format_decision
 from muscale.settings.config import StudyConfig
@@ -26,7 +25,7 @@ from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
 from muscale.settings.tables import ResourceSettings
-from muscale.settings.toml_file import read_toml
+from muscale.settings.toml_file import inline, read_toml
 from muscale.store.ledger import Ledger
 from proxy_models.files import atomic_write
 
@@ -119,7 +118,7 @@ def text(values: _Contents) -> str:
     for name, value in values.items():
         if isinstance(value, dict):
             title = "".join(f"# {line}\n" for line in _TITLES[name].splitlines())
-            parts.append(title + tomlkit.dumps({name: _table(value)}))
+            parts.append(title + tomlkit.dumps({name: _lines(value)}))
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -187,7 +186,9 @@ def read(
     plan = Plan.of_row(registered)
     if edit := _registered_edit(found, contents(plan, config, along=along(plan))):
         raise StageError(f"{path}: {edit}")
-    table = _table_of(found, path)
+    table = found.get(EDITABLE, {})
+    if not isinstance(table, dict):
+        raise StageError(f"{path}: {EDITABLE}: must be a table, got {short_repr(table)}")
     for name in _OF_THE_RUN:
         if name in table:
             raise StageError(
@@ -242,21 +243,7 @@ def _canonical(value: Any) -> str:
 
 
 def _read(path: Path) -> _Contents:
-    try:
-        return read_toml(path)
-    except FileNotFoundError as error:
-        raise StageError(f"{path}: no such file; `muscale plan` writes one and says where") from error
-    except OSError as error:
-        raise StageError(f"{path}: {format_read_error(error)}") from error
-    except ValueError as error:
-        raise StageError(f"{path}: {error}") from error
-
-
-def _table_of(found: _Contents, path: Path) -> _Contents:
-    table = found.get(EDITABLE, {})
-    if not isinstance(table, dict):
-        raise StageError(f"{path}: {EDITABLE}: must be a table, got {short_repr(table)}")
-    return table
+    return read_toml(path, StageError, missing="no such file; `muscale plan` writes one and says where")
 
 
 def _resources(config: StudyConfig) -> _Contents:
@@ -303,21 +290,9 @@ def _without_none(value: Any) -> Any:
     return [_without_none(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _table(values: _Contents) -> Table:
-    """A table with one line for each key, tables in it on their line, lists of them a line for each."""
+def _lines(values: _Contents) -> Table:
+    """A table with one line for each key, tables in it on their line, long lists a line for each entry."""
     table = tomlkit.table()
     for name, value in values.items():
-        table.add(name, _inline(value))
+        table.add(name, inline(value, wrap=True))
     return table
-
-
-def _inline(value: Any) -> Any:
-    if isinstance(value, dict):
-        inline = tomlkit.inline_table()
-        inline.update({name: _inline(entry) for name, entry in value.items()})
-        return inline
-    if isinstance(value, list):
-        array = tomlkit.array()
-        array.extend(_inline(entry) for entry in value)
-        return array.multiline(any(isinstance(entry, dict) or len(str(entry)) > 30 for entry in value))
-    return tomlkit.item(value)

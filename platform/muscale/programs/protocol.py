@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,10 +87,6 @@ class TrainerJob:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise TrainerError(f"{path}: must be a job as docs/own_trainer.md has it; {what}") from error
-
-    def but(self, **changes: Any) -> Self:
-        """The job with some values changed."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,28 +78,12 @@ class QuasiRandom:
         return Draws(space=space, seed=self.seed).propose(number, known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossClip:
-    """The finite losses that a searcher gets: a diverged trial's is a little worse than the worst, or at the clip.
-
-    Attributes:
-        worst: The loss that stands for a divergence.
-        highest: The upper bound of all losses.
-    """
-
-    worst: float
-    highest: float
-
-    @classmethod
-    def of(cls, finite: Sequence[float], *, clip: float = math.inf) -> LossClip:
-        """The clip of trials of which these ended with a loss, at `clip` times the best."""
-        if not finite:
-            return cls(worst=math.log(256), highest=math.inf)
-        return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
-
-    def clipped(self, loss: float | None) -> float:
-        """The loss that a searcher gets; None is a divergence."""
-        return min(self.worst if loss is None else loss, self.highest)
+def clipped_losses(observations: Sequence[Observation], clip: float = math.inf) -> list[float]:
+    """The losses that a searcher gets: none above `clip` times the best; a diverged trial's is a little worse than the worst."""
+    finite = [seen.loss for seen in observations if seen.loss is not None]
+    worst = max(finite) * 1.01 if finite else math.log(256)
+    highest = min(finite) * clip if finite else math.inf
+    return [min(worst if seen.loss is None else seen.loss, highest) for seen in observations]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +115,8 @@ class OptunaSearcher:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
         kept = _kept([seen for seen in known.observations if self._contains(seen.config)])
-        clip = LossClip.of([seen.loss for seen in kept if seen.loss is not None], clip=self.clip)
-        for seen in kept:
+        for seen, value in zip(kept, clipped_losses(kept, self.clip), strict=True):
             params, distributions = optuna_params_of(self.space, seen.config)
-            value = clip.clipped(seen.loss)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
         for config in filter(self.space.contains, known.pending):
             study.enqueue_trial(optuna_params_of(self.space, config)[0])
@@ -187,12 +169,12 @@ class CmaEs:
         n = len(self.space.axes)
         strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
         observations = [seen for seen in known.observations if self._contains(seen.config)]
-        clip = LossClip.of([seen.loss for seen in observations if seen.loss is not None], clip=CLIP)
+        losses = clipped_losses(observations, CLIP)
         size = strategy.population_size
         oldest = max(0, len(observations) // size - MAX_OBSERVATIONS // size) * size
         for first in range(oldest, len(observations) - size + 1, size):
-            generation = observations[first : first + size]
-            strategy.tell([(self._encode(seen.config), clip.clipped(seen.loss)) for seen in generation])
+            generation = zip(observations[first : first + size], losses[first : first + size], strict=True)
+            strategy.tell([(self._encode(seen.config), loss) for seen, loss in generation])
             if strategy.should_stop():
                 break
         strategy.reseed_rng(_seed(self.seed, number))

@@ -14,11 +14,10 @@ import plotly.graph_objects as go
 
 from muscale.search.across_scales import N_TOKENS, RATE, box_of, config_at, coordinates
 from muscale.search.rung_optima import RungOptima
-from muscale.search.sweep_tables import COST, config_of
+from muscale.search.sweep_tables import config_of
 from muscale.settings.sweep import changeable
 from scaling.drawing import COLOURS, GREY, LOSS
 from scaling.optima.optimum import MAX_EXCESS
-from scaling.search.figures import draw_pareto
 from search_spaces import Ordinal, Space, is_log
 
 RUNG_LOSS = "loss at the rung (nats per token)"
@@ -110,14 +109,6 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high}
     below_labels = {"y": [0, 0.86]}
     return go.Figure(go.Parcoords(dimensions=dimensions, line=line, domain=below_labels))
-
-
-def draw_front(data: pd.DataFrame, cost: str = COST) -> go.Figure:
-    """Annealed loss against cost, with the front as steps."""
-    figure = draw_pareto(data, "compute_flops" if cost == COST else cost)
-    if cost != COST:
-        figure.update_xaxes(title="training time of the run (seconds)")
-    return figure
 
 
 def response_data(annealed: pd.DataFrame, fitted: RungOptima, space: Space, name: str) -> pd.DataFrame:

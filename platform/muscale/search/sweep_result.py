@@ -23,7 +23,6 @@ from search_spaces import Space
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-COSTS = (COST, "cost_seconds")
 MIN_VALUES = 3
 """Different values from which a hyperparameter has a slope and a bend; with two it is compared as a choice is."""
 
@@ -101,18 +100,9 @@ class SweepResult:
             raise StageError(f"sweep: no importance of hyperparameters: {found}")
         return found
 
-    def front(self, cost: str = COST) -> pd.DataFrame:
-        """The annealed runs of which none is both cheaper and better, the cheapest first.
-
-        Args:
-            cost: "cost_flops" (6·N·D of the run) or "cost_seconds".
-
-        Raises:
-            ValueError: If the cost is another.
-        """
-        if cost not in COSTS:
-            raise ValueError(f"cost must be one of {', '.join(COSTS)}, got {cost!r}")
-        return pareto_front(self.annealed, cost)
+    def front(self) -> pd.DataFrame:
+        """The annealed runs of which none is both cheaper in FLOPs and better, the cheapest first."""
+        return pareto_front(self.annealed, COST)
 
     def plot_survivors(self) -> go.Figure:
         """Each trial's loss from rung to rung; those that advanced stand out."""
@@ -140,12 +130,11 @@ class SweepResult:
         """
         return self.importance().plot()
 
-    def plot_front(self, cost: str = COST) -> go.Figure:
-        """Annealed loss against cost, with the front."""
-        from muscale.search.sweep_figures import draw_front
-        from scaling.search.figures import pareto_data
+    def plot_front(self) -> go.Figure:
+        """Annealed loss against compute, with the front as steps."""
+        from scaling.search.figures import draw_pareto, pareto_data
 
-        return draw_front(pareto_data(self.annealed, self.front(cost), cost), cost)
+        return draw_pareto(pareto_data(self.annealed, self.front(), COST), "compute_flops")
 
     def plot_finalists(self) -> go.Figure:
         """The finalists with intervals.

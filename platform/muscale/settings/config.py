@@ -47,16 +47,9 @@ class StudyConfig(StudyTables):
         Raises:
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
         """
-        try:
-            values = read_toml(path)
-        except FileNotFoundError as error:
-            raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
-        except IsADirectoryError as error:
-            raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
-        except OSError as error:
-            raise StudyFileError(f"{path}: {format_read_error(error)}") from error
-        except ValueError as error:
-            raise StudyFileError(f"{path}: {error}") from error
+        missing = f"no such file; `muscale init {path.parent}` writes one to edit"
+        is_folder = f"is a directory; give the study file in it, {path / STUDY_FILE}"
+        values = read_toml(path, StudyFileError, missing=missing, is_folder=is_folder)
         if {"run", "forecast"} <= values.keys():
             raise StudyFileError(f"{path}: is a plan's file; give the file of the study that the plan was made in")
         for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):

@@ -9,7 +9,6 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StudyFileError
-from muscale.formatting import format_read_error
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples
 from muscale.settings.toml_file import read_toml
@@ -78,13 +77,7 @@ class ContinuationFile(StrictTable):
             StudyFileError: Naming file, key, rule and value of each error.
         """
         try:
-            values = read_toml(path)
-        except OSError as error:
-            raise StudyFileError(f"{path}: {format_read_error(error)}") from error
-        except ValueError as error:
-            raise StudyFileError(f"{path}: {error}") from error
-        try:
-            file = cls(**lists_to_tuples(values))
+            file = cls(**lists_to_tuples(read_toml(path, StudyFileError)))
         except pydantic.ValidationError as error:
             raise StudyFileError("\n".join(format_errors(error, str(path), cls))) from error
         if file.own_corpus and (problems := file.own_corpus.cross_field_errors(vocab_size)):

@@ -10,15 +10,30 @@ from typing import Any
 import tomlkit
 from tomlkit.items import Item
 
+from muscale.errors import MuscaleError
+from muscale.formatting import format_read_error
 
-def read_toml(path: Path) -> dict[str, Any]:
+_SHORT = 30  # characters of an entry that has no line of its own
+
+
+def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_folder: str = "") -> dict[str, Any]:
     """The tables of a file.
 
-    Raises:
-        OSError: If it can't be read.
-        ValueError: If it is not UTF-8 or not TOML; the message does not name the file.
+    Args:
+        path: The file.
+        refusal: What is raised, naming the file, if it can't be read, or is not UTF-8 or not TOML.
+        missing, is_folder: What is said where there is no such file, or a folder.
     """
-    return parse_toml(path.read_bytes())
+    try:
+        return parse_toml(path.read_bytes())
+    except FileNotFoundError as error:
+        raise refusal(f"{path}: {missing or format_read_error(error)}") from error
+    except IsADirectoryError as error:
+        raise refusal(f"{path}: {is_folder or format_read_error(error)}") from error
+    except OSError as error:
+        raise refusal(f"{path}: {format_read_error(error)}") from error
+    except ValueError as error:
+        raise refusal(f"{path}: {error}") from error
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
@@ -43,15 +58,15 @@ def _require_64_bits(value: Any) -> None:
         raise ValueError(f"an integer must fit into 64 bits, got one of {value.bit_length()}")
 
 
-def inline(value: Any) -> Item:
-    """A value on one line, with the tables and lists in it."""
+def inline(value: Any, *, wrap: bool = False) -> Item:
+    """A value on one line, with the tables and lists in it; where lists wrap, long entries and tables have lines of their own."""
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
-        table.update({key: inline(entry) for key, entry in value.items()})
+        table.update({key: inline(entry, wrap=wrap) for key, entry in value.items()})
         return table
     if isinstance(value, list | tuple):
         array = tomlkit.array()
-        array.extend(inline(entry) for entry in value)
-        return array
+        array.extend(inline(entry, wrap=wrap) for entry in value)
+        return array.multiline(wrap and any(isinstance(entry, dict) or len(str(entry)) > _SHORT for entry in value))
     item: Item = tomlkit.item(value)
     return item

@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate
-
-import sqlalchemy as sa
+from typing import Any
 
 from muscale.errors import StudyDirectoryError
 from muscale.fingerprint import package_fingerprint, require_same_package
-from muscale.store.storage import P, SqliteStorage, Storage, T, persist
+from muscale.store.storage import SqliteStorage, Storage, T, persist
 from proxy_models.hashing import content_key
 
 NAMESPACE = "muscale"
@@ -31,16 +29,10 @@ class LedgerActor:
     def __init__(self, path: Path) -> None:
         self._storage = SqliteStorage(path, must_exist=True)
 
-    def run(self, package: str, write: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, package: str, function: Callable[..., Any], args: Any, kwargs: Any, write: bool) -> Any:
         """One transaction for a caller of the same package."""
         require_same_package(package)
-        return (self._storage.write if write else self._storage.read)(function, *args, **kwargs)
-
-    def node(self) -> str:
-        """The node that it runs on."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+        return self._storage.transact(function, args, kwargs, write=write)
 
 
 class ActorStorage(Storage):
@@ -60,27 +52,18 @@ class ActorStorage(Storage):
     def __reduce__(self) -> tuple[type[ActorStorage], tuple[str, Path]]:
         return type(self), (self.host, self.path)
 
-    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, on one snapshot of the database."""
-        return self._run(False, function, *args, **kwargs)
-
-    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function while nobody else writes; it is kept when this returns."""
-        return self._run(True, function, *args, **kwargs)
-
-    def _run(
-        self, write: bool, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
+        """One transaction of the actor's; of the file itself where no cluster runs and this is its host."""
         if not _connected():
             if self.host == socket.gethostname():
-                return (self._file.write if write else self._file.read)(function, *args, **kwargs)
+                return self._file.transact(function, args, kwargs, write=write)
             self._connect()
         import ray
 
         def attempt() -> T:
             try:
                 actor = self.actor()
-                call = actor.run.remote(package_fingerprint(), write, function, args, kwargs)
+                call = actor.run.remote(package_fingerprint(), function, args, kwargs, write)
                 found: T = ray.get(call, timeout=_CALL_SECONDS)
             except ray.exceptions.RayTaskError as error:
                 raise (error.cause or error) from None

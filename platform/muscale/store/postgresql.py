@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Concatenate
+from typing import Any
 
 import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
-from muscale.store.storage import P, Storage, T, persist, require_schema
+from muscale.store.storage import Storage, T, persist, require_schema
 from muscale.store.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
@@ -138,26 +138,26 @@ class PostgresStorage(Storage):
         """Let one transaction of this study write at a time, until it ends."""
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": self.schema})
 
-    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, on one snapshot of the database."""
+    def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
+        """A write has the study's lock from its start; a server that is away for a while is waited for, if it ever answered."""
 
         def attempt() -> T:
-            with self._engine.connect() as connection:
-                found = function(connection.execution_options(isolation_level="REPEATABLE READ"), *args, **kwargs)
-                connection.rollback()
-                return found
+            try:
+                with self._engine.connect() as connection:
+                    if write:
+                        self._lock(connection)
+                    else:
+                        connection = connection.execution_options(isolation_level="REPEATABLE READ")
+                    found = function(connection, *args, **kwargs)
+                    connection.commit()
+            except sa.exc.OperationalError as error:
+                if self._answered:
+                    raise
+                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+            self._answered = True
+            return found
 
-        return self._persist(attempt)
-
-    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function with the study's lock from its start, so that what it reads can't change before it writes."""
-
-        def attempt() -> T:
-            with self._engine.begin() as connection:
-                self._lock(connection)
-                return function(connection, *args, **kwargs)
-
-        return self._persist(attempt)
+        return persist(self.name, attempt, _is_passing)
 
     @contextmanager
     def snapshot(self) -> Iterator[Callable[..., Any]]:
@@ -182,21 +182,6 @@ class PostgresStorage(Storage):
     def drop_unclaimed(self) -> None:
         """Remove the schema, unless it is a study's."""
         self.write(_drop_unclaimed, self.schema)
-
-    def _persist(self, attempt: Callable[[], T]) -> T:
-        """Outlast a server that is away for a while; one that never answered raises at once."""
-
-        def known() -> T:
-            try:
-                found = attempt()
-            except sa.exc.OperationalError as error:
-                if self._answered:
-                    raise
-                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
-            self._answered = True
-            return found
-
-        return persist(self.name, known, _is_passing)
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""

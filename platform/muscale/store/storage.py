@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -47,13 +47,17 @@ class Storage(ABC):
         """This storage as an argument of a worker's call, which may hold a password; it belongs into no file."""
         return self
 
-    @abstractmethod
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result, on one snapshot of the database."""
+        return self.transact(function, args, kwargs, write=False)
 
-    @abstractmethod
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function while nobody else writes; what it wrote is kept when this returns, and nothing if it raises."""
+        return self.transact(function, args, kwargs, write=True)
+
+    @abstractmethod
+    def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
+        """Call the function with a connection and these arguments, in one transaction as `read` and `write` have it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,7 +95,7 @@ class SqliteStorage(Storage):
 
         @sa.event.listens_for(engine, "connect")
         def _configure(connection: Any, _record: object) -> None:
-            connection.isolation_level = None  # transactions begin in `write`, with the lock taken
+            connection.isolation_level = None  # transactions begin in `transact`
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
@@ -120,20 +124,11 @@ class SqliteStorage(Storage):
         metadata.create_all(connection)
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
 
-    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, on one snapshot of the database."""
-        return self._run("BEGIN", function, *args, **kwargs)
-
-    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function with the write lock from its start, so that what it reads can't change before it writes."""
-        return self._run("BEGIN IMMEDIATE", function, *args, **kwargs)
-
-    def _run(
-        self, begin: str, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
+        """A write has the lock from its start, so that what it reads can't change before it writes."""
         with self._engine.connect() as connection:
             try:
-                connection.exec_driver_sql(begin)
+                connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
                 try:
                     found = function(connection, *args, **kwargs)
                 except BaseException:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from muscale.programs.protocol import TrainerJob
 from tests.muscale.command_lines import json_output, muscale
 
 PROGRAM = Path(__file__).parents[1] / "training_program.py"
-JOB = SMALL.but(width=4)
+JOB = replace(SMALL, width=4)
 FAULTS = {
     "chatter": ("protocol", "no describe here"),
     "miscounts": ("protocol", "add up to n_params"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from muscale.programs.process import TrainerStatus, train
 from muscale.programs.protocol import TrainerError, TrainerJob, rows_of
 
 PROGRAM = Path(__file__).parents[1] / "training_program.py"
-JOB = SMALL.but(width=4)
+JOB = replace(SMALL, width=4)
 
 
 def command(fault: str) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ def test_a_program_ends_with_whoever_runs_it_and_one_that_does_not_is_ended_befo
 
 
 def test_a_loss_that_is_not_finite_is_a_result_and_an_exit_code_a_failure(tmp_path: Path) -> None:
-    far = JOB.but(hyperparameters={**JOB.hyperparameters, "learning_rate": 1e9})
+    far = replace(JOB, hyperparameters={**JOB.hyperparameters, "learning_rate": 1e9})
     assert train(command("none"), far, tmp_path / "far").status is TrainerStatus.DIVERGED
     crashed = train(command("crashes"), JOB, tmp_path / "crashed")
     assert crashed.status is TrainerStatus.FAILED
@@ -113,6 +114,6 @@ def test_a_command_that_cannot_be_used_is_refused(words: tuple[str, ...], messag
 
 def test_a_job_must_go_forward() -> None:
     with pytest.raises(TrainerError, match="below tokens.to"):
-        JOB.but(start=JOB.end)
+        replace(JOB, start=JOB.end)
     with pytest.raises(TrainerError, match="must ascend"):
         TrainerJob(width=1, depth=1, hyperparameters={}, schedule=((2, 1.0), (1, 1.0)), end=1)

@@ -61,9 +61,6 @@ def test_tables_say_what_each_trial_had(search: Search) -> None:
     np.testing.assert_allclose(result.annealed["cost_flops"], 6 * n_params * result.annealed["n_tokens"])
     # A stem's rung takes 36 seconds here, whatever its length.
     np.testing.assert_allclose(result.annealed["cost_seconds"], 36 * (result.annealed["rung"] + 1))
-    assert result.front("cost_seconds")["cost_seconds"].is_monotonic_increasing
-    with pytest.raises(ValueError, match="cost must be one of cost_flops, cost_seconds, got 'money'"):
-        result.front("money")
     arrived = result.rungs
     assert arrived["spent_seconds"].iloc[-1] == 36 * len(arrived)
     assert (arrived["parent"] == arrived["trial"].where(arrived["rung"] > 0, -1)).all()

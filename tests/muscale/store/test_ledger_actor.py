@@ -56,7 +56,8 @@ def test_every_process_reaches_the_one_actor_on_the_files_node(ledger: Ledger) -
 
     assert ray.get(elsewhere.remote(ledger)) == ledger.storage.actor()._actor_id
     assert ledger.result(ResultKind.CHECK, "worker") == {}
-    assert ray.get(ledger.storage.actor().node.remote()) == ray.get_runtime_context().get_node_id()
+    node = ray.get(ledger.storage.actor().__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+    assert node == ray.get_runtime_context().get_node_id()
     assert Ledger(ledger.storage.path).result(ResultKind.CHECK, "driver") == {}, "acknowledged is written"
 
 
