@@ -73,7 +73,6 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
     """Results of every stage whose runs are complete, up to the first that is not.
 
     Args:
-        contents: The study.
         known: Results that are worked out already.
     """
     found, config, ledger = known or Findings(), contents.config, contents.ledger

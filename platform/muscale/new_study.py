@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from proxy_models.data.sources import Kind
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
-MOST_OFTEN = (
-    4  # times that text is seen before a repetition is worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
-)
+# times that text is seen before a repetition is worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
+MOST_OFTEN = 4
 FAMILY = ("my_family.py", "test_my_family.py")
 """Files that --family writes: a family of one's own, and its test."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
@@ -105,7 +104,6 @@ def write_study(
     """Write the study file into a directory, which is made if it is not there.
 
     Args:
-        directory: The study's.
         source: A text file, or a folder of them, or of .jsonl or .parquet files; None keeps the quickstart's.
         name: Of the study; by default the directory's.
         family: Write a model family to edit and its test beside it, and name it in the study file.

@@ -199,7 +199,6 @@ def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) ->
     """How many workers nodes have room for, by all that they have, as Ray Train reckons.
 
     Args:
-        nodes: Resources of each.
         each: Resources of a worker; of one at least more than 0.
     """
     needed = {name: amount for name, amount in each.items() if amount}

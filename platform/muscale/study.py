@@ -94,9 +94,7 @@ class Study(Result):
         """Open the study of a file; its directory is the file's.
 
         Args:
-            path: The study file.
             overrides: Settings that replace the file's: each `table.key=value`, or a mapping of `table.key` to a value.
-            quiet: Show no progress.
             trains: Import the model family that the file names, if any, which runs its module, or run its [trainer] program;
                 needed once, before anything is trained. Without it the study's record of its members is read instead.
 
@@ -402,9 +400,6 @@ class Study(Result):
 
     def continue_run(self, file: str | Path) -> Continued:
         """Train from a checkpoint of a full run as a continuation file says; has the losses before and after.
-
-        Args:
-            file: Path of the continuation file.
 
         Raises:
             StudyFileError: If the file can't be used.

@@ -112,7 +112,6 @@ class WorkerPool:
     fewer devices than workers, some may never start.
 
     Args:
-        ledger: What the workers ask and record in.
         resources: Of one worker, and how many there may be.
         actor: The class of the workers; takes resources and the driver's package.
     """

@@ -29,7 +29,6 @@ def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Calla
     Args:
         path: Where is written what each of its threads was doing then.
         seconds: Allowed between two signs of progress; infinite: never ended.
-        what: Is being done, for whoever reads it.
     """
     moved, done = threading.Event(), threading.Event()
     tick = min(seconds / _TICKS, _LONGEST_TICK)

@@ -36,11 +36,7 @@ class Handshake:
 
 
 def shake_hands(patience: float = PATIENCE_SECONDS) -> Handshake:
-    """Start both workers, wait for them, and kill what is still there.
-
-    Args:
-        patience: Seconds to wait.
-    """
+    """Start both workers, wait for them, and kill what is still there."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="muscale-handshake-") as folder:
         files = [Path(folder) / f"worker-{rank}" for rank in range(WORKERS)]

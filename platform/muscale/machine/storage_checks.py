@@ -27,7 +27,6 @@ def storage_findings(directory: Path, settings: StorageSettings | None = None) -
     """Room and writing in the study's directory, and its ledger's database; leaves nothing behind.
 
     Args:
-        directory: The study's.
         settings: [storage]; None: its defaults.
     """
     kind = file_system(directory)

@@ -127,9 +127,7 @@ def choose_batch(
     the power of two times the proxies' that is nearest. Elsewhere the proxies' own.
 
     Args:
-        tuned: Of the sweep and the ladder.
         law: Of the study's own grids.
-        n_tokens: Of the run.
         explicit: Hyperparameters that are stated for the full run.
         sequence_tokens: Of a sequence; every batch, the first of a ramp too, is whole sequences.
         ranks: That must have a sequence each of a batch that is smaller than the proxies'.

@@ -52,8 +52,6 @@ def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) ->
 
     Args:
         table: With `compute_flops`.
-        config: The study file.
-        source: Its path.
     """
     try:
         with open_read_only(source) as (_, read):

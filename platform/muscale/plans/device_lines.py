@@ -36,8 +36,6 @@ def memory_line(
     Args:
         estimate: Of one worker; None for a family without one.
         memory_bytes: Of the device; None where it is not known.
-        device: Its name.
-        workers_on_it: That share it.
         at_least: Bytes of one worker's weights, gradients and moments.
     """
     if estimate is None:
@@ -87,10 +85,7 @@ def evaluation_line(
 
     Args:
         peak: Estimated bytes of one worker; None for a family without an estimate.
-        sequences: Of one pass.
         memory_bytes: Of the device; None where it is not known.
-        device: Its name.
-        workers_on_it: That share it.
     """
     if peak is None:
         return GateLine(name="evaluation", status="unknown", compared=NO_ESTIMATE)
@@ -113,8 +108,6 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     """Whether a GPU computes attention by a fused kernel.
 
     Args:
-        kernel: That torch takes.
-        head_dim: Of a head.
         weight_bytes: Of the attention weights of one block, which only the math kernel keeps.
     """
     if kernel != "math":
@@ -141,8 +134,6 @@ def layout_line(
     Args:
         shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
         sequences: Of the smallest batch.
-        workers: In all.
-        parallelism: How they are laid out.
     """
     tensor = parallelism.tensor_parallel
     problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
@@ -178,7 +169,6 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
     """Whether saves and evaluations each take at most a tenth of the run.
 
     Args:
-        cadence: The run's intervals.
         run_seconds: Duration of its steps; None where it is unknown, and then only minutes bound the saves.
     """
     saving, evaluating = cadence.save_share(run_seconds), cadence.evaluation_share

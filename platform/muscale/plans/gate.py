@@ -111,8 +111,6 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
     """Whether the transfer check passed.
 
     Args:
-        verdict, reasons: Its own.
-        options: What it says to run.
         tied_reach: Width of the full run over that of the widest grid, where a table is tied; 1 where none is.
     """
     text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
@@ -162,7 +160,6 @@ def data_line(
         planned: Hashes of "corpus" and "tokenizer" that the plan keeps.
         found: The same of the corpus that the run would read.
         changed: Its files that do not hold the hashes of its manifest; None where they were too large to be hashed.
-        n_bytes: Of its files.
     """
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     differing = [
@@ -258,7 +255,6 @@ def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16
 
     Args:
         proxies, full: Of the fitted runs and of the full run.
-        device: Its name.
         has_bf16: Whether its products in bf16 are the device's own; None where that is unknown, or it is a CPU.
     """
     compared = f"full run in {full}, proxies in {proxies}"

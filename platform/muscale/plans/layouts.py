@@ -73,15 +73,12 @@ def fitting_layouts(
     """All layouts that fit, the fastest first.
 
     Args:
-        model: The shape.
         workers: Devices.
         batch_tokens: Of a step, over all devices.
-        device: Or its name.
         links: Of the device; None: by its name.
         smallest_batch_tokens: At the beginning of a ramp; None: `batch_tokens`.
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
         shard_ranks: Of hybrid layouts; None: a node's.
-        optimizer, precision, compiled: Of the run.
         attended: As in `step_time`.
 
     Raises:

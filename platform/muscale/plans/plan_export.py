@@ -72,7 +72,6 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
 
     Args:
         plan: Registered.
-        numerics: The study's, for the parametrization.
         folder: Created if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,6 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
 
     Args:
         plan: Registered.
-        numerics: The study's.
         folder: Created if it is not there, with the empty folder `state` for the program.
 
     Raises:

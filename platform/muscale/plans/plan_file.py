@@ -31,13 +31,8 @@ from proxy_models.files import atomic_write
 
 EDITABLE = "resources"
 DIGEST = "sha256"
-_INFORMATIVE = (
-    DIGEST,
-    "study",
-    EDITABLE,
-    "cost",
-    "decision",
-)  # not registered: as of the day that the file was written
+# not registered: as of the day that the file was written
+_INFORMATIVE = (DIGEST, "study", EDITABLE, "cost", "decision")
 _OF_THE_RUN = ("precision", "seed", "on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
 """Settings of [promote] that change what is computed, and so are the plan's."""
 _OF_SEARCHES = ("workers", "ranks_per_trial")  # of [resources] of the study file
@@ -65,7 +60,6 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
     """The tables of the file, as plain values; what is None is left out, as TOML has no such thing.
 
     Args:
-        plan: As registered.
         config: Says what it would be trained on.
         along: The forecast along the run: rows of `tokens`, `loss`, `low` and `high`.
     """
@@ -127,9 +121,6 @@ def write(plan: Plan, config: StudyConfig, directory: Path, *, along: Sequence[M
 
     Args:
         plan: Registered.
-        config: The study's.
-        directory: The study's.
-        along: See `contents`.
 
     Raises:
         StageError: If the file that stands there was edited by hand.
@@ -168,9 +159,7 @@ def read(
     """The registered plan of a file, and the study's settings with the file's [resources].
 
     Args:
-        path: The file.
         ledger: The study's, which the file is checked against.
-        config: The study's.
         along: Gives `contents` the forecast along a plan's run.
 
     Raises:

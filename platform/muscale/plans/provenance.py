@@ -80,10 +80,7 @@ def provenance_of(
         model, base: The full-size shape and the proxy's.
         searched: Names that the sweep varied.
         explicit: Names that are stated for the full run alone.
-        by_mup: Whether the parametrization is muP.
-        trial: The sweep's winner, in words.
         by_batch: Names that another batch than the proxies' changed.
-        batch_source: What that batch is from.
     """
     scaled: list[Rule] = ["muP width"] if by_mup else []
     if by_mup and model.n_layers != base.n_layers:

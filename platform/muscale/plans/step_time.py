@@ -133,15 +133,12 @@ def step_time(
     """Predict the time of a step.
 
     Args:
-        model: The shape.
-        parallelism: The layout.
         workers: Devices.
         micro_batch: Sequences of a pass on a device.
         batch_tokens: Of a step, over all devices.
         device: Or its name; its peak counts.
         links: Of the device; None: `LINKS`.
         precision: Of products and of gathered weights.
-        compiled: Whether blocks are compiled.
         recomputed: Share of the products of blocks that the backward pass repeats; None: as the layout's checkpointing does.
         attended: Mean length of a token's document where attention stays within; None: the sequence. Its kernel is taken to be as
             fast as the one for whole sequences.

@@ -194,9 +194,7 @@ def table_of(
     """The muP table of the tensors that a program names; empty where it names none, and takes no values by tensor.
 
     Args:
-        target: Of the shape to train.
         base, wider: Of the same depth, at the base's width and at another.
-        depth_mult: Depth over base depth.
         rules: As `parametrization_of` has them.
 
     Raises:

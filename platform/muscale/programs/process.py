@@ -71,7 +71,6 @@ def describe(
 
     Args:
         command: The trainer's, with {config} and {state}.
-        job: Its shape is asked for.
         seconds: Allowed; some times what importing torch takes on a busy machine (assumed).
         cwd: The program's working directory; None: this process's.
 
@@ -107,7 +106,6 @@ def train(
 
     Args:
         command: The trainer's, with {config} and {state}.
-        job: The segment.
         folder: For `config.json`, `output.log` and the folder `state` with the program's state and rows.
         stall_seconds: Allowed between two rows, and from the start to the first; then the program is killed.
         grace_seconds: For saving, between SIGTERM and SIGKILL of a program that is ended.

@@ -150,8 +150,6 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
     A loss that is null, NaN or infinite is returned as infinite.
 
     Args:
-        path: Of the rows.
-        job: Whose tokens they lie in.
         known: Lines that were there before the job was started.
 
     Raises:

@@ -85,10 +85,7 @@ def compare(
     """Tune every variant, train size after size those that are undecided, and record the comparison.
 
     Args:
-        config: The study file.
         numerics: The study's, at its base shape.
-        best, horizon: Of the study's sweep and transfer check.
-        ledger: Of the study.
         train: Called with the runs of each step, known ones among them.
         corpora: Of the variants with data of their own.
 

@@ -23,9 +23,6 @@ def variant_corpora(
     """The corpora of the variants that have one, by name; written or opened.
 
     Args:
-        config: The study file.
-        first: The study's own corpus.
-        directory: The study's.
         on_progress: Called with bytes read and all bytes.
 
     Raises:

@@ -95,9 +95,7 @@ def variants(
     """The study and its variants, in the file's order.
 
     Args:
-        config: The study file.
         numerics: The study's, at its base shape.
-        best: Of the study's sweep.
         corpora: Of the variants with data of their own, evaluated on the study's.
     """
     found = [Variant(name=BASELINE, numerics=numerics, best=best)]

@@ -23,10 +23,7 @@ class Engine:
     """Hands out jobs until nothing is left to do: open segments first, then the scheduler's, at last the anneal jobs.
 
     Args:
-        record: What was suggested, measured and decided.
-        scheduler, searcher, budget: Of the search.
         top: The last rung.
-        on_result: Called with each new result.
         anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
         copies: Whether trials may continue from each other's states.

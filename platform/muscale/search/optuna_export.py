@@ -32,7 +32,6 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
     ordinal's parameter is its rank, with the value as an attribute of the trial.
 
     Args:
-        sweep: It is only read.
         path: Must not be there yet.
 
     Raises:

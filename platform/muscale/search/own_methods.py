@@ -29,7 +29,6 @@ def identity_of(role: str, method: object) -> dict[str, Any]:
 
     Args:
         role: "searcher" or "scheduler".
-        method: The object.
 
     Raises:
         StageError: If it lacks the role's method, is no frozen dataclass, or a field is not made of plain values, spaces, functions
@@ -96,9 +95,7 @@ def note_methods(ledger: Ledger, of: str, sweep: str, methods: Mapping[str, Any]
     """Note that a study stands on a sweep by methods of its user's own, and how much of it has been searched to the end.
 
     Args:
-        ledger: The study's.
         of: Key of the sweep that the study file alone describes.
-        sweep: Key of the sweep.
         methods: Identities of its searcher, its scheduler or both.
         finished: Key of how much was searched; None while it is at work.
     """

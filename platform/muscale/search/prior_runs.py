@@ -65,7 +65,6 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
     """Runs that locate the optimum: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
 
     Args:
-        runs: The table of a ledger.
         defaults: What is not searched; a run with another value tells nothing.
         space: What is searched; a run without one of its hyperparameters tells nothing.
         numerics: The sweep's; runs of another corpus, parametrization or base shape tell nothing.
@@ -93,7 +92,6 @@ def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, n
 
     Args:
         source: The study's file or directory, or its ledger.
-        defaults, space, numerics: Of the sweep.
 
     Raises:
         StudyDirectoryError: As `runs_of`.

@@ -55,12 +55,7 @@ class SearchSoFar:
 
 
 def search_so_far(ledger: Ledger, rung_tokens: tuple[int, ...]) -> SearchSoFar | None:
-    """The sweep that was begun last, or None before its first trial.
-
-    Args:
-        ledger: The study's.
-        rung_tokens: Tokens at each rung.
-    """
+    """The sweep that was begun last, or None before its first trial."""
     latest = next(iter(ledger.read(find, "rounds", {}, ["-created_at"], limit=1)), None)
     if latest is None:
         return None

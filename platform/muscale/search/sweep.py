@@ -290,8 +290,6 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
     Another process that runs the same sweep is waited for.
 
     Args:
-        sweep: What to search.
-        on_result: Called with each new result at a rung.
         on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
         narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
 
@@ -406,8 +404,6 @@ def finalists(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None
     With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
 
     Args:
-        sweep: The search.
-        record: What the ledger has of it.
         annealed: As `annealed_runs` gives them; asked for if they are left out.
     """
     settings = sweep.config.sweep

@@ -29,9 +29,6 @@ def make_result(
     """The result of what was recorded.
 
     Args:
-        config: The study's.
-        plan: The trial's.
-        record: Suggestions, results, decisions.
         annealed: Runs under the search's own seed: trial, rung, n_tokens, loss.
         repeated: Runs of the finalists under other seeds: trial, seed, loss.
         runs: The ledger's, in which others may tell how far seeds differ.

@@ -265,8 +265,6 @@ def importance_of(trials: pd.DataFrame, space: Space, seed: int) -> Importance:
     Args:
         trials: A row each: the searched values (missing where a condition left one out) and `loss`, nats per token, all of
             one length (NaN: diverged).
-        space: What was searched.
-        seed: Of the resampling.
 
     Raises:
         ScalingError: If the trials are too few, or none of their values differ.

@@ -52,8 +52,6 @@ def annealed_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame) -> p
     `cost_flops` is 6·N·D; `cost_seconds` that of its stem, with the cooldown at the same speed.
 
     Args:
-        plan: The trial's.
-        record: Results at rungs.
         annealed: trial, rung, n_tokens, loss.
     """
     rows = []
@@ -75,8 +73,6 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
     """A row for each trial, best first; the columns are those of `SweepResult.trials`.
 
     Args:
-        plan: The trial's.
-        record: Suggestions, results, decisions.
         annealed: As `annealed_table` gives it.
         repeated: Runs of the finalists under other seeds: trial, seed, loss.
     """
@@ -129,9 +125,7 @@ def known_noise(runs: pd.DataFrame, plan: TrialPlan, space: Space) -> tuple[floa
     A standard deviation of log loss and its degrees of freedom, as `scaling.compare_finalists` takes it.
 
     Args:
-        runs: The ledger's.
         plan: The trial's; runs with other fixed settings don't count.
-        space: What is searched.
     """
     model = json.loads(json.dumps(plan.numerics.to_dict()["model"]))
     rows = []

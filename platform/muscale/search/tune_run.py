@@ -40,10 +40,8 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
     """Run the engine until it has no more jobs. The first Ctrl-C lets those in flight come to their next rung.
 
     Args:
-        engine: What is to be run.
         trainable: Tune's, which takes `parameters` at its setup.
         parameters: The same for every job.
-        pool: Workers that train.
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.

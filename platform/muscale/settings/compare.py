@@ -22,11 +22,8 @@ from scaling.variants.verdicts import ERROR, WORTH
 BASELINE = "baseline"
 """Name of the study itself among its variants."""
 MIN_RATES = 3  # of a grid: a parabola
-_SHARED = (
-    "vocab_size",
-    "context_length",
-    "document_separator",
-)  # of the model: else losses are of other held-out tokens
+# of the model: else losses are of other held-out tokens
+_SHARED = ("vocab_size", "context_length", "document_separator")
 _SHARED_DATA = ("tokenizer", "end_of_document", "validation_fraction", "evaluation_tokens")
 _ONE_SOURCE = ("source", "kind", "field", "dtype", "vocab_size")
 _Changed = TypeVar("_Changed", Member, Hyperparameters)
@@ -70,10 +67,8 @@ class CompareSettings(StrictTable):
     rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid, or one more of an even grid
     widths: tuple[PositiveInt, ...] = ()  # of the rate grids; none: the two smallest of transfer.widths
     stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (
-        0,
-        1,
-    )  # of weights and data order, paired with the study's
+    # of weights and data order, paired with the study's
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)
     target_flops: PositiveFloat | None = None  # of the run that is decided on; none: the plan's budget
     worth: Annotated[float, Field(ge=0)] = WORTH  # least gain in compute, as a share, that is worth a change
     error: Annotated[float, Field(gt=0, lt=1)] = ERROR  # probability that any promotion is wrong; or any rejection
@@ -136,12 +131,9 @@ def variant_errors(
     """Broken rules of one variant, a line each: `variants.NAME.table: rule, got value`.
 
     Args:
-        name, variant: Of the file.
         base: The study's model.
         own: The variant's, where it is of a family or a program of its own and was imported or described.
-        h: The study's hyperparameters.
         stems, widths: That it will be trained at.
-        trainer: Whether the study has a [trainer].
     """
     where = f"variants.{name}"
     if name == BASELINE:

@@ -38,7 +38,6 @@ class StudyConfig(StudyTables):
         """Read a study file.
 
         Args:
-            path: The file.
             overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
                 TOML would hold it; `sweep.space` may be a `Space`.
             trains: Import a model family of one's own that the file names, which runs its module, or run its [trainer];
@@ -63,7 +62,6 @@ class StudyConfig(StudyTables):
         """The configuration of a table as TOML holds it.
 
         Args:
-            values: The table.
             where: The file, for messages.
             directory: Of the study, for its record of members.
             trains: As for `read`.

@@ -50,9 +50,8 @@ class CorpusSettings(StrictTable):
     vocab_size: PositiveInt | None = None  # of kind "tokens"
     sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of the five keys above
     stages: tuple[StageSettings, ...] = ()
-    tokenizer: str = (
-        "bytes"  # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
-    )
+    # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
+    tokenizer: str = "bytes"
     end_of_document: str | None = None  # the token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study

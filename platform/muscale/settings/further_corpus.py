@@ -31,11 +31,8 @@ def write_corpus(
     """Write a further corpus into a folder of the study, or open it; its tokenizer is that of the study's corpus.
 
     Args:
-        settings: Of the corpus.
         first: The study's own corpus.
         base: Folder to which its paths are relative.
-        directory: The study's.
-        vocab_size: The model's.
         on_progress: Called with bytes written and all bytes.
 
     Raises:

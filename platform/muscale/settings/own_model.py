@@ -83,7 +83,6 @@ def read_record(directory: Path, model: OwnModel | None, where: str, problems: l
     """Remember the members in a study's record; returns the one that the table describes.
 
     Args:
-        directory: The study's.
         model: The table; None: whatever was recorded.
         where: The file and the table, for messages.
         problems: Errors are added to it, and the member is `FAULTY` then.

@@ -79,7 +79,6 @@ class Parallelism:
         """Reasons against so many ranks, each with its rule and value.
 
         Args:
-            world_size: Ranks.
             sequences: Of the smallest batch, where it is known; shares of it may differ by one.
             node_ranks: Ranks on each node, where they are known, which "hybrid" goes by where `shard_ranks` is None.
         """
@@ -112,7 +111,6 @@ class Parallelism:
         """Replicas, shards of each, and ranks that share the products of each shard.
 
         Args:
-            world_size: Ranks.
             node_ranks: Ranks on each node, which "hybrid" goes by where `shard_ranks` is None.
 
         Raises:

@@ -57,23 +57,20 @@ class PlanSettings(StrictTable):
     gpu_hours: PositiveFloat | None = None
     dollars: PositiveFloat | None = None
     days: PositiveFloat | None = None  # on n_devices
-    accelerator: str | None = (
-        None  # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
-    )
+    # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
+    accelerator: str | None = None
     n_devices: PositiveInt | None = None
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # in place of the accelerator's: share of the peak
     peak_flops: PositiveFloat | None = None  # likewise, dense FLOP/s of one device
     dollars_per_hour: PositiveFloat | None = None  # likewise, of one device
-    served_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        0.0  # read and written over the model's life, out of the same budget
-    )
+    # read and written over the model's life, out of the same budget
+    served_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
     shapes: tuple[Shape, ...] = ()  # the full run has one of them; none: any width, at the base's depth
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes this close to the best are listed
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
-    explicit: dict[str, Any] = Field(
-        default_factory=dict
-    )  # hyperparameters of the full run alone, in place of transferred ones
+    # hyperparameters of the full run alone, in place of transferred ones
+    explicit: dict[str, Any] = Field(default_factory=dict)
 
     @pydantic.field_validator("explicit")
     @classmethod

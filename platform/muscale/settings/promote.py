@@ -49,9 +49,8 @@ class PromoteSettings(StrictTable):
     """[promote]: how the full run is trained."""
 
     workers: PositiveInt = 2
-    workers_min: PositiveInt | None = (
-        None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
-    )
+    # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
+    workers_min: PositiveInt | None = None
     precision: Precision | None = None  # none: the study's own, numerics.precision
     checkpoint_every_tokens: PositiveInt | None = None  # none, as for evaluations: it follows from the run
     checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none beside tokens: not by time
@@ -71,23 +70,19 @@ class PromoteSettings(StrictTable):
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
     # of the three keys, "auto" takes what has the best predicted step of what fits; needs plan.accelerator
-    sharding: Sharding | Literal["auto"] = (
-        "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
-    )
+    # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
-    activation_checkpointing: Checkpointing | Literal["auto"] = (
-        "none"  # what of a block is computed again in its backward pass
-    )
+    # what of a block is computed again in its backward pass
+    activation_checkpointing: Checkpointing | Literal["auto"] = "none"
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
     compile: Compile | None = None  # of each block; none: resources.compile, on GPUs "auto"
-    start_timeout_minutes: PositiveFloat = (
-        30.0  # until all workers have met, and of what they do together besides steps
-    )
+    # until all workers have met, and of what they do together besides steps
+    start_timeout_minutes: PositiveFloat = 30.0
     step_timeout_minutes: PositiveFloat = 10.0  # of a step's collectives, after the first step
-    profile: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
-        None  # "first:last": steps of which each worker writes a trace
-    )
+    # "first:last": steps of which each worker writes a trace
+    profile: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
     bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"

@@ -38,7 +38,6 @@ def format_errors(
     """A line for each of pydantic's errors, except those about `FAULTY` values.
 
     Args:
-        error: What pydantic raised.
         where: The file, or the file and the table.
         allowed: The model of the tables that may be there, or the allowed keys.
         separator: Between `where` and the key.
@@ -88,11 +87,6 @@ def lists_to_tuples(value: Any) -> Any:
 
 def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[str]) -> None:
     """Refuse 1.5 of a resource: Ray gives a task whole ones or a fraction of one.
-
-    Args:
-        table: Name of the settings' table.
-        settings: The table.
-        names: Of its keys.
 
     Raises:
         ValueError: Naming the key, the rule and the value.

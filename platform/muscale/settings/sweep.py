@@ -35,9 +35,8 @@ class SweepSettings(StrictTable):
     searcher: SearcherName = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
     scheduler: SchedulerName = "asha"
     rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
-    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = (
-        2.0  # between rungs, and of the survivors
-    )
+    # between rungs, and of the survivors
+    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
     rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
     schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
     top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
@@ -64,7 +63,6 @@ class SweepSettings(StrictTable):
 
         Args:
             h: The study's hyperparameters, under the schedule of the full run.
-            rung_tokens: Tokens at each rung.
         """
         searched = self.schedule or h.schedule
         if searched not in (*COOLING, *DECAYING):

@@ -60,15 +60,13 @@ class ResourceSettings(StrictTable):
     """[resources]: what searches may use at once."""
 
     workers: PositiveInt = 2  # trainings at a time
-    ranks_per_trial: PositiveInt = (
-        1  # that each training is sharded over by FSDP2; of the next two each rank has as many
-    )
+    # that each training is sharded over by FSDP2; of the next two each rank has as many
+    ranks_per_trial: PositiveInt = 1
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
     stall_minutes: PositiveOrInfinite = 30.0  # without a step, after which a training's process is ended; inf: never
-    compile: Compile = (
-        False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
-    )
+    # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
+    compile: Compile = False
 
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -130,9 +128,8 @@ class StorageSettings(StrictTable):
 class TrackingSettings(StrictTable):
     """[tracking]: not part of any key. API keys and addresses are secrets and come from the environment alone."""
 
-    wandb: Literal["auto", "online", "offline", "off"] = (
-        "auto"  # online where Weights & Biases has a key, else offline; WANDB_MODE is obeyed
-    )
+    # online where Weights & Biases has a key, else offline; WANDB_MODE is obeyed
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
     tensorboard: bool = False  # event files; needs muscale[tensorboard]
     mlflow: bool = False  # MLFLOW_TRACKING_URI, else an SQLite file; needs muscale[mlflow]
     project: str = Field(default="muscale", min_length=1)  # of Weights & Biases, and the experiment of MLflow
@@ -147,9 +144,8 @@ class StudyTables(StrictTable):
     name: str = Field(min_length=1)
     parametrization: Scheme = "mup"
     depth_exponent: Annotated[float, Field(ge=0.5, le=1)] = 1.0  # CompleteP's alpha: branches shrink as depth^-alpha
-    decay_scaling: DecayScaling = (
-        "timescale"  # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
-    )
+    # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
+    decay_scaling: DecayScaling = "timescale"
     corpus: CorpusSettings = CorpusSettings()
     model: Member
     hyperparameters: Hyperparameters

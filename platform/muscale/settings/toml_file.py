@@ -20,7 +20,6 @@ def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_
     """The tables of a file.
 
     Args:
-        path: The file.
         refusal: What is raised, naming the file, if it can't be read, or is not UTF-8 or not TOML.
         missing, is_folder: What is said where there is no such file, or a folder.
     """

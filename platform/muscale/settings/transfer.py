@@ -45,16 +45,12 @@ class TransferSettings(StrictTable):
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
-    horizons: tuple[Annotated[float, Field(gt=0)], ...] = (
-        0.25,
-        0.5,
-        1.0,
-    )  # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
+    # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
+    horizons: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 0.5, 1.0)
     wide_horizon: WideHorizon | None = None  # the horizon law is then of two widths, which share its exponent
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
-    over: dict[str, OverSettings] = Field(
-        default_factory=dict
-    )  # each varied alone, at each width and the longest horizon
+    # each varied alone, at each width and the longest horizon
+    over: dict[str, OverSettings] = Field(default_factory=dict)
     batches: tuple[PositiveInt, ...] = ()  # tokens; a rate grid at each and every horizon on the smallest width
 
     @pydantic.field_validator("over", mode="before")

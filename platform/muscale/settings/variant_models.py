@@ -23,10 +23,7 @@ def own_models(
     """The base shapes of those variants, by name; their families are imported, their programs run.
 
     Args:
-        config: The study file.
         own: Its [model], where that names a family or stands for a [trainer].
-        where: The file, for messages.
-        directory: The study's.
         problems: Errors are added to it; a variant with any has no model.
     """
     found = {}

@@ -216,7 +216,6 @@ class Ledger:
 
         Args:
             without: Columns to leave out: of many runs, nested ones take most of the time (`NESTED`).
-            but_of: Purposes whose runs are left out.
         """
         return runs_table(self.read(find_runs, sorted(without), sorted(but_of)), without)
 

@@ -40,7 +40,6 @@ class ActorStorage(Storage):
 
     Args:
         host: Name of the machine that holds the file, as Ray tells it.
-        path: Of the file on it.
     """
 
     def __init__(self, host: str, path: Path) -> None:

@@ -79,9 +79,7 @@ def prune(
     """Remove the states that no rule keeps, and files without a row.
 
     Args:
-        ledger: Of the study.
         top_k: Trials of each rung whose states are kept.
-        dry_run: Only tell what would go.
         expired: Leases whose owners are gone; by default they are looked for, which may take as long as a lease lasts.
     """
     if expired is None:

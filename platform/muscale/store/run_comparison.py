@@ -38,7 +38,6 @@ class RunComparison:
         """Compare two of `Ledger.runs()`.
 
         Args:
-            runs: The table.
             first: Key of a run, or the beginning of one key only.
             second: The same for the other run.
 

@@ -68,7 +68,6 @@ class SqliteStorage(Storage):
     """A file of SQLite on a local disk, shared by the processes of one machine.
 
     Args:
-        path: Of the file.
         must_exist: Refuse to begin a new one.
     """
 

@@ -60,7 +60,6 @@ def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: 
     Args:
         device: "cuda"; "cpu" runs the same code on CPU ranks, for the tests, without memory and speed.
         ranks: Numbers of ranks; by default one, and one for each GPU.
-        source: Of the text that is trained on.
 
     Raises:
         StageError: If torch sees no GPU.
@@ -250,7 +249,6 @@ def packing(device: Device, directory: Path) -> tuple[list[Check], list[dict[str
     """Checks of workers that share devices, and what each of them reported; skipped without Ray, which starts them.
 
     Args:
-        device: As `check_gpus`.
         directory: For their ledger; has the corpus.
     """
     if find_spec("ray") is None:

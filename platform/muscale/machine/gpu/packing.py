@@ -59,9 +59,6 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
     """Train on all workers of a pool at the same time, each with a seed of its own; what each of them reports.
 
     Args:
-        resources: Of the pool.
-        model: What each trains.
-        sequences: Of a batch.
         directory: A study's, with its corpus.
     """
     batch = sequences * model.context_length

@@ -172,13 +172,7 @@ class Measurement:
 
 
 def measure(case: Case, corpus: Path, folder: Path) -> Measurement:
-    """Train the case in processes of its own, each ended by its id if it outlasts the others.
-
-    Args:
-        case: What to train.
-        corpus: Its folder.
-        folder: For files of this case and of others.
-    """
+    """Train the case in processes of its own, each ended by its id if it outlasts the others."""
     directory, began = folder / case.name, time.monotonic()
     directory.mkdir()
     run = case.full_run(corpus, directory / "run")
