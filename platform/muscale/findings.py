@@ -27,7 +27,6 @@ class StudyContents:
     """What pages, bundles and trackers read of a study.
 
     Attributes:
-        config: The resolved study file.
         ledger: Everything that the study knows; it lies in, or points from, the study's directory.
         path: The study file.
         overrides: Settings that replaced the file's, as given to --set.

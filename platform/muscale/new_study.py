@@ -35,7 +35,6 @@ class NewStudy:
     """What was written, and how the text compares with what the file's budgets ask for.
 
     Attributes:
-        path: The study file.
         source: Of the corpus; None where the file's own was kept.
         n_files: That hold text.
         n_bytes: In them.

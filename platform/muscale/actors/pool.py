@@ -84,7 +84,6 @@ class PooledWorker:
 
     Attributes:
         name: By which other processes of the driver's job find it.
-        actor: Ray's handle.
         study: That it serves, or was asked to.
         placement: Placement group of a trial's ranks; None for one.
         has_started: Whether it ever answered.

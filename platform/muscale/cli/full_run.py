@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import FULL_RUN, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import AsJson, Flag, StageOptions
+from muscale.cli.options import AsJson, Flag, Options, StageOptions
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
@@ -73,12 +73,7 @@ def promote(
         )
 
     def ending(opened: Study, promoted: Any) -> Ending:
-        bundle = opened.directory / BUNDLES / promoted.plan
-        wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
-        if not bundle.exists():
-            return Ending(wrote=wrote, next=(options.line("bundle", study), options.line("report", study)))
-        use = "generate" if opened.config.can_generate else "verify"
-        return Ending(wrote=wrote | {"bundle": bundle}, next=(options.line("report", study), line(use, bundle)))
+        return after_promotion(opened, promoted, study, options, {"run": opened.directory / FULL_RUNS / promoted.plan})
 
     return run_stage(
         study,
@@ -149,6 +144,16 @@ def train(run: Path, *, json: AsJson = False) -> int:
         message = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
         show(result if json else message, as_json=json)
     return 0
+
+
+def after_promotion(opened: Study, promoted: Any, study: Path, options: Options, wrote: dict[str, Path]) -> Ending:
+    """The files of a promotion and its bundle, and what to do with them."""
+    bundle = opened.directory / BUNDLES / promoted.plan
+    report = () if "report" in wrote else (options.line("report", study),)
+    if not bundle.exists():
+        return Ending(wrote=wrote, next=(options.line("bundle", study), *report))
+    use = "generate" if opened.config.can_generate else "verify"
+    return Ending(wrote=wrote | {"bundle": bundle}, next=(*report, line(use, bundle)))
 
 
 def _is_begun(path: Path) -> bool:

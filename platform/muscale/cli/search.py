@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import SEARCH, command
-from muscale.cli.ending import Ending, line
+from muscale.cli.ending import Ending
+from muscale.cli.full_run import after_promotion
 from muscale.cli.options import Flag, Paths, StageOptions
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
-from muscale.layout import BUNDLES, REPORT
+from muscale.layout import REPORT
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -26,16 +27,10 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
     """
 
     def ending(opened: Study, promoted: Any) -> Ending:
-        if opened.config.trainer:
-            return Ending(
-                wrote={"report": opened.directory / REPORT}, next=(options.line("plan", study, "--export", "full-run"),)
-            )
-        bundle = opened.directory / BUNDLES / promoted.plan
         wrote = {"report": opened.directory / REPORT}
-        if not bundle.exists():
-            return Ending(wrote=wrote, next=(options.line("bundle", study),))
-        use = "generate" if opened.config.can_generate else "verify"
-        return Ending(wrote=wrote | {"bundle": bundle}, next=(line(use, bundle),))
+        if opened.config.trainer:
+            return Ending(wrote=wrote, next=(options.line("plan", study, "--export", "full-run"),))
+        return after_promotion(opened, promoted, study, options, wrote)
 
     return run_stage(
         study,

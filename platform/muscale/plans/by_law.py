@@ -20,7 +20,6 @@ class Cover:
     """How far a value may be taken along an axis.
 
     Attributes:
-        name: The hyperparameter.
         axis: That its best value moves with.
         factor: Between full run and proxies, up to which it is covered without a law.
         basis: Source of the factor.
@@ -65,7 +64,6 @@ class Departure:
     """One value of a plan, and how far its axis lies from the proxies'.
 
     Attributes:
-        cover: Of the value.
         times: Axis of the full run over that of the proxies.
         by_law: A law that covers it, or "explicit"; empty: none.
     """

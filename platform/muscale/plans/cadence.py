@@ -31,7 +31,6 @@ class Cadence:
     """The intervals of one run.
 
     Attributes:
-        n_tokens: Of the run.
         checkpoint_every_tokens: At the first step that passes a multiple.
         checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
         evaluate_every_tokens: As for checkpoints; None: at the end only.

@@ -59,8 +59,6 @@ def memory_line(
             advice="name the device, plan.accelerator, or try it with `muscale promote --smoke-test`",
         )
     compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
-    if needed <= MEMORY_SHARE * memory_bytes:
-        return GateLine(name="memory", status="passed", compared=compared)
     largest = max(
         ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced"),
         key=lambda part: getattr(estimate, part),
@@ -70,12 +68,9 @@ def memory_line(
         "gathered": "devices with more memory",
         "reduced": "devices with more memory",
     }.get(largest, "more workers to cut the state over")
-    return GateLine(
-        name="memory",
-        status="failed",
-        compared=compared,
-        advice=f"most of it are {largest}, {getattr(estimate, largest) / 2**30:.3g} GiB: take {remedy}, or devices with more memory",
-    )
+    size = getattr(estimate, largest) / 2**30
+    advice = f"most of it are {largest}, {size:.3g} GiB: take {remedy}, or devices with more memory"
+    return GateLine.judged("memory", needed <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
 def evaluation_line(
@@ -94,14 +89,8 @@ def evaluation_line(
     if memory_bytes is None:
         return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")
     compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}"
-    if peak <= MEMORY_SHARE * memory_bytes:
-        return GateLine(name="evaluation", status="passed", compared=compared)
-    return GateLine(
-        name="evaluation",
-        status="failed",
-        compared=compared,
-        advice="a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to cut the state over",
-    )
+    advice = "a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to cut the state over"
+    return GateLine.judged("evaluation", peak <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
 def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> GateLine:
@@ -110,14 +99,10 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     Args:
         weight_bytes: Of the attention weights of one block, which only the math kernel keeps.
     """
-    if kernel != "math":
-        return GateLine(name="attention", status="passed", compared=f"the {kernel} kernel, heads of {head_dim}")
-    return GateLine(
-        name="attention",
-        status="failed",
-        compared=f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block",
-        advice="take a model.head_dim that is a multiple of 8, and with model.document_separator at least 16",
-    )
+    fused = f"the {kernel} kernel, heads of {head_dim}"
+    math = f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block"
+    advice = "take a model.head_dim that is a multiple of 8, and with model.document_separator at least 16"
+    return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 
 def layout_line(
@@ -186,12 +171,8 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
         "evaluate_every_tokens": evaluating,
     }
     over = [f"promote.{key}" for key, share in shares.items() if share > MOST_SHARE]
-    return GateLine(
-        name="cadence",
-        status="failed" if over else "passed",
-        compared=compared,
-        advice=f"raise or leave out {' and '.join(over)}; by default they follow the run" if over else "",
-    )
+    advice = f"raise or leave out {' and '.join(over)}; by default they follow the run"
+    return GateLine.judged("cadence", not over, compared, advice)
 
 
 def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:
@@ -222,11 +203,7 @@ def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLi
 def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
     """Whether checkpoints fit: `needed` bytes for `kept` of them, the one that is being written among them."""
     compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
-    if needed <= free:
-        return GateLine(name="disk", status="passed", compared=compared)
-    return GateLine(
-        name="disk",
-        status="failed",
-        compared=compared,
-        advice="make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from",
+    advice = (
+        "make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from"
     )
+    return GateLine.judged("disk", needed <= free, compared, advice)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from muscale.errors import StageError
 from muscale.plans.batch import FAR, BatchChoice
@@ -35,7 +35,6 @@ class GateLine:
     """One condition.
 
     Attributes:
-        name: Of the condition.
         status: "unknown" where it can't be evaluated here, which does not block.
         compared: What was held against what.
         advice: What to do; where it passed, empty or what would be better.
@@ -45,6 +44,11 @@ class GateLine:
     status: Status
     compared: str
     advice: str = ""
+
+    @classmethod
+    def judged(cls, name: str, holds: bool, compared: str, advice: str) -> Self:
+        """A line that passed or failed; the advice is for where it failed."""
+        return cls(name=name, status="passed" if holds else "failed", compared=compared, advice="" if holds else advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,14 +136,8 @@ def check_line(check: CoordinateCheck | None) -> GateLine:
     if check is None:
         return GateLine(name=name, status="unknown", compared="not made yet", advice="run `muscale check`")
     compared = str(check).splitlines()[0].removeprefix("coordinate check ")
-    if check.passed:
-        return GateLine(name=name, status="passed", compared=compared)
-    return GateLine(
-        name=name,
-        status="failed",
-        compared=compared,
-        advice="`muscale check` names the modules; tuned values would not transfer to full size",
-    )
+    advice = "`muscale check` names the modules; tuned values would not transfer to full size"
+    return GateLine.judged(name, check.passed, compared, advice)
 
 
 def require_check(check: CoordinateCheck, *, force: bool) -> None:
@@ -218,16 +216,10 @@ def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> Gate
 
 def batch_line(batch: BatchChoice | None) -> GateLine:
     """Whether the batch is near the proxies', or near the best that a law has for the run."""
-    if batch is None:
-        return GateLine(name="batch", status="passed", compared="the proxies'")
-    if batch.is_covered:
-        return GateLine(name="batch", status="passed", compared=str(batch))
-    return GateLine(
-        name="batch",
-        status="failed",
-        compared=f"{batch}; more than {FAR:g}× apart",
-        advice="take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch",
-    )
+    covered = batch is None or batch.is_covered
+    compared = "the proxies'" if batch is None else f"{batch}" if covered else f"{batch}; more than {FAR:g}× apart"
+    advice = "take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch"
+    return GateLine.judged("batch", covered, compared, advice)
 
 
 def by_law_line(departures: Sequence[Departure]) -> GateLine:

@@ -43,7 +43,6 @@ class Plan(Recorded):
         model: The full-size shape.
         n_tokens: Training tokens D.
         seed: Of the initial values and the data order.
-        precision: Of the training.
         spike_handling: Settings of [promote] about spikes that change what is computed.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that transferred it.

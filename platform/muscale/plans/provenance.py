@@ -36,7 +36,6 @@ class HyperparameterProvenance:
     """One value of the full run, at the base shape.
 
     Attributes:
-        name: The hyperparameter.
         value: As JSON has it.
         rules: Those that transferred it.
         source: The trial or the file that it is from.

@@ -49,7 +49,6 @@ class Links:
         memory: Bandwidth of the device's memory.
         node: To the other devices of its node, in one direction.
         network: To other nodes, for each device, in one direction.
-        node_devices: Devices of a node.
         fp32_flops: Peak of fp32 products, TF32 off.
         products, attention: Shares of the peak that large products and fused attention reach.
     """
@@ -85,7 +84,6 @@ class StepTime:
         products: Matrix products, attention and everything else that a device computes, slowed by collectives beside them.
         tensor: Collectives of tensor parallelism.
         exposed: Collectives of weights and gradients that no product hides.
-        optimizer: The update.
         communication: All collectives of weights and gradients, hidden or not; not part of the sum.
         tokens_per_second: Of one device.
         mfu: Share of the peak, by `train_flops_within`.

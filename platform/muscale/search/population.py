@@ -37,7 +37,6 @@ class Population:
         top: The last rung; each rung is a generation's end.
         share: Of the members, at the bottom, that copy one of as many at the top.
         explore: How a copy's hyperparameters are chosen.
-        seed: Of the choice among the best.
     """
 
     top: int
@@ -107,7 +106,6 @@ class Perturb:
     Attributes:
         space: Bounds, conditions and constraints.
         resample: Probability of a fresh draw.
-        seed: Of the draws.
     """
 
     space: Space

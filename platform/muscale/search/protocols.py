@@ -63,7 +63,6 @@ class Advance:
     """Train a trial that waits at a rung up to a higher one.
 
     Attributes:
-        trial: Its number.
         until: The rung where it ends.
         path: In a population, the configurations that it continues with: those of the donor up to this rung, and a new one.
         donor: In a population, the trial whose state it continues from.

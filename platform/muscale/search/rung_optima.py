@@ -40,7 +40,6 @@ class RungOptima:
 
     Attributes:
         runs: A row each: n_tokens, loss (nats per token; NaN: diverged) and the searched hyperparameters.
-        space: What is searched.
     """
 
     runs: pd.DataFrame

@@ -38,7 +38,6 @@ class Asha:
     where fewer than eta arrived, so that one trial at least comes to the last rung.
 
     Attributes:
-        top: The last rung.
         eta: Of the trials at a rung, one in eta advances.
     """
 

@@ -18,7 +18,6 @@ class SearchSoFar:
     """A sweep that may be at work.
 
     Attributes:
-        sweep: Its key.
         trials: A row each, by number: trial, status, rung (reached, −1 before the first), loss (there, nats per token),
             the suggestion, seconds.
         rungs: A row for each result: trial, rung, n_tokens, loss.

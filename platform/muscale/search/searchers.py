@@ -91,9 +91,7 @@ class OptunaSearcher:
     """One of Optuna's samplers over the space, asked by `suggest_*` so that it sees only the hyperparameters there are.
 
     Attributes:
-        space: What is searched.
         make: Builds the sampler for a seed.
-        seed: The sweep's.
         clip: Losses above this many times the best are clipped there.
     """
 

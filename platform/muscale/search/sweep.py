@@ -97,7 +97,6 @@ class Sweep:
     """One search of a study: what is searched, how, and under which name it stands in the ledger.
 
     Attributes:
-        config, ledger, numerics: The study's.
         learn_from: Sources of prior runs beside those of the study file.
         searcher, scheduler: In place of those that the study file names.
         own_methods: Identities of a searcher or scheduler of the user's own. Without the objects the sweep can be read, not searched.

@@ -43,9 +43,7 @@ class SweepResult:
         winner: Its trial.
         finalists: Comparison of the finalists over seeds that the search did not see; None without repetitions.
         copies: In a population, a row for each copy: trial, rung, donor and the values that it went on with.
-        space: What was searched.
         is_population: Whether trials changed their values on the way.
-        seed: Of the search.
         narrowings: What each narrowing cut, and why, in the order of the rounds that followed: first_trial, and what
             `search_spaces.Narrowed.to_dict` gives.
         notes: Warnings about how it was searched.

@@ -69,8 +69,8 @@ class PromoteSettings(StrictTable):
     max_interventions: Annotated[int, Field(ge=0)] = 3
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
-    # of the three keys, "auto" takes what has the best predicted step of what fits; needs plan.accelerator
-    # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    # What is cut over the workers; "hybrid" cuts inside a node and copies over nodes. Here and in the other two keys of LAYOUT
+    # "auto" takes what has the best predicted step of what fits; needs plan.accelerator.
     sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
@@ -100,15 +100,22 @@ class PromoteSettings(StrictTable):
                     raise ValueError(
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.evaluation == "sync":
             for name in ("prompts", "evaluator_gpus"):
                 if value := getattr(self, name):
                     raise ValueError(f'promote.{name} is for promote.evaluation = "async", got {value} with "sync"')
+        if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
+            raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
+        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
+            raise ValueError(  # without the value, which may be the secret itself
+                "webhook must be the name of an environment variable that holds the URL, and is no such name"
+            )
+        if not self.open_layout:
+            layout = self.parallelism
+            layout.grid(self.workers, node_ranks=layout.tensor_parallel)  # raises; a node's ranks are not known yet
+        elif self.sharding == "auto" and self.shard_ranks is not None:
+            raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
         return self
 
     @property
@@ -118,12 +125,6 @@ class PromoteSettings(StrictTable):
             return None
         first, last = map(int, self.profile.split(":"))
         return first, last
-
-    @pydantic.model_validator(mode="after")
-    def _profiles_a_step(self) -> Self:
-        if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
-            raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
-        return self
 
     @property
     def spike_handling(self) -> dict[str, Any]:
@@ -149,24 +150,6 @@ class PromoteSettings(StrictTable):
         if self.on_spike == "stop":
             return None
         return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
-
-    @pydantic.model_validator(mode="after")
-    def _webhook_is_a_name(self) -> Self:
-        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
-            raise ValueError(  # without the value, which may be the secret itself
-                "webhook must be the name of an environment variable that holds the URL, and is no such name"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _layout_holds(self) -> Self:
-        if self.open_layout:
-            if self.sharding == "auto" and self.shard_ranks is not None:
-                raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
-            return self
-        parallelism = self.parallelism
-        _ = parallelism.grid(self.workers, node_ranks=parallelism.tensor_parallel)  # a node's ranks are not known yet
-        return self
 
     @property
     def open_layout(self) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ class Pruning(Result):
         kept: Bytes of the states that stay, by reason.
         gone: Bytes of the files that go, or went, by reason.
         files: How many go, by the same reasons.
-        dry_run: Whether nothing was removed.
         retrained: How often a pruned state had to be trained again, so far.
         retrained_tokens: Over how many tokens.
         retrained_seconds: For how long.

@@ -20,7 +20,6 @@ class RunComparison:
     """Differences between two runs.
 
     Attributes:
-        keys: The keys of both.
         losses: Held-out losses, nats per token; None where a run diverged.
         seconds: Duration of each.
         settings: Values of both where they differ, by name: run, hyperparameters, model and data.

@@ -22,8 +22,6 @@ class Incident:
 
     Attributes:
         step: The step that was not taken, or the first one after a restart.
-        reason: In words.
-        action: What was done.
         left_out: Positions [from, to) in tokens at which no step is taken.
         back_to: Tokens of the checkpoint that training goes on from; None where it just goes on.
         at: UTC.
@@ -55,7 +53,6 @@ class SpikeHandling:
     batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.
 
     Attributes:
-        policy: Of the run.
         interventions: What was done, in order; no restarts, which change no number.
     """
 

@@ -154,20 +154,20 @@ def step_checks(found: Measurement) -> Iterator[Check]:
         return
     trace, where = found.trace, _where(found)
     units = found.case.model.n_layers + 3
-    yield Check(
-        what=f"{where}: units of FSDP2",
-        status="pass" if len(trace.units) == units else "fail",
-        found=str(len(trace.units)),
-        bound=f"{units}: blocks, embedding, readout, the rest",
-        value=len(trace.units),
+    yield Check.judged(
+        f"{where}: units of FSDP2",
+        len(trace.units) == units,
+        str(len(trace.units)),
+        f"{units}: blocks, embedding, readout, the rest",
+        len(trace.units),
     )
     kernels = ", ".join(f"{calls:g} {name}" for name, calls in sorted(trace.attention.items()))
-    yield Check(
-        what=f"{where}: attention",
-        status="pass" if trace.attention and "math" not in trace.attention else "fail",
-        found=f"{kernels or 'none'} a step",
-        bound="no math kernel",
-        value=trace.attention.get("math", 0.0),
+    yield Check.judged(
+        f"{where}: attention",
+        trace.attention and "math" not in trace.attention,
+        f"{kernels or 'none'} a step",
+        "no math kernel",
+        trace.attention.get("math", 0.0),
     )
     what = f"{where}: waits of the host"
     if trace.host_waits is None:
@@ -191,12 +191,12 @@ def collective_checks(found: Measurement, golden: Measurement) -> Iterator[Check
             for trace, scale in ((found.trace, 1.0), (golden.trace, share))
         )
         n_bytes, wanted = (sum(size * calls for size, calls in sizes.items()) for sizes in (here, expected))
-        yield Check(
-            what=f"{_where(found)}: {kind}s",
-            status="pass" if here == expected and here else "fail",
-            found=f"{sum(here.values()):g} of {n_bytes:,.0f} bytes a step",
-            bound=f"{sum(expected.values()):g} of {wanted:,.0f} bytes, size by size",
-            value=n_bytes,
+        yield Check.judged(
+            f"{_where(found)}: {kind}s",
+            here == expected and here,
+            f"{sum(here.values()):g} of {n_bytes:,.0f} bytes a step",
+            f"{sum(expected.values()):g} of {wanted:,.0f} bytes, size by size",
+            n_bytes,
         )
 
 
@@ -236,7 +236,7 @@ def mfu_check(what: str, found: Measurement, name: str) -> Check:
 
 
 def _at_most(what: str, value: float, bound: float, found: str, stated: str) -> Check:
-    return Check(what=what, status="pass" if value <= bound else "fail", found=found, bound=stated, value=value)
+    return Check.judged(what, value <= bound, found, stated, value)
 
 
 def _where(found: Measurement) -> str:

@@ -113,37 +113,33 @@ def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check
 def packing_checks(facts: list[dict[str, Any]]) -> Iterator[Check]:
     """Whether workers trained, where they were, and whether memory was kept apart."""
     trained = sum(fact["loss"] is not None and math.isfinite(fact["loss"]) for fact in facts)
-    yield Check(
-        what="packing: workers trained",
-        status="pass" if trained == len(facts) else "fail",
-        found=str(trained),
-        bound=f"{len(facts)} at the same time",
-        value=trained,
+    yield Check.judged(
+        "packing: workers trained", trained == len(facts), str(trained), f"{len(facts)} at the same time", trained
     )
     if "device" not in facts[0]:
         yield Check(what="packing: memory", status="skipped", found="a CPU's memory is not shared out")
         return
     on_each = Counter(fact["device"] for fact in facts)
-    yield Check(
-        what="packing: workers on a device",
-        status="pass" if set(on_each.values()) == {PER_DEVICE} else "fail",
-        found=", ".join(map(str, on_each.values())),
-        bound=f"{PER_DEVICE} on each",
-        value=max(on_each.values()),
+    yield Check.judged(
+        "packing: workers on a device",
+        set(on_each.values()) == {PER_DEVICE},
+        ", ".join(map(str, on_each.values())),
+        f"{PER_DEVICE} on each",
+        max(on_each.values()),
     )
     share = max(fact["peak_bytes"] / fact["device_bytes"] for fact in facts)
-    yield Check(
-        what="packing: memory of a worker",
-        status="pass" if share <= 1 / PER_DEVICE else "fail",
-        found=f"{share:.0%} of the device",
-        bound=f"≤ {1 / PER_DEVICE:.0%}",
-        value=share,
+    yield Check.judged(
+        "packing: memory of a worker",
+        share <= 1 / PER_DEVICE,
+        f"{share:.0%} of the device",
+        f"≤ {1 / PER_DEVICE:.0%}",
+        share,
     )
     refused = sum(fact["refused"] for fact in facts)
-    yield Check(
-        what="packing: more than its share",
-        status="pass" if refused == len(facts) else "fail",
-        found=f"refused to {refused}",
-        bound=f"refused to all {len(facts)}",
-        value=refused,
+    yield Check.judged(
+        "packing: more than its share",
+        refused == len(facts),
+        f"refused to {refused}",
+        f"refused to all {len(facts)}",
+        refused,
     )

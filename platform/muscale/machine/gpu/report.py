@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from muscale.formatting import finite
 from proxy_models.files import atomic_write
@@ -29,14 +29,17 @@ class Check:
     bound: str = ""
     value: float | None = None
 
+    @classmethod
+    def judged(cls, what: str, passes: bool, found: str, bound: str, value: float | None = None) -> Self:
+        """A check that passed or failed."""
+        return cls(what=what, status="pass" if passes else "fail", found=found, bound=bound, value=value)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport:
     """All checks, and the figures that they were made from.
 
     Attributes:
-        machine: Versions and devices.
-        checks: In order.
         trainings: Each as plain values.
         packing: Of each worker that shared a device.
     """

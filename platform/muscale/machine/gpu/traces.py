@@ -31,7 +31,6 @@ class StepTrace:
     """The steps between the first update of weights in a trace and the last.
 
     Attributes:
-        steps: Their number.
         units: Modules that FSDP2 shards by themselves; "" is the rest of the model.
         collectives: Calls a step by (kind, bytes that a rank puts in), of weights and gradients.
         attention: Calls a step by the kernel's name.

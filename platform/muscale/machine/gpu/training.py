@@ -44,17 +44,13 @@ class Case:
     """One training.
 
     Attributes:
-        name: A folder's name.
-        model: The shape.
         device: "cuda", one for each rank, or "cpu".
-        ranks: Processes.
         precision: Of products and gathered weights.
         sequences: Of a batch, over all ranks.
         micro_batch: Of a pass on a rank.
         steps: At least WARM_STEPS + 1.
         profile: First and last step of the trace; None: none.
         compile: Whether blocks are compiled, where there is a compiler.
-        checkpointing: What is recomputed.
     """
 
     name: str
@@ -122,14 +118,10 @@ class Measurement:
     """What a case came to.
 
     Attributes:
-        case: What was trained.
         seconds: From the start of its processes to their end.
         failure: Why it did not end; empty otherwise, and nothing else is known.
-        losses: Of each step.
-        step_seconds: Of each step.
         mfu: Of each step; empty where the device's peak is not known.
         peak_bytes: Allocated by torch on a GPU, at most, by the rank with most of it; None on a CPU.
-        compiled: Whether blocks were compiled.
         trace: Of rank 0.
     """
 
