@@ -164,7 +164,7 @@ def step_checks(found: Measurement) -> Iterator[Check]:
     kernels = ", ".join(f"{calls:g} {name}" for name, calls in sorted(trace.attention.items()))
     yield Check.judged(
         f"{where}: attention",
-        trace.attention and "math" not in trace.attention,
+        bool(trace.attention) and "math" not in trace.attention,
         f"{kernels or 'none'} a step",
         "no math kernel",
         trace.attention.get("math", 0.0),
@@ -193,7 +193,7 @@ def collective_checks(found: Measurement, golden: Measurement) -> Iterator[Check
         n_bytes, wanted = (sum(size * calls for size, calls in sizes.items()) for sizes in (here, expected))
         yield Check.judged(
             f"{_where(found)}: {kind}s",
-            here == expected and here,
+            bool(here) and here == expected,
             f"{sum(here.values()):g} of {n_bytes:,.0f} bytes a step",
             f"{sum(expected.values()):g} of {wanted:,.0f} bytes, size by size",
             n_bytes,
