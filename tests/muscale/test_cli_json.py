@@ -56,8 +56,11 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     losses = {"baseline": (3.56, 3.33, 3.16, 3.03), "wide": (3.50, 3.27, 3.10, 2.98)}
     rows = [f"{name},{c},{y}" for name, values in losses.items() for c, y in zip((1, 3, 9, 27), values, strict=True)]
     variants.write_text("\n".join(["variant,compute_flops,loss", *rows]))
-    compared = json_output(capfd, "compare", variants, "--target-flops", "100")
+    page = tmp_path / "variants.html"
+    compared = json_output(capfd, "compare", variants, "--target-flops", "100", "--html", page)
     assert [row["verdict"] for row in compared["table"]] == ["promote"]
+    assert page.read_text().count('role="img"') == 3
+    assert muscale(capfd, "compare", variants, "--html", tmp_path / "none" / "page.html").code == 2
     mixtures = tmp_path / "mixtures.csv"
     weights = [i / 8 for i in range(9)]
     rows = [f"{w},{1 - w},{3 - w - w * w}" for w in weights]

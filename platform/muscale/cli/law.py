@@ -97,6 +97,7 @@ def compare(
     baseline: str | None = None,
     target_flops: float | None = None,
     worth: float | None = None,
+    html: Path | None = None,
     options: StageOptions = StageOptions(),
 ) -> int:
     """Say which variants of a recipe still win at the target's compute: promote, reject or undecided, and what to run next.
@@ -108,13 +109,18 @@ def compare(
         baseline: Of a table, the variant that the others are held against; "baseline" if not given.
         target_flops: Compute of the run that is decided on; by default the study's [compare] and [plan], or the largest run.
         worth: Least gain in compute that is worth a change, as a share; by default the study's [compare], or 0.02.
+        html: Of a table, a file for the result as a page, with its figures; a study's is a section of `muscale report`.
     """
     if runs.suffix != ".toml":
         if one_size or options.set or options.dry_run:
             raise StudyFileError(
                 f"compare: --one-size, --set and --dry-run are for a study file, a .toml; got the table {runs}"
             )
-        return _compare_runs(runs, baseline or "baseline", target_flops, worth, as_json=options.json)
+        return _compare_runs(runs, baseline or "baseline", target_flops, worth, html, as_json=options.json)
+    if html:
+        raise StudyFileError(
+            f"compare: --html is for a table of runs; `muscale report {runs}` shows a study's variants"
+        )
     if baseline:
         raise StudyFileError(
             f"compare: the baseline of a study file is the study itself; leave out --baseline {baseline}"
@@ -131,15 +137,23 @@ def compare(
     )
 
 
-def _compare_runs(runs: Path, baseline: str, target_flops: float | None, worth: float | None, *, as_json: bool) -> int:
+def _compare_runs(
+    runs: Path, baseline: str, target_flops: float | None, worth: float | None, html: Path | None, *, as_json: bool
+) -> int:
     from scaling import ScalingError, compare_variants
     from scaling.variants.verdicts import WORTH
 
+    if html and not html.absolute().parent.is_dir():
+        raise StudyFileError(f"compare: --html {html}: there is no folder {html.absolute().parent}")
     with result_alone(as_json):
         try:
             found = compare_variants(runs, baseline, target_flops=target_flops, worth=WORTH if worth is None else worth)
         except (ScalingError, ValueError) as error:
             raise StageError(f"compare: {error}") from error
+        if html:
+            from muscale.pages.variant_page import write_variant_page
+
+            write_variant_page(html, runs.stem, found)
     show(found, as_json=as_json)
     return 0
 

@@ -15,6 +15,7 @@ from scaling import Forecast, ScalingError, ScalingFit, fit_isoflops
 if TYPE_CHECKING:
     from muscale.plans.next_stems import NextStems
     from muscale.proxies.comparison import Comparison
+    from scaling import VariantComparison
 
 _WITHIN = 0.005  # of the loss: the band of sizes, where a plan says no other
 _BUDGETS = 4  # isoFLOPs that are drawn by the law
@@ -157,25 +158,27 @@ def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
 
 def variant_sections(found: Comparison | None) -> list[Section]:
     """The section, once variants were compared."""
-    if found is None:
-        return []
-    outcome = found.outcome
+    return [] if found is None else [variant_section(found.outcome, found.about)]
+
+
+def variant_section(outcome: VariantComparison, about: str) -> Section:
+    """Multipliers, losses and verdicts of variants.
+
+    Args:
+        about: What they rest on.
+    """
     table = outcome.table[_LISTED].rename(columns={"p_better": "P(better)", "change": "loss there, log ratio"})
-    several = outcome.n_sizes > 1
-    return [
-        Section(
-            title="Variants",
-            command="compare",
-            group=GROUP,
-            about="Compute that the study would need for each variant's loss at the target, over the variant's own, and the verdict.",
-            result=found.about,
-            drawings=(
-                *drawn(found.plot(), "multiplier of each variant against compute, with its band up to the target"),
-                *drawn(outcome.plot_losses(), "loss of each variant beside the study's at the same compute"),
-                *drawn(
-                    outcome.plot_looks() if several else None, "probability that each variant is better, look by look"
-                ),
-            ),
-            table=as_table(table),
-        )
-    ]
+    looks = outcome.plot_looks() if outcome.n_sizes > 1 else None
+    return Section(
+        title="Variants",
+        command="compare",
+        group=GROUP,
+        about="Compute that the baseline would need for each variant's loss at the target, over the variant's own, and the verdict.",
+        result=about,
+        drawings=(
+            *drawn(outcome.plot(), "multiplier of each variant against compute, with its band up to the target"),
+            *drawn(outcome.plot_losses(), "loss of each variant beside the baseline's at the same compute"),
+            *drawn(looks, "probability that each variant is better, look by look"),
+        ),
+        table=as_table(table),
+    )
