@@ -36,6 +36,14 @@ class Recorded(Result):
             raise ValueError("; ".join(cattrs.transform_error(error))) from error
 
 
+def dotted(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The leaves of nested plain values, by names such as "model.d_model"."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= dotted(value, f"{place}{name}.") if isinstance(value, Mapping) else {f"{place}{name}": value}
+    return found
+
+
 def _has_own(kind: Any) -> bool:
     """Whether a class of another room writes and reads itself."""
     return (

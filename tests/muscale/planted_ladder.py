@@ -17,15 +17,17 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident
 from muscale.store.tables import ResultKind, segments
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
+from scaling import Forecast
 from tests.muscale.planted import planted_fit, planted_horizon
 
 OFFSET = 0.02
 """Log of held-out over training loss."""
 COOLDOWN = 0.15
 WARMUP = 0.05
-
 
 PROMOTION = Promotion(
     plan="0123456789abcdef",
@@ -42,6 +44,26 @@ PROMOTION = Promotion(
     forced=False,
     world_size=2,
     seconds=1.0,
+)
+FORECAST = Forecast(
+    n_params=1e4, n_tokens=1e5, loss=1.0, low=0.9, high=1.1, level=0.8, log_scale=0.1, extrapolation=99.0,
+    reasons=("99 times the largest run",), law_loss=1.0,
+)  # fmt: skip
+PLAN = Plan(
+    key="0123456789abcdef",
+    model=ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True),
+    n_tokens=100_000,
+    seed=5,
+    precision="bf16",
+    hyperparameters=Hyperparameters(learning_rate=0.0123456, batch_tokens=1024),
+    rules={"learning_rate": "muP across width"},
+    wanted_n_params=1e4,
+    forecast=FORECAST,
+    spike_handling={"on_spike": "stop"},
+    decision={},
+    provenance=(),
+    data={},
+    registered_at="2026-01-01T00:00:00+00:00",
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import pandas as pd
 
+from muscale.serialization import dotted
 from muscale.store.run_selection import one_run
 
 _LONGEST = 60  # characters of a value in the table
@@ -45,7 +46,7 @@ class RunComparison:
         """
         rows = [one_run(runs, key).to_dict() for key in (first, second)]
         settings = [
-            {name: row[name] for name in _NAMED} | _flat(row["hyperparameters"]) | _numerics(row) for row in rows
+            {name: row[name] for name in _NAMED} | dotted(row["hyperparameters"]) | _numerics(row) for row in rows
         ]
         a, b = (None if math.isnan(row["loss"]) else float(row["loss"]) for row in rows)
         return cls(
@@ -53,7 +54,7 @@ class RunComparison:
             losses=(a, b),
             seconds=(float(rows[0]["seconds"]), float(rows[1]["seconds"])),
             settings=_differing(*settings),
-            environment=_differing(*(_flat(row["environment"] or {}) for row in rows)),
+            environment=_differing(*(dotted(row["environment"] or {}) for row in rows)),
         )
 
     @property
@@ -96,17 +97,7 @@ def _short(value: Any, none: str) -> str:
 
 def _numerics(row: Mapping[str, Any]) -> dict[str, Any]:
     """Model, base shape, data and semantics."""
-    return _flat({name: value for name, value in row["numerics"].items() if name not in ("seed", "run_tokens")})
-
-
-def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{place}{name}.")
-        else:
-            found[f"{place}{name}"] = value
-    return found
+    return dotted({name: value for name, value in row["numerics"].items() if name not in ("seed", "run_tokens")})
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

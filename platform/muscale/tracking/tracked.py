@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+from muscale.serialization import dotted
+
 Kind = Literal["study", "trial", "full"]
 Opened = TypeVar("Opened")
 MOST_OPEN = 64
@@ -125,12 +127,7 @@ class Tracker(ABC, Generic[Opened]):
         """Close the run; None: it may be resumed."""
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Nested plain values by dotted names, for trackers that know no tables; a list as its text."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{name}.")
-        else:
-            found[f"{before}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+    leaves = dotted(values).items()
+    return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}

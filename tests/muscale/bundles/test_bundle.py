@@ -33,7 +33,6 @@ from muscale.full_runs.checkpoints.stored_weights import alone
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
-from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
@@ -54,7 +53,7 @@ from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from scaling import Forecast
 from tests.muscale.conftest import write_text
-from tests.muscale.planted_ladder import PROMOTION
+from tests.muscale.planted_ladder import PLAN, PROMOTION
 from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
 BATCH, STEPS = 256, 24
@@ -106,21 +105,15 @@ def finish(
         )
     )
     forecast = Forecast(**NUMBERS, log_scale=0.1, extrapolation=2.0, reasons=(), law_loss=3.0)
-    plan = Plan(
-        key="0123456789abcdef",
+    plan = replace(
+        PLAN,
         model=model,
         n_tokens=BATCH * STEPS,
         seed=3,
         precision="fp32",
         hyperparameters=tuned,
         rules={"learning_rate": "muP across width | and a law"},
-        wanted_n_params=1e4,
         forecast=forecast,
-        spike_handling={"on_spike": "stop"},
-        decision={},
-        provenance=(),
-        data={},
-        registered_at="2026-01-01T00:00:00+00:00",
     )
     promotion = replace(
         PROMOTION,

@@ -10,37 +10,13 @@ from muscale.full_runs.continue_run.lineage import LineageSegment
 from muscale.full_runs.continue_run.train import Continued, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
-from muscale.plans.planning import Plan
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus
-from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from scaling import Forecast
 from tests.muscale import planted_ladder
 from tests.muscale.planted import large_and_small
+from tests.muscale.planted_ladder import PLAN
 from tests.proxy_models.families import Recurrent
 
-MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)
-FORECAST = Forecast(
-    n_params=1e4, n_tokens=1e5, loss=1.0, low=0.9, high=1.1, level=0.8, log_scale=0.1, extrapolation=99.0,
-    reasons=("99 times the largest run",), law_loss=1.0,
-)  # fmt: skip
-PLAN = Plan(
-    key="0123456789abcdef",
-    model=MODEL,
-    n_tokens=100_000,
-    seed=5,
-    precision="bf16",
-    hyperparameters=Hyperparameters(learning_rate=0.0123456, batch_tokens=1024),
-    rules={"learning_rate": "muP across width"},
-    wanted_n_params=1e4,
-    forecast=FORECAST,
-    spike_handling={"on_spike": "stop"},
-    decision={},
-    provenance=(),
-    data={},
-    registered_at="2026-01-01T00:00:00+00:00",
-)
 PROMOTION = replace(planted_ladder.PROMOTION, loss=1.25, forecast=1.0, low=0.9, high=1.1, level=0.8)
 LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "caveats": []}
 
@@ -53,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def card(corpus: Corpus, **known: Any) -> str:
     numerics = Numerics(
-        model=MODEL, base=MODEL, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
+        model=PLAN.model, base=PLAN.model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
     )
     values = {"name": "study", "plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, "averaging": None, **known}
     return model_card(numerics=numerics, corpus=corpus, **values)

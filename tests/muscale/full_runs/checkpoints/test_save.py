@@ -28,18 +28,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training import optimizer
 from proxy_models.training.guard_settings import GuardSettings
-from tests.muscale.forked_ranks import (
-    BATCH,
-    STEPS,
-    Fault,
-    ended,
-    interrupt,
-    losses,
-    result,
-    rows,
-    start,
-    train_on,
-)
+from tests.muscale.forked_ranks import BATCH, STEPS, Fault, ended, interrupt, losses, result, rows, start, train_on
 
 
 def standing(run: FullRun) -> list[int]:

@@ -30,17 +30,7 @@ from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
-from tests.muscale.forked_ranks import (
-    BATCH,
-    LETTERS,
-    STEPS,
-    interrupt,
-    losses,
-    result,
-    rows,
-    small_mixture,
-    small_run,
-)
+from tests.muscale.forked_ranks import BATCH, LETTERS, STEPS, interrupt, losses, result, rows, small_mixture, small_run
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import TRANSFORMERS
 

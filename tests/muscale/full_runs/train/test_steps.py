@@ -39,16 +39,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.step import Stepper
-from tests.muscale.forked_ranks import (
-    BATCH,
-    STEPS,
-    ended,
-    losses,
-    result,
-    rows,
-    start,
-    train_on,
-)
+from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, start, train_on
 
 READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "new_tensor")
 BOUNDARIES = {0, 1, 6, 12, 16}  # before the first step, after it, the checkpoints, the end
