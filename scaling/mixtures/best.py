@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import Annotated, Unpack
 
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
+from scaling.drawing import Figure
+from scaling.mixtures.figures import draw_best
 from scaling.mixtures.law import MixtureLaw
 from scaling.mixtures.law import Objective as Wanted
 from scaling.mixtures.objective import Objective
@@ -17,9 +19,6 @@ from scaling.mixtures.simplex import STEPS, Limits, minimise, nearest, weight_li
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 DRAWS = 400
 CANDIDATES = 400
@@ -75,10 +74,8 @@ class BestMixture(JsonResult):
         """`ok`; `look` if there are `caveats`."""
         return "look" if self.caveats else "ok"
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """Weight of each domain with its interval, beside its limits."""
-        from scaling.mixtures.figures import draw_best
-
         return draw_best(self.table, self.level)
 
     @property

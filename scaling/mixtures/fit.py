@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 import pandas as pd
 
+from scaling.drawing import Figure
 from scaling.fits.runs import Table
 from scaling.mixtures.best import BestMixture, best_mixture
+from scaling.mixtures.figures import draw_effects
 from scaling.mixtures.following import NextMixtures, following_mixtures
 from scaling.mixtures.law import MixtureLaw, Objective, inputs
 from scaling.mixtures.process import Process
@@ -18,9 +20,6 @@ from scaling.mixtures.simplex import Limits
 from scaling.mixtures.table import LOSS, WEIGHT, read_mixtures
 from scaling.presentation import lines, span
 from scaling.threads import single_threaded
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 RUNS_PER_DOMAIN = 2.0
 """Runs for each domain below which the law is doubtful (assumed)."""
@@ -92,10 +91,8 @@ class MixtureFit(MixtureLaw):
         """
         return following_mixtures(self, n, objective, seed=seed, **limits)
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """The table of effects as a map: which domain's data lowers which loss."""
-        from scaling.mixtures.figures import draw_effects
-
         return draw_effects(self.effects)
 
     @property

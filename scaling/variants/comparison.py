@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 
+from scaling.drawing import Figure
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
+from scaling.variants.figures import draw_changes, draw_looks, draw_variants
 from scaling.variants.verdicts import Outcome
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,22 +72,16 @@ class VariantComparison(JsonResult):
         outcome: Outcome = self.table.set_index("variant").loc[variant, "verdict"]
         return outcome
 
-    def plot(self) -> go.Figure:
+    def plot(self) -> Figure:
         """Multiplier of each variant against compute, with its band up to the target."""
-        from scaling.variants.figures import draw_variants
-
         return draw_variants(self.band, self.measured, self.level)
 
-    def plot_losses(self) -> go.Figure:
+    def plot_losses(self) -> Figure:
         """Loss of each variant beside the baseline's at the same compute, by size."""
-        from scaling.variants.figures import draw_changes
-
         return draw_changes(self.measured, self.baseline)
 
-    def plot_looks(self) -> go.Figure:
+    def plot_looks(self) -> Figure:
         """Probability that each variant is better at the target, look by look."""
-        from scaling.variants.figures import draw_looks
-
         return draw_looks(self.looks)
 
     @property
