@@ -16,7 +16,8 @@ OTHER_NAMES = {
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
-LEAVE_OUT = ": drop such rows, or give the reason in a column left_out"
+DROP = ": drop such rows"
+LEAVE_OUT = DROP + ", or give the reason in a column left_out"
 """Advice about rows without a value."""
 
 
@@ -75,8 +76,10 @@ def plain(name: str) -> str:
     return re.sub(r"\W+", "_", name.strip()).lower()
 
 
-def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False) -> NDArray[np.float64]:
-    """The column in float64.
+def numbers(
+    rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False, remedy: str = DROP
+) -> NDArray[np.float64]:
+    """The column in float64; `remedy` is what the error says of empty values.
 
     Raises:
         ValueError: a value is no finite number, or not above `minimum` (or equal to it, if `inclusive`).
@@ -89,7 +92,7 @@ def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive:
         rule = f"finite and {'at least' if inclusive else 'above'} {minimum:g}"
         raise ValueError(
             f"{column} must be {rule}, got {values[first]:g} in row {row_name(rows, first)} "
-            f"({bad.sum()} of {len(rows)} rows break this rule)" + (LEAVE_OUT if np.isnan(values[first]) else "")
+            f"({bad.sum()} of {len(rows)} rows break this rule)" + (remedy if np.isnan(values[first]) else "")
         )
     return values
 

@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import numbers, or_nan, require_columns, row_name
+from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, row_name
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
@@ -192,7 +192,7 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     Raises:
         ValueError: a value is no finite number above 0, or too small or too large to be a count.
     """
-    values = numbers(rows, column)
+    values = numbers(rows, column, remedy=LEAVE_OUT)
     if (many := values > MOST_COUNT).any():
         first = int(np.argmax(many))
         raise ValueError(
@@ -225,10 +225,12 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     open_ = reason == ""
     considered = runs[open_]
 
-    def floats(name: str, **rule: bool) -> Array:
+    def floats(name: str, *, inclusive: bool = False) -> Array:
         values = np.array([or_nan(value) for value in runs[name]])  # what the table itself leaves out need not be sound
         counted = name in ("n_params", "n_tokens")
-        values[open_] = counts(considered, name) if counted else numbers(considered, name, **rule)
+        values[open_] = (
+            counts(considered, name) if counted else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
+        )
         return np.asarray(values)
 
     table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}

@@ -96,6 +96,7 @@ def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") 
         raise ValueError(
             f"the weights {', '.join(prefix + name for name in domains)} must sum to 1 within {TOLERANCE:g}, "
             f"got {total[first]:.4g} in row {row_name(rows, first)} ({off.sum()} of {len(rows)} rows break this rule)"
+            + (": divide percentages by 100" if np.abs(total[first] - 100) <= 100 * TOLERANCE else "")
         )
     return np.asarray(weights / total[:, None])
 

@@ -17,7 +17,7 @@ def bundle(study: Path, *, average: int = 1, continuation: str | None = None, op
 
     Args:
         study: The study file.
-        average: Also write the average weights of so many last checkpoints, and print both losses.
+        average: Also write the average weights of this many last checkpoints, and print both losses.
         continuation: Key or name of a finished continuation of `muscale continue`, instead of the promoted run.
     """
     return run_stage(
@@ -94,10 +94,10 @@ def generate(
     Args:
         bundle: Directory of the bundle.
         prompt: Start of the text.
-        tokens: Most tokens to generate.
+        tokens: Maximum number of tokens to generate.
         temperature: 0 always takes the likeliest token; higher values sample.
         top_p: Sample only from the likeliest tokens up to this total probability.
-        seed: Of the sampling.
+        seed: Seed of the sampling.
         averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """

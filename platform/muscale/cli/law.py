@@ -48,7 +48,7 @@ def fit(
     Args:
         study: The study file.
         runs: Instead of a study, a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
-        n_params: Which parameters the table's n_params counts; printed with every result.
+        n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
         loss_unit: Of the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
         compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
     """

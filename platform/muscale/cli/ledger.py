@@ -39,7 +39,7 @@ def runs(
         where: A condition, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A column is one of the
             table's, or a hyperparameter.
         sort: Column to sort by; `-column` sorts in descending order.
-        limit: Most runs to print.
+        limit: Maximum number of runs to print.
         columns: Columns to print, `key,loss,n_tokens`; hyperparameters are columns, too.
         compare: Keys of two runs, or prefixes: print both losses and every setting that differs.
         export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.

@@ -34,7 +34,7 @@ def init(
     Args:
         directory: Created if it does not exist.
         source: A text file, or a folder of text, .jsonl or .parquet files; also checks whether it is enough text for the budgets.
-        name: Of the study; by default the directory's.
+        name: Name of the study; by default the directory's.
         family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and search that.
         keep: Keep an existing study file instead of refusing.
         json: Print the result as JSON, and nothing else on standard output.
@@ -74,8 +74,8 @@ def doctor(
     Args:
         study: The study file whose directory, storage and resources to check; by default the current directory.
         gpu: Check full runs on this machine's GPUs, which takes some minutes; needs no study and no Ray.
-        out: The file that --gpu writes, to send to who maintains muscale; it names no machine and has no secret.
-        trainer: Check that this program keeps the protocol of docs/own_trainer.md, by about ten short trainings: one word with its
+        out: The file that --gpu writes, to attach to an issue; it contains no host name and no secret.
+        trainer: Check that this program keeps the protocol of docs/own_trainer.md, by about ten short trainings: quoted with its
             arguments, such as "python train.py --config {config} --state {state}"; it is started without a shell.
         job: The JSON of the training that --trainer tries; by default one of 16,384 tokens at width 64.
         json: Print the result as JSON, and nothing else on standard output.

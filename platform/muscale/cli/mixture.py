@@ -38,12 +38,12 @@ def mixture(
     Args:
         runs: A CSV, TSV, Parquet or JSON Lines file of finished runs: weight_DOMAIN (summing to 1), loss_DOMAIN, and n_params
             and n_tokens where runs differ in them.
-        objective: What is minimised, `DOMAIN=WEIGHT`; may be repeated. By default the mean of all losses.
+        objective: A loss to minimise, and its weight in the sum, `DOMAIN=WEIGHT`; may be repeated. By default the mean of all losses.
         at_least: A bound, `DOMAIN=WEIGHT`; may be repeated.
         at_most: A bound, `DOMAIN=WEIGHT`; may be repeated.
-        available_tokens: Tokens that there are of a domain, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
+        available_tokens: Tokens that a domain has, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
         n_tokens: Tokens of the run that is planned.
-        max_epochs: Epochs of any domain at most.
+        max_epochs: Maximum number of epochs over any domain.
         n_params: Size of the run that is planned, where the runs differ in size.
         next: Number of mixtures to suggest; 0 for none.
         predict: Instead, a table of mixtures (weight_DOMAIN) whose losses to print.

@@ -17,6 +17,9 @@ from muscale.settings.toml_file import inline
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Distribution, Fixed, LogUniform, Ordinal, Prior, Space, SpaceError, Uniform
 
+_USUAL = {"lr": "learning_rate", "wd": "weight_decay_tau", "weight_decay": "weight_decay_tau", "bs": "batch_tokens"}
+_USUAL |= {"batch_size": "batch_tokens", "warmup": "warmup_tokens", "warmup_steps": "warmup_tokens"}
+"""What other tools' usual names are closest to; units may differ."""
 MOST_STEPS = 64  # of a quantised range that is listed value by value
 TAILS = 4.0
 """Standard deviations at which a normal is cut off, since a space has bounds (assumed)."""
@@ -45,7 +48,7 @@ class ImportedSpace:
         found = []
         for name in self.space:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
+                near = [_USUAL[name]] if name in _USUAL else difflib.get_close_matches(name, names, n=1)
                 found.append(f"{name} is no hyperparameter here" + (f": --rename {name}={near[0]}?" if near else ""))
         return tuple(found)
 
