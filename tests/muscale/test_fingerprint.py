@@ -11,10 +11,11 @@ import pytest
 
 from muscale import StageError, StudyDirectoryError
 from muscale.actors import pool
-from muscale.actors.jobs import Job, finish
+from muscale.actors.jobs import Job, finish_stage
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package, write_wheel
 from muscale.layout import CORPUS, LEDGER
+from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings, StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
@@ -49,7 +50,7 @@ def test_a_worker_of_another_package_ends_the_stage_with_the_remedy(
     run = Chain(numerics=numerics, segments=chain(hyperparameters, 40 * 128))
     job = Job(purpose="ladder", label="", hyperparameters=hyperparameters, chain=run)
     with pytest.raises(StageError, match=f"runs muscale .*, the driver runs {OTHER.replace('+', '.')}: ship"):
-        finish([job], Ledger(tmp_path / LEDGER), ResourceSettings(workers=1), lambda _job, _outcome: None)
+        finish_stage("ladder", [job], Ledger(tmp_path / LEDGER), ResourceSettings(workers=1), Display(quiet=True))
 
 
 def test_a_study_in_rays_own_copy_of_a_working_directory_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,50 +57,35 @@ class Job:
         }
 
 
-OnTrained = Callable[[Job, Outcome], None]
-
-
-def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_trained: OnTrained) -> None:
-    """Train what the ledger does not know of these runs, the largest first, and note every one as a run.
+def finish_stage(
+    stage: str, jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, display: Display
+) -> None:
+    """Train what the ledger does not know of these runs, the largest first, and note every one; the bar moves by compute.
 
     Runs that share a stem are trained by one actor, the shortest first. Ray starts only where there is something to train.
     """
     wanted = {job.chain.key: job for job in jobs}
-    unknown: list[Chain] = []
-    for job in jobs:
-        if outcome := ledger.outcome(job.chain):
-            ledger.insert(runs, **job.row(outcome))
-        else:
-            unknown.append(job.chain)
+    known = ledger.outcomes(job.chain for job in wanted.values())
+    for key, outcome in known.items():
+        ledger.insert(runs, **wanted[key].row(outcome))
+    unknown = [job.chain for key, job in wanted.items() if key not in known]
     if not unknown:
         return
     require_unchanged(ledger.directory / CORPUS)
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
+    total, done, best = sum(chain.compute_flops for chain in unknown), 0.0, math.inf
     with (
+        display.stage(stage) as update,
         cluster(resources) as joined,
         joined.workers(ledger, resources) as pool,
         cancellable(ledger),
     ):
         for chain, outcome in _train(groups, pool):
-            ledger.insert(runs, **wanted[chain.key].row(outcome))
-            on_trained(wanted[chain.key], outcome)
-
-
-def finish_stage(
-    stage: str, jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, display: Display
-) -> None:
-    """`finish`, with a bar that moves by compute."""
-    total = sum(job.chain.compute_flops for job in jobs if not ledger.outcome(job.chain))
-    done, best = 0.0, math.inf
-    with display.stage(stage) as update:
-
-        def on_trained(job: Job, outcome: Outcome) -> None:
-            nonlocal done, best
-            done += job.chain.compute_flops
+            job = wanted[chain.key]
+            ledger.insert(runs, **job.row(outcome))
+            done += chain.compute_flops
             best = min(best, outcome.loss if outcome.loss is not None else best)
             update(round(done / total * 100), 100, f"per cent of the compute; last {job.label}, best loss {best:.4f}")
-
-        finish(jobs, ledger, resources, on_trained)
 
 
 def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tuple[Chain, Outcome]]:

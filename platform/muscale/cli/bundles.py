@@ -7,16 +7,15 @@ from typing import Literal
 
 from muscale.cli.application import ARTIFACTS, command
 from muscale.cli.ending import Ending, line, print_ending
-from muscale.cli.options import AsJson, Flag, Options
+from muscale.cli.options import AsJson, Flag, Options, StudyFile
 from muscale.cli.running import result_alone, run_stage, show
 
 
 @command(ARTIFACTS, example="muscale bundle study.toml --average 3")
-def bundle(study: Path, *, average: int = 1, continuation: str | None = None, options: Options = Options()) -> int:
+def bundle(study: StudyFile, *, average: int = 1, continuation: str | None = None, options: Options = Options()) -> int:
     """Write the promoted run to a self-contained directory, with a hash of each file.
 
     Args:
-        study: The study file.
         average: Also write the average weights of this many last checkpoints, and print both losses.
         continuation: Key or name of a finished continuation of `muscale continue`, instead of the promoted run.
     """
@@ -39,7 +38,6 @@ def verify(bundle: Path, *, json: AsJson = False) -> int:
 
     Args:
         bundle: Directory of the bundle.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle_files import verify
 
@@ -65,7 +63,6 @@ def export(
         to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load; "transformers" the one of the
             model's own class, for a model of `family = "transformers:…"`.
         averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle import Bundle
 
@@ -99,7 +96,6 @@ def generate(
         top_p: Sample only from the likeliest tokens up to this total probability.
         seed: Seed of the sampling.
         averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle import Bundle
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import FULL_RUN, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import AsJson, Flag, Options, StageOptions
+from muscale.cli.options import AsJson, Flag, Options, StageOptions, StudyFile
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @command(FULL_RUN, example="muscale promote study.toml --dry-run")
 def promote(
-    study: Path,
+    study: StudyFile,
     *,
     plan: Path | None = None,
     force: Flag = False,
@@ -35,7 +35,6 @@ def promote(
     With --dry-run, print plan, gate, memory and workers; exit code 1 if the gate is closed.
 
     Args:
-        study: The study file.
         plan: A plan's key, or a file that `muscale plan` wrote, whose [resources] apply. By default the study file's plan.
         force: Continue despite failed conditions of the gate; the ledger records them.
         smoke_test: Only train, save and resume a few steps on the real devices, and estimate the wall time.
@@ -87,7 +86,7 @@ def promote(
 
 
 @command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
-def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()) -> int:
+def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOptions()) -> int:
     """Continue training from a checkpoint of a full run, on another corpus or more of the same.
 
     The result is the held-out loss before and after, on the continuation's corpus and on earlier ones. Run the same command
@@ -102,7 +101,6 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
         source = "code"
 
     Args:
-        study: The study file.
         file: The continuation file; paths in it are relative to it.
     """
     if options.dry_run:
@@ -134,7 +132,6 @@ def train(run: Path, *, json: AsJson = False) -> int:
 
     Args:
         run: The file written by `muscale promote --prepare`.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.full_runs.promote.prepared import train_here
 

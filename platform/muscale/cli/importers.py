@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muscale.cli.application import ARTIFACTS, INSPECT, SEARCH, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import AsJson, Options, Words
+from muscale.cli.options import AsJson, Options, StudyFile, Words
 from muscale.cli.running import result_alone, run_stage, show
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> in
         source: A W&B sweep (YAML), a Python file with Ray Tune's param_space, which is read and not run, or an Optuna study in SQLite
             storage; "#name" behind it names a variable or a study.
         rename: Rename a hyperparameter, theirs=ours; may be repeated.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.importers.import_space import import_space
 
@@ -33,11 +32,10 @@ def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> in
 
 
 @command(ARTIFACTS, name="export-optuna", example="muscale export-optuna study.toml sweep.db")
-def export_optuna(study: Path, file: Path, *, options: Options = Options()) -> int:
+def export_optuna(study: StudyFile, file: Path, *, options: Options = Options()) -> int:
     """Export the sweep as an Optuna study, for optuna-dashboard.
 
     Args:
-        study: The study file.
         file: A new SQLite file.
     """
     from muscale.search.optuna_export import export_optuna
@@ -52,14 +50,11 @@ def export_optuna(study: Path, file: Path, *, options: Options = Options()) -> i
 
 
 @command(INSPECT, example="muscale sync study.toml --set tracking.mlflow=true")
-def sync(study: Path, *, options: Options = Options()) -> int:
+def sync(study: StudyFile, *, options: Options = Options()) -> int:
     """Send new results to Weights & Biases, TensorBoard or MLflow; trains nothing.
 
     Every stage does this while it runs; use `sync` for results that a tracker missed. [tracking] of the study file names the
     trackers.
-
-    Args:
-        study: The study file.
     """
     from muscale.tracking.trackers import Tracking
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import Flag, Options, StageOptions
+from muscale.cli.options import Flag, Options, StageOptions, StudyFile
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StageError, StudyFileError
 
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 
 @command(LAW, example="muscale ladder study.toml --dry-run")
-def ladder(study: Path, *, options: StageOptions = StageOptions()) -> int:
-    """Train the ladder of runs for the scaling law.
-
-    Args:
-        study: The study file.
-    """
+def ladder(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
+    """Train the ladder of runs for the scaling law."""
     return run_stage(
         study,
         options,
@@ -46,7 +42,6 @@ def fit(
     """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study or of a table.
 
     Args:
-        study: The study file.
         runs: Instead of a study, a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
         loss_unit: Of the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
@@ -159,11 +154,10 @@ def _compare_runs(
 
 
 @command(LAW, example="muscale plan study.toml --set plan.compute_flops=1e21")
-def plan(study: Path, *, export: Path | None = None, options: StageOptions = StageOptions()) -> int:
+def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions = StageOptions()) -> int:
     """Plan the full run for the budget, register its forecast, and suggest runs that would narrow it.
 
     Args:
-        study: The study file.
         export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule; for a
             study with [trainer] the full run's job.
     """
@@ -197,11 +191,10 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
 
 
 @command(LAW, example="muscale calibration study.toml ../other-study")
-def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
+def calibration(study: StudyFile, *others: Path, options: Options = Options()) -> int:
     """Print how often the forecasts of this study and of others held.
 
     Args:
-        study: The study file.
         others: Other studies, by file, directory or ledger; opened read-only.
     """
     from muscale.monitoring.calibration import calibrate

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from muscale.cli.application import ARTIFACTS, INSPECT, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import Flag, Options, Settings, StageOptions, Words
+from muscale.cli.options import Flag, Options, Settings, StageOptions, StudyFile, Words
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @command(INSPECT, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
 def runs(
-    study: Path,
+    study: StudyFile,
     *,
     where: Words = (),
     sort: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
@@ -35,7 +35,6 @@ def runs(
     """Print the ledger's runs as a table, or compare two of them.
 
     Args:
-        study: The study file.
         where: A condition, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A column is one of the
             table's, or a hyperparameter.
         sort: Column to sort by; `-column` sorts in descending order.
@@ -77,12 +76,8 @@ def runs(
 
 
 @command(INSPECT, example="muscale report study.toml")
-def report(study: Path, *, options: Options = Options()) -> int:
-    """Write report.html from the ledger; trains nothing.
-
-    Args:
-        study: The study file.
-    """
+def report(study: StudyFile, *, options: Options = Options()) -> int:
+    """Write report.html from the ledger; trains nothing."""
 
     def written(opened: Study) -> Any:
         path = opened.report()
@@ -92,14 +87,12 @@ def report(study: Path, *, options: Options = Options()) -> int:
 
 
 @command(INSPECT, example="muscale ui study.toml --allow-actions")
-def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
+def ui(study: StudyFile, *, port: int = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
     """Serve the report as a local web page that updates while the study runs; stop with Ctrl-C.
 
     Args:
-        study: The study file.
         port: On localhost; 0 picks a free port.
         allow_actions: Let holders of the printed access token cancel a trial or the study from the page.
-        set: Replace a setting of the study file, `table.key=value`; may be repeated.
     """
     from muscale.pages.live_server import serve
     from muscale.study import Study
@@ -110,13 +103,10 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
 
 
 @command(ARTIFACTS, example="muscale gc study.toml --dry-run")
-def gc(study: Path, *, options: StageOptions = StageOptions()) -> int:
+def gc(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
     """Delete training states that are no longer needed; results are kept.
 
     With --dry-run, only print what would be deleted.
-
-    Args:
-        study: The study file.
     """
     from muscale.store.retention import prune
 

@@ -37,7 +37,6 @@ def init(
         name: Name of the study; by default the directory's.
         family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and search that.
         keep: Keep an existing study file instead of refusing.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.new_study import NewStudy, write_study
 
@@ -78,7 +77,6 @@ def doctor(
         trainer: Check that this program keeps the protocol of docs/own_trainer.md, by about ten short trainings: quoted with its
             arguments, such as "python train.py --config {config} --state {state}"; it is started without a shell.
         job: The JSON of the training that --trainer tries; by default one of 16,384 tokens at width 64.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     with result_alone(json):
         if gpu:
@@ -113,7 +111,6 @@ def wheel(folder: Path = Path("dist"), *, json: AsJson = False) -> int:
 
     Args:
         folder: Created if it does not exist.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.fingerprint import write_wheel
 

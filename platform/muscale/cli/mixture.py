@@ -50,7 +50,6 @@ def mixture(
         weight_prefix: Beginning of the names of the weights' columns.
         loss_prefix: Beginning of the names of the losses' columns.
         html: A file for the result as a page: the best mixture with its interval, whose data lowers which loss, the runs to make.
-        json: Print the result as JSON, and nothing else on standard output.
     """
     from scaling import ScalingError, fit_mixture
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from muscale.cli.application import INSPECT, command
-from muscale.cli.options import Flag, Options
+from muscale.cli.options import Flag, Options, StudyFile
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @command(INSPECT, example="muscale watch study.toml --until alarm")
 def watch(
-    study: Path,
+    study: StudyFile,
     *,
     losses: str | None = None,
     follow: Flag = False,
@@ -34,7 +33,6 @@ def watch(
     Exit code 0 if its loss is inside the band, 1 if it is outside or alarms, 2 if there is no run.
 
     Args:
-        study: The study file.
         losses: Losses of a run trained elsewhere: a CSV or .jsonl file with a column tokens or step, and loss or val_loss
             (held-out), train_loss or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as
             asserted by the run's owner.

@@ -10,22 +10,21 @@ from cyclopts import Parameter
 
 from muscale.cli.ending import line
 
+_JSON = "Print the result as JSON, and nothing else on standard output."
+_SET = "Replace a setting of the study file, `table.key=value`; may be repeated."
+
+StudyFile = Annotated[Path, Parameter(help="The study file.")]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False, help=_JSON)]
 Words = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
-Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
+Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help=_SET)]
 Paths = Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of every command on a study.
-
-    Attributes:
-        set: Replace a setting of the study file, `table.key=value`; may be repeated.
-        json: Print the result as JSON, and nothing else on standard output.
-    """
+    """Options of every command on a study."""
 
     set: Settings = ()
     json: AsJson = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import SEARCH, command
 from muscale.cli.ending import Ending
 from muscale.cli.full_run import after_promotion
-from muscale.cli.options import Flag, Paths, StageOptions
+from muscale.cli.options import Flag, Paths, StageOptions, StudyFile
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 from muscale.layout import REPORT
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 @command(SEARCH, example="muscale run runs/quickstart/study.toml")
-def run(study: Path, *, force: Flag = False, options: StageOptions = StageOptions()) -> int:
+def run(study: StudyFile, *, force: Flag = False, options: StageOptions = StageOptions()) -> int:
     """Run all stages; finished work is reused.
 
     Args:
-        study: The study file.
         force: Continue despite a failed coordinate check or a closed gate; the ledger records the failed conditions.
     """
 
@@ -44,12 +43,8 @@ def run(study: Path, *, force: Flag = False, options: StageOptions = StageOption
 
 
 @command(SEARCH, example="muscale check study.toml")
-def check(study: Path, *, options: StageOptions = StageOptions()) -> int:
-    """Run the coordinate check; exit code 1 if it fails.
-
-    Args:
-        study: The study file.
-    """
+def check(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
+    """Run the coordinate check; exit code 1 if it fails."""
     return run_stage(
         study,
         options,
@@ -63,7 +58,7 @@ def check(study: Path, *, options: StageOptions = StageOptions()) -> int:
 
 @command(SEARCH, example="muscale sweep study.toml --set sweep.trials=64")
 def sweep(
-    study: Path,
+    study: StudyFile,
     *,
     narrow: Flag = False,
     learn_from: Paths = (),
@@ -72,7 +67,6 @@ def sweep(
     """Search the hyperparameter space at the base shape.
 
     Args:
-        study: The study file.
         narrow: Once the sweep is finished, search again around its best region; an unfinished sweep is only finished.
         learn_from: Prior runs that warm-start the searcher: another study of the same corpus and family (file, directory or
             ledger.sqlite), an Optuna storage, or a CSV, Parquet or JSON Lines file with loss and every searched
@@ -93,12 +87,8 @@ def sweep(
 
 
 @command(SEARCH, example="muscale transfer study.toml --dry-run")
-def transfer(study: Path, *, options: StageOptions = StageOptions()) -> int:
-    """Check that the best learning rate transfers across widths and depths; exit code 1 if it does not.
-
-    Args:
-        study: The study file.
-    """
+def transfer(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
+    """Check that the best learning rate transfers across widths and depths; exit code 1 if it does not."""
     return run_stage(
         study,
         options,

@@ -163,7 +163,7 @@ class Ledger:
 
     def record_result(self, kind: ResultKind, key: str, payload: Mapping[str, Any]) -> None:
         """Keep the result of a kind for these inputs."""
-        self.insert(metadata.tables["results"], kind=kind.value, key=key, payload=dict(payload))
+        self.insert(results, kind=kind.value, key=key, payload=dict(payload))
 
     # Trainings
 

@@ -9,7 +9,8 @@ import pytest
 
 from muscale import Study
 from muscale.actors.cluster import staying_cluster
-from muscale.actors.jobs import finish
+from muscale.actors.jobs import finish_stage
+from muscale.progress import Display
 from muscale.proxies import transfer
 
 
@@ -22,6 +23,6 @@ def test_results_are_entered_where_they_belong_whoever_trained_before(make_study
             config, numerics = study.config, study.config.shared_numerics(study.corpus)
             (job, *_) = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))
             assert study.ledger.outcome(job.chain) is None
-            finish([job], study.ledger, config.resources, lambda *_: None)
+            finish_stage("transfer", [job], study.ledger, config.resources, Display(quiet=True))
             assert study.ledger.outcome(job.chain) is not None
             assert len(study.runs()) == 1

@@ -14,8 +14,9 @@ import ray
 
 from muscale import Study
 from muscale.actors.cluster import staying_cluster
-from muscale.actors.jobs import finish
+from muscale.actors.jobs import finish_stage
 from muscale.actors.worker import Worker
+from muscale.progress import Display
 from muscale.proxies import transfer
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
@@ -95,11 +96,11 @@ def test_a_grid_has_the_losses_of_one_rank_also_after_a_rank_was_lost(
     numerics = config.shared_numerics(study.corpus)
     first, second, *_ = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))
     with staying_cluster():
-        finish([first], ledger, config.resources, lambda *_: None)
+        finish_stage("first", [first], ledger, config.resources, Display(quiet=True))
         (first_one,) = followers()
         if loses_a_rank:
             os.kill(first_one, signal.SIGKILL)
-        finish([second], ledger, config.resources, lambda *_: None)
+        finish_stage("second", [second], ledger, config.resources, Display(quiet=True))
         assert (followers() != [first_one]) == loses_a_rank
     other = Study.open(make_study("alone"), quiet=True)
     assert other.corpus.key == study.corpus.key
