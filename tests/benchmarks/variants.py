@@ -37,7 +37,7 @@ def held_out(name: str, runs: pd.DataFrame, baseline: str, size: str, cuts: list
         print(f"  from {label}")
         for variant, row in largest.iterrows():
             of_it = seen[seen["variant"] == variant]
-            if len(of_it) < 2 or of_it["compute_flops"].max() >= row["compute_flops"]:
+            if len(of_it) < 2 or of_it["compute_flops"].max() >= 0.999 * row["compute_flops"]:
                 continue
             found = compare_variants(seen, baseline, target_flops=float(row["compute_flops"]))
             (own,) = found.table[found.table["variant"] == variant].to_dict("records")
