@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muscale.plans.cadence import Cadence
 from muscale.plans.gate import GateLine
-from muscale.plans.layouts import NO_ESTIMATE, Layout
+from muscale.plans.layouts import Layout
 from muscale.plans.step_time import LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
@@ -30,13 +30,15 @@ def memory_line(
     device: str,
     workers_on_it: int = 1,
     at_least: int = 0,
+    untraced: str = "",
 ) -> GateLine:
-    """Whether the estimate fits; of a family without one, whether at least weights, gradients and moments do.
+    """Whether the estimate fits; without one, whether at least weights, gradients and moments do.
 
     Args:
-        estimate: Of one worker; None for a family without one.
+        estimate: Of one worker; None where the model can't be traced.
         memory_bytes: Of the device; None where it is not known.
         at_least: Bytes of one worker's weights, gradients and moments.
+        untraced: Why there is no estimate.
     """
     if estimate is None:
         state = at_least * workers_on_it
@@ -46,7 +48,7 @@ def memory_line(
             advice = "take more workers to cut the state over, or devices with more memory"
             return GateLine(name="memory", status="failed", compared=compared, advice=advice)
         advice = "try it with `muscale promote --smoke-test`"
-        return GateLine(name="memory", status="unknown", compared=f"{compared}; {NO_ESTIMATE}", advice=advice)
+        return GateLine(name="memory", status="unknown", compared=f"{compared}; {untraced}", advice=advice)
     needed = estimate.total * workers_on_it
     text = f"{needed / 2**30:.3g} GiB estimated" + (
         f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"
@@ -79,11 +81,11 @@ def evaluation_line(
     """Whether an evaluation fits beside the state of the training.
 
     Args:
-        peak: Estimated bytes of one worker; None for a family without an estimate.
+        peak: Estimated bytes of one worker; None without an estimate.
         memory_bytes: Of the device; None where it is not known.
     """
     if peak is None:
-        return GateLine(name="evaluation", status="unknown", compared=NO_ESTIMATE)
+        return GateLine(name="evaluation", status="unknown", compared="no estimate of the training")
     peak *= workers_on_it
     text = f"{peak / 2**30:.3g} GiB estimated for passes of {sequences} sequences"
     if memory_bytes is None:

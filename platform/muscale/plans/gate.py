@@ -19,6 +19,7 @@ from muscale.store.tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import TIED_REACH
+from scaling import Forecast
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
@@ -212,6 +213,18 @@ def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> Gate
     parts += [f"explicit: {', '.join(stated)}"] if stated else []
     parts += [f"the study file's at every size: {', '.join(same)}"] if same else []
     return GateLine(name=name, status="passed", compared="; ".join(parts))
+
+
+def forecast_line(forecast: Forecast) -> GateLine:
+    """Whether the forecast lies inside what its interval was tested for; one that doesn't is reported and does not block."""
+    if forecast.supported:
+        return GateLine(name="forecast", status="passed", compared="inside declared support")
+    return GateLine(
+        name="forecast",
+        status="passed",
+        compared=f"outside declared support: {'; '.join(forecast.reasons)}",
+        advice="its interval may be too narrow: `study.next_runs(plan)` proposes runs that would support it",
+    )
 
 
 def batch_line(batch: BatchChoice | None) -> GateLine:

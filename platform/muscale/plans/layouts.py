@@ -26,7 +26,7 @@ from proxy_models.architecture.memory import (
 from proxy_models.data.corpus import Corpus
 from scaling import Accelerator, accelerator
 
-NO_ESTIMATE = "memory and time of a step are estimated for the built-in decoder alone"
+NO_ESTIMATE = "time of a step is estimated for the built-in decoder alone"
 NEAR = 0.02
 """Relative difference of predicted step times below which the simpler layout is taken; the prediction is no finer."""
 

@@ -20,6 +20,7 @@ from muscale.plans.gate import (
     context_line,
     data_line,
     forced_lines,
+    forecast_line,
     hyperparameters_line,
     precision_line,
     require_check,
@@ -30,7 +31,7 @@ from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
 from tests.muscale.conftest import write_text
-from tests.muscale.planted import planted_check
+from tests.muscale.planted import planted_check, planted_fit
 
 HASHES = {"corpus": "aa", "tokenizer": "bytes"}
 
@@ -62,6 +63,15 @@ def test_the_coordinate_check_fails_where_a_module_breaks_its_bound() -> None:
     require_check(planted_check(growth=1.0), force=True)
     with pytest.raises(StageError, match=r"coordinate check: FAILED(.|\n)*--force"):
         require_check(planted_check(growth=1.0), force=False)
+
+
+def test_an_unsupported_forecast_is_reported_and_does_not_block() -> None:
+    near, far = (replace(planted_fit().forecast(10_000, 262_144), reasons=reasons) for reasons in ((), ("E is high",)))
+    assert forecast_line(near).advice == ""
+    line = forecast_line(far)
+    assert line.status == "passed"
+    assert "E is high" in line.compared
+    assert line.advice
 
 
 def test_data_and_tokenizer_are_compared_by_hash() -> None:

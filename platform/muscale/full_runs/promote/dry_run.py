@@ -33,6 +33,7 @@ from muscale.plans.gate import (
     check_line,
     context_line,
     data_line,
+    forecast_line,
     hyperparameters_line,
     precision_line,
     transfer_line,
@@ -130,7 +131,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Result):
-    """The result of `muscale promote --dry-run`; memory is None for a family without an estimate."""
+    """The result of `muscale promote --dry-run`; memory is None where it is unknown."""
 
     plan: Plan
     gate: Gate
@@ -165,7 +166,11 @@ def dry_run(
         config: The study's, with the resources to promote it on.
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
-    memory = memory_of(plan, config)
+    memory, untraced = None, ""
+    try:
+        memory = memory_of(plan, config)
+    except ValueError as error:
+        untraced = str(error)
     checkpoint = state_bytes(model, h.optimizer)
     cadence = Cadence.of(
         settings,
@@ -191,6 +196,7 @@ def dry_run(
                 tied_reach=model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0,
             ),
             check_line(check),
+            forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             hyperparameters_line(plan.provenance),
             batch_line(plan.batch),
@@ -201,6 +207,7 @@ def dry_run(
                 device=device.name,
                 workers_on_it=device.workers_on_it,
                 at_least=_least_memory(plan, config),
+                untraced=untraced,
             ),
             evaluation_line(
                 _evaluation_memory(plan, config, memory),
@@ -252,11 +259,19 @@ def run_seconds(plan: Plan, config: StudyConfig, corpus: Corpus) -> float | None
     return flops / device.flops_per_second / config.promote.workers
 
 
-def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate | None:
-    """Memory of a worker at the full batch; None for a family without an estimate."""
-    if not isinstance(plan.model, ModelConfig):
-        return None
-    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
+    """Memory of a worker at the full batch.
+
+    Raises:
+        ValueError: If a model of one's own is not imported here, or can't be traced.
+    """
+    conditions = _conditions(plan, config)
+    if isinstance(plan.model, ModelConfig):
+        return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **conditions)
+    from proxy_models.training.traced_memory import traced_memory  # imports torch
+
+    del conditions["tensor_parallel"]  # refused
+    return traced_memory(plan.model, micro_batch=_micro_batch(plan, config), **conditions)
 
 
 def _least_memory(plan: Plan, config: StudyConfig) -> int:
@@ -291,10 +306,20 @@ def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
 
 
 def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate | None) -> int | None:
-    """Bytes of a worker that evaluates; None for a family without an estimate."""
-    if training is None or not isinstance(plan.model, ModelConfig):
+    """Bytes of a worker that evaluates; None without an estimate of its training."""
+    if training is None:
         return None
     conditions = _conditions(plan, config)
+    if not isinstance(plan.model, ModelConfig):
+        from proxy_models.training.traced_memory import traced_evaluation  # imports torch
+
+        return traced_evaluation(
+            plan.model,
+            _evaluation_batch(plan, config),
+            training,
+            conditions["precision"],
+            world_size=conditions["world_size"],
+        )
     return evaluation_memory(
         plan.model,
         _evaluation_batch(plan, config),

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
-from muscale.plans.layouts import NO_ESTIMATE
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
@@ -55,7 +55,7 @@ class SmokeTest(Recorded):
         start_seconds: Of a launch that resumes, before its first step and after its last.
         resumed_from: Tokens that the second launch resumed from.
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
-        estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone; None for another family's.
+        estimated_bytes: Of a rank, of the training alone; None where it is unknown.
         losses: Training loss of each step, nats per token.
         n_tokens: Of the whole run.
         evaluations, saves: Of the whole run, at multiples of their tokens and at its end.
@@ -111,7 +111,7 @@ class SmokeTest(Recorded):
         hours = self.wall_seconds / 3600
         duration = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
         estimated = (
-            NO_ESTIMATE
+            "no estimate"
             if self.estimated_bytes is None
             else f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone"
         )
@@ -140,7 +140,9 @@ def smoke_test_on_cluster(
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
-    memory = memory_of(plan, config)
+    memory = None
+    with suppress(ValueError):  # a model that can't be traced
+        memory = memory_of(plan, config)
     with cluster(config.resources):
         found = smoke_test(
             run,

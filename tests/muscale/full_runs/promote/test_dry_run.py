@@ -68,6 +68,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     assert statuses(found) == {
         "transfer": "failed",
         "coordinate check": "unknown",
+        "forecast": "passed",
         "data": "passed",
         "hyperparameters": "passed",
         "batch": "passed",
@@ -166,10 +167,13 @@ def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(loo
     assert stated.memory in [training_memory(as_decoder(stated.plan.model), **full, **layout) for layout in layouts]
 
 
-def test_a_family_without_estimates_is_planned_by_its_members_and_its_memory_is_unknown(look: Look) -> None:
+def test_a_family_of_ones_own_is_planned_by_its_members_and_its_memory_is_traced(look: Look) -> None:
     base = Recurrent(vocab_size=256, context_length=128).member(32, 2)
     on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"')
-    found = look(*on_gpus, model=base)
+    in_bf16 = {line.name: line for line in look(*on_gpus, model=base).gate.lines}["memory"]
+    assert in_bf16.status == "unknown"
+    assert "compute_dtype" in in_bf16.compared, "which this model has not"
+    found = look(*on_gpus, 'promote.precision="fp32"', model=base)
     plan = found.plan
     assert plan.model == ModelFamily(base=base).for_params(plan.n_params)
     assert [plan.model.n_layers, plan.model.d_model % Recurrent.width_step] == [2, 0]
@@ -177,18 +181,15 @@ def test_a_family_without_estimates_is_planned_by_its_members_and_its_memory_is_
     known = statuses(found)
     assert {name for name, status in known.items() if status == "unknown"} == {
         "coordinate check",
-        "memory",
-        "evaluation",
         "communication",
     }
     assert (known["layout"], known["context"]) == ("passed", "passed")
     assert "attention" not in known
-    assert found.memory is None
+    assert found.memory is not None
+    assert found.memory.parameters == 4 * plan.model.n_params_total // found.launch.workers
+    assert found.memory.activations > 0
     assert found.launch.checkpoint_bytes == 3 * 4 * plan.model.n_params_total, "weights and two moments in fp32"
     assert Plan.from_dict(json.loads(json.dumps(found.to_dict()["plan"]))) == plan
-    assert "estimated for the built-in decoder alone" in str(found)
-    (compared,) = [line.compared for line in found.gate.lines if line.name == "memory"]
-    assert f"{4 * 4 * plan.model.n_params_total / found.launch.workers / 2**30:.3g} GiB" in compared
     proxies = Numerics(model=base, base=base, corpus_key="", seed=0, evaluation_tokens=1024)
     assert plan.chain(proxies).numerics.base == base
     with pytest.raises(StageError, match=r'promote.sharding: "auto" needs a prediction'):

@@ -1,0 +1,150 @@
+"""Memory that training takes of a model of any family, found by tracing one pass of it on fake tensors.
+
+Fake tensors have shapes and no values (torch's `FakeTensorMode`), so that a model of any width is traced on any machine; torch's
+`MemTracker` counts the storages that live at a time. The operators are those of a CPU: a GPU's kernels keep a little more or less. The
+state and what ranks gather follow from the sizes of parameters, and are upper bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.family import Family
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.memory import (
+    MIN_UNIT_PARAMS,
+    Checkpointing,
+    MemoryEstimate,
+    Precision,
+    Sharding,
+    state_bytes,
+)
+from proxy_models.training.precision import DTYPES
+
+_FP32 = 4
+
+
+@cache
+def traced_memory(
+    member: Member,
+    *,
+    micro_batch: int,
+    precision: Precision = "fp32",
+    optimizer: str = "adamw",
+    sharding: Sharding = "none",
+    world_size: int = 1,
+    checkpointing: Checkpointing = "none",
+) -> MemoryEstimate:
+    """Memory of training on each device, as `training_memory` has it for the decoder.
+
+    Args:
+        member: The model, of a family that is imported in this process.
+        micro_batch, precision, optimizer, sharding, world_size, checkpointing: As for `training_memory`.
+
+    Raises:
+        ValueError: If the family is not imported here, has no such precision or checkpointing, or the pass can't be traced.
+    """
+    share, n = 1 if sharding == "none" else world_size, member.n_params_total
+    of_pass = _Pass(precision=precision, checkpointing=checkpointing, trains=True, is_gathered=world_size > 1)
+    activations = of_pass.peak(member, micro_batch)
+    gathered = reduced = 0
+    if world_size > 1:
+        largest, rest, weight = _units(member, precision)
+        gathered = weight * (n if sharding in ("none", "zero2") else rest + 2 * largest)
+        reduced = (weight + _FP32) * max(largest, rest)  # a unit's gradients, and the buffer in which they are reduced
+    return MemoryEstimate(
+        parameters=_FP32 * n // share,
+        gathered=gathered,
+        gradients=_FP32 * n // share,
+        optimizer=(state_bytes(member, optimizer) - _FP32 * n) // share,
+        reduced=reduced,
+        activations=activations,
+    )
+
+
+def traced_evaluation(
+    member: Member, sequences: int, training: MemoryEstimate, precision: Precision = "fp32", *, world_size: int = 1
+) -> int:
+    """Bytes on each device that evaluates `sequences` at a time within a training: its state without gradients, and a pass.
+
+    Raises:
+        ValueError: As `traced_memory`.
+    """
+    of_pass = _Pass(precision=precision, checkpointing="none", trains=False, is_gathered=world_size > 1)
+    return training.parameters + training.gathered + training.optimizer + of_pass.peak(member, sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A pass of a model; FSDP2 gathers weights in the model's `compute_dtype`, where it has one."""
+
+    precision: Precision
+    checkpointing: Checkpointing
+    trains: bool
+    is_gathered: bool
+
+    def peak(self, member: Member, sequences: int) -> int:
+        """The most bytes that it makes at a time; of a deep model linear in depth, from two and four blocks."""
+        if (depth := member.n_layers) <= 4:
+            return self._traced(member, depth, sequences)
+        two, four = (self._traced(member, blocks, sequences) for blocks in (2, 4))
+        return two + (four - two) * (depth - 2) // 2
+
+    def _traced(self, member: Member, depth: int, sequences: int) -> int:
+        family, tracker = family_of(member), MemTracker()
+        try:
+            with FakeTensorMode(), torch.set_grad_enabled(self.trains):
+                model = self._build(family, member.d_model, depth)
+                for parameter in model.parameters() if self.trains else ():
+                    parameter.grad = torch.zeros_like(parameter)  # of earlier passes
+                tokens = torch.zeros(sequences, member.context_length + 1, dtype=torch.int64)
+                tracker.track_external(model, tokens)
+                before = _total(tracker, "current")
+                with tracker:
+                    if self.trains:
+                        family.training_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
+                    else:
+                        family.evaluation_loss(model, tokens)
+        except Exception as error:  # whatever the model raises
+            raise ValueError(
+                f"a pass of {member} can't be traced on fake tensors ({type(error).__name__}: {error})"
+            ) from error
+        return _total(tracker, "peak") - before
+
+    def _build(self, family: Family, width: int, depth: int) -> nn.Module:
+        model, dtype = family.build(width, depth), DTYPES[self.precision]
+        if self.is_gathered and hasattr(model, "compute_dtype"):
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                model = family.build(width, depth)
+            finally:
+                torch.set_default_dtype(before)
+        family.set_precision(model, dtype)
+        family.set_checkpointing(model, self.checkpointing)
+        return model
+
+
+def _total(tracker: MemTracker, when: str) -> int:
+    found: dict[Any, dict[Any, int]] = tracker.get_tracker_snapshot(when)
+    return sum(snapshot["Total"] for snapshot in found.values())
+
+
+def _units(member: Member, precision: Precision) -> tuple[int, int, int]:
+    """Parameters of the largest unit that `proxy_models.training.fsdp.shard` shards by itself, those of the rest, bytes of each."""
+    family = family_of(member)
+    with torch.device("meta"):
+        model = family.build(member.d_model, member.n_layers)
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in family.units(model)]
+    large = [size for size in sizes if size >= MIN_UNIT_PARAMS]
+    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(large)
+    gathered = DTYPES[precision] if hasattr(model, "compute_dtype") else torch.float32
+    return max(large, default=0), rest, gathered.itemsize
