@@ -256,7 +256,7 @@ def test_a_sweep_stays_in_its_space_heeds_cancels_and_ends(
 
 
 @pytest.mark.soak
-@examples(max_examples=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sweeps())
 def test_many_more_do(make_engine: MakeEngine, sweep: tuple[SweepSettings, int, float]) -> None:
     check_one(make_engine, *sweep)
