@@ -23,6 +23,26 @@ def command(fault: str) -> tuple[str, ...]:
     return (sys.executable, "-S", str(PROGRAM), fault, "{config}", "{state}")
 
 
+RANKS = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+state = Path(sys.argv[2])
+dist.init_process_group("gloo")
+(state / f"rank{dist.get_rank()}").write_text(str(os.getpid()))
+total = torch.ones(())
+for tokens in range(1024, 16385, 1024):
+    time.sleep(0.2)
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        with (state / "rows.jsonl").open("a") as rows:
+            rows.write(json.dumps({"tokens": tokens, "loss": total.item()}) + "\\n")
+dist.destroy_process_group()
+"""
+"""Rank 0 alone writes rows; the loss is 2 to the number of sums over both ranks."""
+
+
 class InterruptedByTestError(Exception):
     pass
 
@@ -57,6 +77,25 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
     for child in json.loads((tmp_path / "state" / "children").read_text()):
         with suppress(psutil.NoSuchProcess):  # init reaps the children of a program that is gone
             psutil.Process(child).wait(timeout=5)
+
+
+@pytest.mark.soak
+def test_ranks_under_torchrun_write_one_set_of_rows_and_all_end_when_it_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    words = (*torchrun, str(tmp_path / "ranks.py"), "{config}", "{state}")
+    end = train(words, JOB, tmp_path / "whole")
+    assert end.status is TrainerStatus.FINISHED
+    assert end.rows == {1024 * step: 2.0**step for step in range(1, 17)}
+
+    def interrupt(_tokens: int, _loss: float) -> None:
+        raise InterruptedByTestError
+
+    with pytest.raises(InterruptedByTestError):
+        train(words, JOB, tmp_path / "ended", on_row=interrupt)
+    for rank in (0, 1):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(int((tmp_path / "ended" / "state" / f"rank{rank}").read_text())).wait(timeout=10)
 
 
 def test_a_program_ends_with_whoever_runs_it_and_one_that_does_not_is_ended_before_the_next(tmp_path: Path) -> None:
