@@ -19,7 +19,6 @@ class CausalLM(nn.Module):
 
     Attributes:
         network: The model of transformers, as it is.
-        autocast_dtype: What products compute in; parameters stay in fp32, so that a sharded model rounds where a whole one does.
     """
 
     embedding_multiplier: Tensor
@@ -34,7 +33,6 @@ class CausalLM(nn.Module):
         """
         super().__init__()
         self.network = network
-        self.autocast_dtype = torch.float32
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
         readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
@@ -45,10 +43,7 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits; without a cache of keys and values."""
-        if self.autocast_dtype == torch.float32:
-            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
-        with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
+        return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         before = inputs[0] if inputs else named["hidden_states"]

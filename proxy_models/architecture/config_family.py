@@ -23,7 +23,6 @@ from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import Checkpointing
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from proxy_models.architecture.causal_lm import CausalLM
@@ -181,10 +180,6 @@ class ConfigFamily(Family):
         heads = getattr(config, "num_attention_heads", 0)
         head_dim = getattr(config, "head_dim", None) or (width / heads if heads else 0)
         return 12.0 * depth * self.context_length * heads * head_dim
-
-    def set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Compute products in this dtype, by torch's autocast."""
-        cast("CausalLM", model).autocast_dtype = dtype
 
     def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
         """Let transformers recompute whole blocks.

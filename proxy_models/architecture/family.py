@@ -115,15 +115,11 @@ class Family(ABC):
         return sequence_loss
 
     def set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Let the model compute in this dtype, by its attribute `compute_dtype`.
-
-        Raises:
-            ValueError: If it has none and the dtype is not fp32.
-        """
+        """Let the model compute in this dtype: by its attribute `compute_dtype`, or else by torch's autocast over fp32 weights."""
         if hasattr(model, "compute_dtype"):
             model.compute_dtype = dtype  # type: ignore[assignment]
-        elif str(dtype) != "torch.float32":
-            raise ValueError(f"precision must be fp32 for a model without `compute_dtype`, got {dtype}")
+        else:
+            _autocast(model, dtype)
 
     def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
         """Let each block keep or recompute its activations, by its attribute `checkpointing`.
@@ -262,6 +258,19 @@ def source_hash(family: type[Family]) -> str:
             f"the source of {qualified_name(family)} is part of its keys and can't be read: {error}"
         ) from error
     return hashlib.sha256(b"".join(files.values())).hexdigest()
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the model's forward pass compute its products in this dtype; fp32 undoes it."""
+    import torch
+
+    def forward(tokens: torch.Tensor) -> Any:
+        with torch.autocast(tokens.device.type, dtype):
+            return type(model).forward(model, tokens)  # of the class that FSDP2 gives it
+
+    vars(model).pop("forward", None)
+    if dtype != torch.float32:
+        model.forward = forward
 
 
 @cache

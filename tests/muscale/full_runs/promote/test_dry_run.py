@@ -170,10 +170,8 @@ def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(loo
 def test_a_family_of_ones_own_is_planned_by_its_members_and_its_memory_is_traced(look: Look) -> None:
     base = Recurrent(vocab_size=256, context_length=128).member(32, 2)
     on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"')
-    in_bf16 = {line.name: line for line in look(*on_gpus, model=base).gate.lines}["memory"]
-    assert in_bf16.status == "unknown"
-    assert "compute_dtype" in in_bf16.compared, "which this model has not"
-    found = look(*on_gpus, 'promote.precision="fp32"', model=base)
+    found = look(*on_gpus, model=base)
+    assert found.plan.precision == "bf16"
     plan = found.plan
     assert plan.model == ModelFamily(base=base).for_params(plan.n_params)
     assert [plan.model.n_layers, plan.model.d_model % Recurrent.width_step] == [2, 0]

@@ -137,6 +137,21 @@ def test_sharded_ranks_round_to_bf16_where_the_lean_loop_does(
     assert result(run)["loss"] == pytest.approx(loss, rel=tolerance)
 
 
+def test_a_model_without_a_dtype_of_its_own_computes_in_bf16_alike_on_sharded_ranks(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+) -> None:
+    family = load("tests.proxy_models.families:Recurrent")(vocab_size=256, context_length=32)
+    numerics = replace(run.numerics, model=family.member(32, 2), base=family.member(16, 2))
+    run = replace(run, numerics=replace(numerics, precision="bf16"), min_unit_params=0)
+    curve, loss = lean(run, corpus)
+    exact, _ = lean(replace(run, numerics=numerics), corpus)
+    assert not np.allclose(curve, exact, rtol=1e-6), "nothing was rounded"
+    np.testing.assert_allclose(curve, exact, rtol=1e-2)
+    gloo_ranks.train(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    assert result(run)["loss"] == pytest.approx(loss, rel=1e-3)
+
+
 def varied(run: FullRun, **numerics: Any) -> FullRun:
     """The run with dropout, a loss of its own for training, a batch ramp and cycles."""
     model, base = (
