@@ -167,6 +167,26 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
 
 @pytest.mark.soak
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_population_continues_from_the_states_of_its_donors(make: Callable[[str], Path]) -> None:
+    path = make("population")
+    settings = {
+        "sweep.scheduler": "pbt",
+        "sweep.searcher": "random",
+        "sweep.trials": 6,
+        "sweep.rungs": 4,
+        "sweep.n_tokens": 32768,
+        "hyperparameters.schedule": "wsd",
+    }
+    found = Study.open(path, settings, quiet=True, trains=True).sweep()
+    assert len(found.copies)
+    before = starts(path)
+    assert Study.open(path, settings, quiet=True, trains=True).sweep().best == found.best
+    assert starts(path) == before, "started again"
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
     make: Callable[[str], Path], request: pytest.FixtureRequest
