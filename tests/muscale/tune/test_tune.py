@@ -101,6 +101,7 @@ class TestTuner:
     ) -> None:
         study = open_study(make_study())
         pbt = PopulationBasedTraining(
+            time_attr="training_iteration",  # by default seconds: a trial that ends early would leave the other waiting
             perturbation_interval=1,
             quantile_fraction=0.5,
             synch=True,
