@@ -145,8 +145,8 @@ def _read(rows: pd.DataFrame) -> pd.DataFrame:
     repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
     if repeated.any():  # as a second run it would make the noise of seeds look smaller than it is
         raise ValueError(
-            f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} such rows): drop it; "
-            "runs of several seeds are told apart by a column seed"
+            f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it; "
+            "runs of several seeds are distinguished by a column seed"
         )
     if "compute_flops" in rows:
         flops = numbers(rows, "compute_flops")

@@ -177,7 +177,7 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
         result=about,
         drawings=(
             *drawn(outcome.plot(), "multiplier of each variant against compute, with its band up to the target"),
-            *drawn(outcome.plot_losses(), "loss of each variant beside the baseline's at the same compute"),
+            *drawn(outcome.plot_losses(), "loss of each variant and of the baseline at the same compute"),
             *drawn(looks, "probability that each variant is better, look by look"),
         ),
         table=as_table(table),
