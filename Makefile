@@ -20,9 +20,9 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest --numprocesses 2
 
-# What takes too long for every time: all pairs of methods, and faults by the dozen.
+# What takes too long for every time: all pairs of methods, and faults by the dozen. One of 15 minutes shows where it is.
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m soak --timeout 1800
+	$(BIN)/python -m pytest -m soak --timeout 1800 -o faulthandler_timeout=900
 
 # Five families, each from `muscale run` to a promoted run on two ranks; half an hour on two cores, and the same again goes on.
 families: $(INSTALLED)

@@ -72,6 +72,12 @@ def staying_cluster() -> Iterator[Cluster]:
             _staying.reset(token)
 
 
+def end_staying_workers() -> None:
+    """End the workers that the `staying_cluster` around keeps warm, if there is one, for whoever needs what they hold."""
+    if known := _staying.get():
+        known.end_workers()
+
+
 @contextmanager
 def cluster(resources: ResourceSettings) -> Iterator[Cluster]:
     """A cluster that is connected: that of the `staying_cluster` around it, else one for the block.

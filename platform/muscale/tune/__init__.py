@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from muscale.actors.cluster import end_staying_workers
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.importers.tune_space import space_of
 from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
-from muscale.ray_connection import join
+from muscale.ray_connection import join, note_taken, require_room
 from muscale.search.sweep import Sweep
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Uniform
 
@@ -38,10 +39,12 @@ def trainable(study: Study) -> Any:
     the ledger knows is returned, not trained. A diverged trial ends with 10 ln V: every loss above that is a divergence. A
     checkpoint names segments of the ledger: a trial that is restored from another's with other values, as PBT does it, is a new
     segment that continues from there. Each trial takes the resources of one worker of [resources]. Unless this process is
-    connected to Ray, it joins the cluster at RAY_ADDRESS or starts one on this machine, and stays connected.
+    connected to Ray, it joins the cluster at RAY_ADDRESS or starts one on this machine, and stays connected. Workers that a stage
+    around keeps warm end; where others hold what a trial needs, the log says so, as Tune waits for it without a word.
 
     Raises:
-        StageError: If files of the corpus changed since they were written, or if Ray can't be started or joined.
+        StageError: If files of the corpus changed since they were written, Ray can't be started or joined, or no nodes could ever
+            hold a trial.
     """
     with defer_sigint():
         import ray
@@ -52,8 +55,11 @@ def trainable(study: Study) -> Any:
     sweep, resources = Sweep.of(study.config, study.ledger, study.corpus), study.config.resources
     require_unchanged(study.ledger.directory / CORPUS)
     if not ray.is_initialized():
-        join(resources)  # parameters go to the object store: the ledger's password belongs into no file of Tune's
-    parameters = {
+        join(resources)
+    require_room("tune", resources.ranks_per_trial, resources.worker)
+    end_staying_workers()
+    note_taken("tune", resources.ranks_per_trial, resources.worker)
+    parameters = {  # they go to the object store: the ledger's password belongs into no file of Tune's
         "plan": sweep.plan,
         "settings": study.config.sweep,
         "ledger": study.ledger.for_worker(),

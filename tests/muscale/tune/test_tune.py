@@ -8,12 +8,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler, PopulationBasedTraining
 from ray.tune.search.optuna import OptunaSearch
 
 import muscale.tune
 from muscale import StageError, Study
+from muscale.actors.cluster import Cluster
 from muscale.layout import CURVES
 from muscale.store.tables import segments
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
@@ -52,6 +54,11 @@ def fit(
         run_config=tune.RunConfig(storage_path=str(folder), name="it", verbose=0, callbacks=callbacks),
     )
     return tuner.fit()
+
+
+def cpus() -> int:
+    """All that the cluster has."""
+    return int(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
 
 
 def keys(study: Study) -> list[str]:
@@ -94,6 +101,24 @@ class TestTuner:
         assert set(noted["loss"]) >= set(ended["annealed_loss"])
         assert b"ledger.sqlite" not in (tmp_path / "1" / "it" / "tuner.pkl").read_bytes()
         assert study.ledger.retrained() == []
+
+    def test_a_tuner_gets_what_the_warm_workers_of_a_stage_hold(
+        self, ray_cluster: Cluster, make_study: Callable[[], Path], tmp_path: Path
+    ) -> None:
+        study = open_study(make_study(), "sweep.rungs=1", "resources.workers=1", f"resources.cpus_per_worker={cpus()}")
+        assert study.corpus.n_tokens
+        with ray_cluster.workers(study.ledger, study.config.resources) as pool:
+            while (worker := pool.lease()) is None:
+                pool.wait(seconds=1)
+            pool.give_back(worker)
+        grid = fit(study, tmp_path, {"learning_rate": 0.01})
+        assert not grid.errors
+        assert len(study.ledger.runs()) == 1
+
+    def test_what_no_node_has_is_refused_before_tune_waits_for_it(self, make_study: Callable[[], Path]) -> None:
+        study = open_study(make_study(), f"resources.cpus_per_worker={cpus() + 1}")
+        with pytest.raises(StageError, match=rf"^tune: .* {cpus() + 1} CPU"):
+            muscale.tune.trainable(study)
 
     @pytest.mark.soak
     def test_a_member_of_a_population_continues_from_its_donor_s_state(
