@@ -502,6 +502,8 @@ class Study(Result):
     def _dry_run(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run
 
+        if isinstance(plan.model, ModuleConfig):
+            self._display.line(f"tracing the memory of {plan.model}")
         return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 
     def run(self, *, force: bool = False) -> Promotion | Plan:

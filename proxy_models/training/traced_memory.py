@@ -7,7 +7,7 @@ state and what ranks gather follow from the sizes of parameters, and are upper b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,9 @@ from proxy_models.architecture.memory import (
 from proxy_models.training.precision import DTYPES
 
 _FP32 = 4
+_SHORT, _LONGER = 16, 32
+"""Tokens of the sequences that a long recurrence is traced on."""
+_MANY_OPERATORS = 10_000  # which take 1 s
 
 
 @cache
@@ -70,6 +73,7 @@ def traced_memory(
     )
 
 
+@cache
 def traced_evaluation(
     member: Member, sequences: int, training: MemoryEstimate, precision: Precision = "fp32", *, world_size: int = 1
 ) -> int:
@@ -93,19 +97,43 @@ class _Pass:
 
     def peak(self, member: Member, sequences: int) -> int:
         """The most bytes that it makes at a time; of a deep model linear in depth, from two and four blocks."""
-        if (depth := member.n_layers) <= 4:
-            return self._traced(member, depth, sequences)
-        two, four = (self._traced(member, blocks, sequences) for blocks in (2, 4))
+        depth, by_block = member.n_layers, self._operators(member)
+        if depth <= 4:
+            return self._of_depth(member, depth, sequences, by_block)
+        two, four = (self._of_depth(member, blocks, sequences, by_block) for blocks in (2, 4))
         return two + (four - two) * (depth - 2) // 2
 
-    def _traced(self, member: Member, depth: int, sequences: int) -> int:
-        family, tracker = family_of(member), MemTracker()
+    def _operators(self, member: Member) -> float:
+        """Operators of one block whose number grows with the context; none but of a recurrence."""
+        if member.context_length <= _LONGER:
+            return 0.0
+        shorter, longer = (self._traced(member, 1, 1, tokens)[1] for tokens in (_SHORT // 2, _SHORT))
+        return (longer - shorter) / (_SHORT // 2) * member.context_length
+
+    def _of_depth(self, member: Member, depth: int, sequences: int, by_block: float) -> int:
+        """The most bytes of a model of so many blocks; of a long recurrence, of as many tokens in shorter sequences.
+
+        What it makes for each token is the same then, and what it makes for a step of all sequences is more. Where sequences of
+        twice as many tokens take more, it makes something for each pair of tokens, and is traced at full length.
+        """
+        tokens = sequences * member.context_length
+        if by_block * depth > _MANY_OPERATORS and tokens % _LONGER == 0:
+            shorter, longer = (
+                self._traced(member, depth, tokens // context, context)[0] for context in (_SHORT, _LONGER)
+            )
+            if longer <= shorter:
+                return longer
+        return self._traced(member, depth, sequences, member.context_length)[0]
+
+    def _traced(self, member: Member, depth: int, sequences: int, context: int) -> tuple[int, int]:
+        """The most bytes of a pass, and how many operators it called."""
+        family, tracker = replace(family_of(member), context_length=context), _Tracker()
         try:
             with FakeTensorMode(), torch.set_grad_enabled(self.trains):
                 model = self._build(family, member.d_model, depth)
                 for parameter in model.parameters() if self.trains else ():
                     parameter.grad = torch.zeros_like(parameter)  # of earlier passes
-                tokens = torch.zeros(sequences, member.context_length + 1, dtype=torch.int64)
+                tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
                 tracker.track_external(model, tokens)
                 before = _total(tracker, "current")
                 with tracker:
@@ -117,7 +145,7 @@ class _Pass:
             raise ValueError(
                 f"a pass of {member} can't be traced on fake tensors ({type(error).__name__}: {error})"
             ) from error
-        return _total(tracker, "peak") - before
+        return _total(tracker, "peak") - before, tracker.n_operators
 
     def _build(self, family: Family, width: int, depth: int) -> nn.Module:
         model, dtype = family.build(width, depth), DTYPES[self.precision]
@@ -131,6 +159,16 @@ class _Pass:
         family.set_precision(model, dtype)
         family.set_checkpointing(model, self.checkpointing)
         return model
+
+
+class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
+    """A tracker that counts operators, too."""
+
+    n_operators = 0
+
+    def __torch_dispatch__(self, *arguments: Any, **named: Any) -> Any:
+        self.n_operators += 1
+        return super().__torch_dispatch__(*arguments, **named)  # type: ignore[no-untyped-call]
 
 
 def _total(tracker: MemTracker, when: str) -> int:

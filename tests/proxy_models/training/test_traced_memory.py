@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import build, family_of, load
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import training_memory
 from proxy_models.training.traced_memory import traced_evaluation, traced_memory
-from tests.proxy_models.families import TRANSFORMERS, Network, Recurrent
+from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent
 from tests.proxy_models.peak_memory import peak_bytes
 
 SEQUENCES, SIZES = 8, {"vocab_size": 256, "context_length": 16}
@@ -62,6 +62,50 @@ def test_the_decoders_estimate_and_its_trace_agree(layout: dict[str, Any]) -> No
     estimated, traced = (memory(config, micro_batch=8, **layout) for memory in (training_memory, traced_memory))
     assert traced.optimizer == estimated.optimizer
     assert 0.95 < traced.total / estimated.total < 1.35
+
+
+class AttendingBlock(Block):
+    """A recurrent layer, and causal attention whose scores are kept."""
+
+    def forward(self, stream: Tensor, branch: Tensor) -> Tensor:
+        stream = super().forward(stream, branch)
+        scores = stream @ stream.mT
+        mixed: Tensor = scores.tril().softmax(-1) @ stream
+        return stream + branch * mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attending(Recurrent):
+    """Networks of recurrent layers and attention."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        network.layers = nn.ModuleList(AttendingBlock(width) for _ in range(depth))
+        return network
+
+
+@pytest.mark.parametrize(("kind", "is_shortened"), [(Recurrent, True), (Attending, False)])
+def test_a_long_recurrence_takes_what_shorter_sequences_take_and_attention_beside_it_is_seen(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Recurrent], *, is_shortened: bool
+) -> None:
+    member = kind(vocab_size=16, context_length=96).member(64, 1)
+    contexts: set[int] = set()
+    forward = Network.forward
+
+    def seen(self: Network, tokens: Tensor) -> Tensor:
+        contexts.add(tokens.shape[1])
+        return forward(self, tokens)
+
+    monkeypatch.setattr(Network, "forward", seen)
+    found = []
+    for many in (100, 1_000_000):
+        contexts.clear()
+        monkeypatch.setattr("proxy_models.training.traced_memory._MANY_OPERATORS", many)
+        traced_memory.cache_clear()
+        found.append((traced_memory(member, micro_batch=2), 96 in contexts))
+    (short, whole_for_short), (whole, _) = found
+    assert short == whole
+    assert whole_for_short is not is_shortened
 
 
 class Sampled(Network):
