@@ -134,9 +134,15 @@ def _shape(
     elif grows == [False] and of_norm and in_block:
         tensor_class = TensorClass.QK_NORM
     else:
+        rule = (
+            "no rule is for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
+        )
+        likely = f"one of {', '.join(TensorClass)}"
+        if grows == [True]:
+            rule = "a vector of the width is known by its name, as bias or a norm's weight"
+            likely = f'as {{"{name}": "{TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS}"}}, or {likely}'
         raise ValueError(
-            f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: no rule is "
-            "for a projection with a fixed number of outputs that is not named as readout, nor for its bias; a family of "
-            f"one's own can give its class in tensor_classes, one of {', '.join(TensorClass)}"
+            f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: {rule}; "
+            f"a family of one's own can give its class in tensor_classes, {likely}"
         )
     return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

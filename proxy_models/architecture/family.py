@@ -30,6 +30,7 @@ from proxy_models.architecture.parametrization import (
     TensorShape,
     parametrization_of,
 )
+from proxy_models.architecture.source_files import source_files
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class Family(ABC):
         readout: Name of the module that maps the width to logits.
         blocks: Name of the list of residual blocks.
         width_step: Widths are multiples of it.
-        version: Part of every key; change it where the model changes and its file does not.
+        version: Part of every key; change it where the model changes and none of the files in `source` does.
     """
 
     vocab_size: int
@@ -76,14 +77,15 @@ class Family(ABC):
 
     @classmethod
     def source(cls) -> dict[str, bytes]:
-        """The files that define the family, by name; of one in a notebook, the cell that has its `build`.
+        """The files that define the family, by name: its own, and those of its package that it imports (`source_files`).
+
+        Of a family in a notebook it is the cell that has its `build`.
 
         Raises:
             TypeError, OSError: If they can't be read.
         """
         try:
-            file = Path(inspect.getfile(cls))
-            return {file.name: file.read_bytes()}
+            return source_files(cls.__module__, Path(inspect.getfile(cls)))
         except (TypeError, OSError):
             # Of a class in a cell, Python finds the source from 3.13 on; of its method always.
             lines, _ = inspect.findsource(vars(cls).get("build", cls))

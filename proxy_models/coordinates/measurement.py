@@ -17,6 +17,7 @@ from proxy_models.architecture.cross_entropy import sequence_loss
 from proxy_models.architecture.families import M, ModelFamily, build, family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass
+from proxy_models.coordinates.causality import require_causal
 from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds, require_sizes
 from proxy_models.coordinates.tensors import Norms, acting_multipliers
 from proxy_models.data.batches import training_stream
@@ -58,6 +59,7 @@ def coordinate_check(
 
     Raises:
         ValueError: If there are too few widths, depths or seeds, the sizes span too little, or there is no step.
+        FamilyError: If the model sees the future.
     """
     sizes: dict[Axis, Sequence[int]] = {"width": widths}
     if depths is not None:
@@ -75,6 +77,11 @@ def coordinate_check(
     recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
     stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
+    narrowest = family.at(width=min(widths))
+    model = build(narrowest).eval()
+    initialize(model, table(narrowest, family.base), replace(recipe, zero_readout=False), seed=seeds[0])
+    multipliers = acting_multipliers(model, sequences[:, :-1])
+    require_causal(family_of(family.base), model, sequences[:1, :-1])
     rows: list[dict[str, Any]] = []
     for axis, values in sizes.items():
         for size in sorted(set(values)):
@@ -91,14 +98,7 @@ def coordinate_check(
                 place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
                 mean = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
                 rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": mean})
-    narrowest = family.at(width=min(widths))
-    model = build(narrowest).eval()
-    initialize(model, table(narrowest, family.base), replace(recipe, zero_readout=False), seed=seeds[0])
-    return CoordinateCheck(
-        measurements=pd.DataFrame(rows),
-        seeds=tuple(seeds),
-        multipliers=acting_multipliers(model, sequences[:, :-1]),
-    )
+    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds), multipliers=multipliers)
 
 
 def measure(

@@ -253,9 +253,10 @@ def _write_environment(run: FinishedRun, folder: Path) -> None:
 def _write_source(run: FinishedRun, folder: Path) -> None:
     """Write the files that define the family of one's own, as data; readers of a bundle never import them."""
     if isinstance(model := run.chain.numerics.model, ModuleConfig):
-        (folder / parts.FAMILY_FOLDER).mkdir()
         for name, content in type(family_of(model)).source().items():
-            (folder / parts.FAMILY_FOLDER / name).write_bytes(content)
+            path = folder / parts.FAMILY_FOLDER / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 def _write(path: Path, values: Any) -> None:

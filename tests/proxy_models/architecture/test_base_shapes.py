@@ -171,6 +171,12 @@ def fixed_gain(width: int) -> nn.Module:
     return nn.ModuleDict({**head(width), "norm": nn.RMSNorm(16)})
 
 
+def shares(width: int) -> nn.Module:
+    mixer = nn.Module()
+    mixer.shares = nn.Parameter(torch.zeros(width))
+    return head(width, mixer)
+
+
 class Transposed(nn.Module):
     """Inputs first, as GPT-2's Conv1D."""
 
@@ -192,6 +198,7 @@ def inputs_first(width: int) -> nn.Module:
         (finite_input, r"blocks.0.weight of shape \(64, 3\).*none of embedding"),
         (outside, r"mixer.weight.*outside the blocks 'blocks.'"),
         (three_widths, r"3 dimensions of width; the rules know at most 2"),
+        (shares, r"blocks.0.shares.*'blocks.0.shares': 'block_bias'".replace("'", '"')),
         (fixed_gain, r"norm.weight of shape \(16,\).*none of embedding"),
     ],
 )

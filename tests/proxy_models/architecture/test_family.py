@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import ModelFamily, build, family_of, load
-from proxy_models.architecture.family import Family, count_member, source_hash
+from proxy_models.architecture.family import Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.parametrization import TensorClass
+from proxy_models.coordinates.causality import require_causal
 from proxy_models.coordinates.measurement import coordinate_check
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -70,6 +71,34 @@ class Overflowing(Network):
 class Infinite(Recurrent):
     def build(self, width: int, depth: int) -> Network:
         return Overflowing(self.vocab_size, width, depth)
+
+
+class Peeking(Network):
+    """Its stream has the token after, by a share that starts at zero."""
+
+    def __init__(self, vocab_size: int, width: int, depth: int) -> None:
+        super().__init__(vocab_size, width, depth)
+        self.layers[0].bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.symbols(tokens)
+        stream = stream + self.layers[0].bias * stream.roll(-1, 1)
+        for layer in self.layers:
+            stream = layer(stream, self.branch_multiplier)
+        return cast(Tensor, self.head(self.norm(stream) * self.readout_multiplier))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bidirectional(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        return Peeking(self.vocab_size, width, depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfItsOwnLoss(Bidirectional):
+    @property
+    def evaluation_loss(self) -> Any:
+        return lambda model, sequences: model(sequences).logsumexp(-1).mean()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +275,16 @@ def test_a_model_whose_values_are_not_finite_fails_the_check(corpus: Corpus) -> 
     check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
     assert not check.passed
     assert {(finding.module, finding.step) for finding in check.findings} == {("", 0)}, "the model's own output"
+
+
+def test_a_model_that_sees_the_future_is_refused_unless_its_loss_is_its_own(corpus: Corpus) -> None:
+    family = Bidirectional(vocab_size=256, context_length=32)
+    with pytest.raises(FamilyError, match="Peeking .*token 16 .* position 15"):
+        coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
+    sequences = torch.randint(256, (1, 32))
+    require_causal(FAMILY, FAMILY.build(16, 2).eval(), sequences)
+    masked = OfItsOwnLoss(vocab_size=256, context_length=32)
+    require_causal(masked, masked.build(16, 2).eval(), sequences)
 
 
 def test_a_readout_that_the_model_does_not_have_is_named_with_those_it_has() -> None:
