@@ -7,20 +7,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import build_model, mesh_of, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import training_loss
-from proxy_models.architecture.memory import activation_bytes, largest_micro_batch, training_memory
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.memory import (
+    MIN_UNIT_PARAMS,
+    Sharding,
+    activation_bytes,
+    largest_micro_batch,
+    training_memory,
+)
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.traced_memory import traced_memory
 from tests.muscale.fake_ranks import rank_of
+from tests.muscale.gloo_ranks import GlooRanks
+from tests.proxy_models.families import Recurrent
+from tests.proxy_models.peak_memory import peak_bytes
 
 SEQUENCES = 4
 TENSOR = Parallelism(tensor_parallel=2)
@@ -99,6 +112,44 @@ def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPa
     estimate = activation_bytes(model, SEQUENCES, tensor_parallel=tensor_parallel)
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(estimate, rel=0.01)
     assert estimate < 0.7 * activation_bytes(model, SEQUENCES)
+
+
+def own_bytes(
+    numerics: Numerics, recipe: Recipe, parallelism: Parallelism, min_unit_params: int
+) -> tuple[int, int, int, int]:
+    """Bytes of weights, gradients and moments of this rank after a step, and the most that a pass makes."""
+    family = family_of(numerics.model)
+    dist.init_process_group("gloo")
+    mesh, cpu = mesh_of(rank_grid(parallelism), "cpu"), torch.device("cpu")
+    built = build_model(numerics, recipe, parallelism, device=cpu, mesh=mesh, min_unit_params=min_unit_params)
+    made = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
+    tokens = torch.zeros(SEQUENCES, numerics.model.context_length + 1, dtype=torch.int64)
+
+    def one_pass() -> None:
+        family.training_loss(built, tokens).backward()  # type: ignore[no-untyped-call]
+
+    one_pass()
+    made.step()
+    peak = peak_bytes(one_pass)
+    gradients = [parameter.grad for parameter in built.parameters() if parameter.grad is not None]
+    moments = [value for state in made.state.values() for value in state.values() if value.ndim]
+    return held(list(built.parameters())), held(gradients), held(moments), peak
+
+
+@pytest.mark.parametrize(("sharding", "min_unit_params"), [("full", MIN_UNIT_PARAMS), ("full", 0), ("none", 0)])
+def test_a_family_s_traced_memory_is_held_by_each_of_two_ranks(
+    gloo_ranks: GlooRanks, monkeypatch: pytest.MonkeyPatch, sharding: Sharding, min_unit_params: int
+) -> None:
+    monkeypatch.setattr("proxy_models.training.traced_memory.MIN_UNIT_PARAMS", min_unit_params)
+    traced_memory.cache_clear()
+    member = Recurrent(vocab_size=256, context_length=32).member(64, 4)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
+    numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=32)
+    traced = traced_memory(member, micro_batch=SEQUENCES, sharding=sharding, world_size=2)
+    layout = Parallelism(sharding=sharding)
+    for *state, peak in gloo_ranks.call(own_bytes, numerics, recipe, layout, min_unit_params, world_size=2):
+        assert state == [traced.parameters, traced.gradients, traced.optimizer]
+        assert 1.0 <= (traced.gathered + traced.reduced + traced.activations) / peak < 1.35
 
 
 def test_norms_alone_are_whole_on_every_device() -> None:
