@@ -1,4 +1,7 @@
-"""A study file to begin with: the quickstart's, with a user's own text and name in it, and whether the text is enough."""
+"""A study file to begin with, with a user's own text and name in it, and whether the text is enough.
+
+It is the quickstart's, or a smaller one for a family of one's own.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def write_study(
     Args:
         source: A text file, or a folder of them, or of .jsonl or .parquet files; None keeps the quickstart's.
         name: Of the study; by default the directory's.
-        family: Write a model family to edit and its test beside it, and name it in the study file.
+        family: Write a model family to edit and its test beside it, and name it in the study file, which has smaller sizes.
 
     Raises:
         StudyDirectoryError: If there is a study file already, or one of the family's.
@@ -122,7 +125,7 @@ def write_study(
             raise StudyDirectoryError(f"{above}: is a file, and a study needs a directory; give another one")
     if name is not None and not name.strip():
         raise StudyFileError("--name: must be a name, got an empty one")
-    text = (resources.files("muscale") / "quickstart.toml").read_text()
+    text = (resources.files("muscale") / ("own_family.toml" if family else "quickstart.toml")).read_text()
     text = _with_value(text, "name", name or directory.absolute().name or "study")
     if source is None:
         _write_all(path, text, family=family)
@@ -133,8 +136,8 @@ def write_study(
     if kind != "text":
         text = re.sub(r"^(source = .*)$", rf'\1\nkind = "{kind}"', text, count=1, flags=re.MULTILINE)
     intro = (
-        f"# A study of {json.dumps(source.name, ensure_ascii=False)}, begun from the quickstart's, whose sizes and budgets are\n"
-        "# for two CPU cores and some minutes: raise them to what you have."
+        f"# A study of {json.dumps(source.name, ensure_ascii=False)}, whose sizes and budgets are for two CPU cores and about ten\n"
+        "# minutes: raise them to what you have."
     )
     text = re.sub(r"\A#[^\n]*\n", lambda _: intro + "\n", text)
     found = _measured(path, place, source, kind, text)

@@ -195,7 +195,9 @@ def test_an_error_inside_the_model_is_not_an_internal_one(
     assert f"{file}:24, in forward: RuntimeError" in capsys.readouterr().err
 
 
-def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(tmp_path: Path) -> None:
+def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = write_study(tmp_path / "new", family=True)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FAMILY[1]],
@@ -206,6 +208,16 @@ def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    monkeypatch.syspath_prepend(str(tmp_path / "new"))
+    monkeypatch.delitem(sys.modules, "my_family", raising=False)
+    config = StudyConfig.read(Path(written.path), trains=True)
+    largest = max(
+        config.family.at(width=stem.width).train_flops_per_token * stem.n_tokens for stem in config.ladder.stems
+    )
+    budget = config.plan.budget.compute_flops
+    assert budget is not None
+    assert budget / largest == pytest.approx(2.5, abs=0.05), "as its comment says"
+    monkeypatch.delitem(sys.modules, "my_family")
     for _ in range(2):
         with pytest.raises(StudyDirectoryError, match="is there already"):
             write_study(tmp_path / "new", family=True)

@@ -35,7 +35,7 @@ def init(
         directory: Created if it does not exist.
         source: A text file, or a folder of text, .jsonl or .parquet files; also checks whether it is enough text for the budgets.
         name: Name of the study; by default the directory's.
-        family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and search that.
+        family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and a smaller study of it.
         keep: Keep an existing study file instead of refusing.
     """
     from muscale.new_study import NewStudy, write_study
@@ -50,7 +50,8 @@ def init(
         show(written, as_json=False)
         if family:
             print(f"put the family on the path first: export PYTHONPATH={shlex.quote(str(directory.absolute()))}")
-        print_ending(Ending(next=(line("doctor", path), line("run", path, "--dry-run"), line("run", path))))
+        first = line("check" if family else "doctor", path)
+        print_ending(Ending(next=(first, line("run", path, "--dry-run"), line("run", path))))
     return 0
 
 
