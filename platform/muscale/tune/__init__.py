@@ -36,11 +36,12 @@ def trainable(study: Study) -> Any:
     """A class trainable for Tune, each of whose iterations trains a configuration to the next rung of the study's sweep.
 
     It reports loss (what [sweep] rank_by says), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. What
-    the ledger knows is returned, not trained. A diverged trial ends with 10 ln V: every loss above that is a divergence. A
-    checkpoint names segments of the ledger: a trial that is restored from another's with other values, as PBT does it, is a new
-    segment that continues from there. Each trial takes the resources of one worker of [resources]. Unless this process is
-    connected to Ray, it joins the cluster at RAY_ADDRESS or starts one on this machine, and stays connected. Workers that a stage
-    around keeps warm end; where others hold what a trial needs, the log says so, as Tune waits for it without a word.
+    the ledger knows is returned, not trained. A trial that diverged reports 10 ln V from then on, until it is stopped or copies
+    another, and trains nothing more: every loss above that is a divergence. A checkpoint names segments of the ledger: a trial
+    that is restored from another's with other values, as PBT does it, is a new segment that continues from there. Each trial
+    takes the resources of one worker of [resources]. Unless this process is connected to Ray, it joins the cluster at
+    RAY_ADDRESS or starts one on this machine, and stays connected. Workers that a stage around keeps warm end; where others
+    hold what a trial needs, the log says so, as Tune waits for it without a word.
 
     Raises:
         StageError: If files of the corpus changed since they were written, Ray can't be started or joined, or no nodes could ever

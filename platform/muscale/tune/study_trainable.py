@@ -55,7 +55,7 @@ class StudyTrainable(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
-        """Train to the next rung, and at the last one to the annealed end."""
+        """Train to the next rung, and at the last one to the annealed end; one that has diverged trains nothing more."""
         plan, rung = self._plan, self._rung
         outcome = self._worker.reach(plan.rung(self._path, rung))
         loss = rung_loss(plan, self._path, rung, outcome, rank_by=self._settings.rank_by, reach=self._worker.reach)
@@ -65,7 +65,7 @@ class StudyTrainable(tune.Trainable):
             "n_tokens": plan.rung_tokens[rung],
             "segment": outcome.key,
             "diverged": loss is None,
-            "done": loss is None or rung == plan.top,
+            "done": rung == plan.top,  # not where it diverged: Tune's synchronous PBT waits for ever for one that ended
         }
         return result | self._annealed() if loss is not None and rung == plan.top else result
 

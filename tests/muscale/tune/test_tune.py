@@ -61,9 +61,25 @@ def cpus() -> int:
     return int(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
 
 
+def population() -> PopulationBasedTraining:
+    """A new rate, or a better member's state, after each rung, once all have come to it."""
+    return PopulationBasedTraining(
+        time_attr="training_iteration",  # by default seconds: a trial that ends early would leave the other waiting
+        perturbation_interval=1,
+        quantile_fraction=0.5,
+        synch=True,
+        hyperparam_mutations={"learning_rate": tune.loguniform(0.004, 0.03)},
+    )
+
+
+def trained(study: Study) -> list[dict[str, Any]]:
+    """Rows of all segments in the order in which they were trained."""
+    return study.ledger.read(lambda c: [dict(row) for row in c.execute(segments.select()).mappings()])
+
+
 def keys(study: Study) -> list[str]:
     """Keys of all segments in the order in which they were trained."""
-    return [row["key"] for row in study.ledger.read(lambda c: list(c.execute(segments.select()).mappings()))]
+    return [row["key"] for row in trained(study)]
 
 
 def curves(study: Study) -> dict[str, int]:
@@ -125,19 +141,35 @@ class TestTuner:
         self, make_study: Callable[[], Path], tmp_path: Path
     ) -> None:
         study = open_study(make_study())
-        pbt = PopulationBasedTraining(
-            time_attr="training_iteration",  # by default seconds: a trial that ends early would leave the other waiting
-            perturbation_interval=1,
-            quantile_fraction=0.5,
-            synch=True,
-            hyperparam_mutations={"learning_rate": tune.loguniform(0.004, 0.03)},
-        )
-        grid = fit(study, tmp_path, {"learning_rate": tune.grid_search([0.0005, 0.01])}, scheduler=pbt)
+        grid = fit(study, tmp_path, {"learning_rate": tune.grid_search([0.0005, 0.01])}, scheduler=population())
         assert not grid.errors
         copied = [h for h in study.ledger.runs()["hyperparameters"] if h.get("stages")]
         assert copied
         assert all(h["learning_rate"] == 0.01 for h in copied)
         assert study.ledger.retrained() == []
+
+    def test_a_member_that_diverges_keeps_no_population_waiting_and_is_replaced(
+        self, make_study: Callable[[], Path], tmp_path: Path
+    ) -> None:
+        """One at a time: it comes last, while the other waits for it to arrive."""
+        study = open_study(make_study(), "sweep.rungs=2", "resources.workers=1", f"resources.cpus_per_worker={cpus()}")
+        rates = {"learning_rate": tune.grid_search([0.01, 1e4])}
+        grid = fit(study, tmp_path, rates, scheduler=population(), max_concurrent_trials=None)
+        assert not grid.errors
+        ended = [grid[n].metrics or {} for n in range(2)]
+        assert [result["training_iteration"] for result in ended] == [2, 2]
+        assert not any(result["diverged"] for result in ended)
+        assert sum(row["diverged_because"] is not None for row in trained(study)) == 1
+        assert len(study.ledger.runs()) == 2
+
+    def test_a_trial_that_diverged_trains_nothing_more(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
+        study = open_study(make_study())
+        result = fit(study, tmp_path, {"learning_rate": 1e4})[0]
+        assert result.error is None
+        assert result.metrics
+        assert (result.metrics["training_iteration"], result.metrics["diverged"]) == (3, True)
+        assert [row["key"] for row in trained(study)] == [result.metrics["segment"]]
+        assert study.ledger.runs().empty
 
     @pytest.mark.soak
     def test_optuna_suggests_from_the_study_s_space(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
