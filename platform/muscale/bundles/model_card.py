@@ -77,7 +77,8 @@ def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"line": _line, "format_value": format_value}
-    text = (resources.files("muscale.bundles") / template).read_text(encoding="utf-8")
+    files = resources.files("muscale.bundles")
+    text = "".join((files / name).read_text(encoding="utf-8") for name in (template, "card_use.md.jinja"))
     return environment.from_string(text).render(numerics=numerics, model=numerics.model, **values)
 
 

@@ -341,7 +341,9 @@ def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_a
     written = write_bundle(run, tmp_path / "bundle", average=2)
     source = Path(sys.modules[Recurrent.__module__].__file__ or "")
     assert (written.path / parts.FAMILY_FOLDER / "tests/proxy_models/families.py").read_bytes() == source.read_bytes()
-    assert f"{Recurrent.__module__}:Recurrent" in (written.path / parts.CARD).read_text()
+    card = (written.path / parts.CARD).read_text()
+    assert f"{Recurrent.__module__}:Recurrent" in card
+    assert "muscale generate" not in card, "it would be refused"
     monkeypatch.delitem(sys.modules, Recurrent.__module__)
     opened = Bundle.open(written.path)
     uses: list[Callable[[], Any]] = [
