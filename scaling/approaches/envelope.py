@@ -26,6 +26,7 @@ from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NOTES
 from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats
+from scaling.fits.unfinished import finished
 from scaling.forms.law import NATS, compute_flops
 
 MAX_UNANSWERED = 0.05
@@ -43,8 +44,8 @@ def fit_envelope(
 
     Args:
         curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
-            (smoothed); optional `annealed`. A curve's losses should be what a run of that length ends at: annealed branches,
-            or runs of several lengths; of one cosine run only the end is.
+            (smoothed; a row without one is left out, and named); optional `annealed`. A curve's losses should be what a run of
+            that length ends at: annealed branches, or runs of several lengths; of one cosine run only the end is.
         loss_unit: as for `fit`.
 
     Returns:
@@ -58,6 +59,8 @@ def fit_envelope(
     require_draws(n_bootstrap)
     given = read_runs(curves)
     with naming(curves):
+        require_columns(given, ("run", "n_params", "n_tokens", "loss"))
+        given = finished(given, "loss")
         table, unit = _checked(given, loss_unit)
     interpolated = curves_of(table)
     everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
@@ -99,7 +102,6 @@ def fit_envelope(
 
 def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
     """Columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
-    require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
     factor, unit = to_nats(loss_unit)
     found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
     found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}

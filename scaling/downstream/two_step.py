@@ -20,6 +20,7 @@ from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast, interval_factor
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_runs, to_nats
+from scaling.fits.unfinished import finished
 from scaling.forms.law import NATS, Form
 from scaling.presentation import counted, lines
 from scaling.quantiles import two_sided
@@ -121,7 +122,7 @@ def fit_two_step(
 
     Args:
         runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
-            column.
+            column. A row without a task loss is left out, and named.
         loss_unit: of the task's loss, as for `fit`.
         checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
             they belong to one run.
@@ -136,7 +137,7 @@ def fit_two_step(
     with naming(runs):
         require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
         factor, unit = to_nats(loss_unit)
-        table = _with_loss(given, factor)
+        table = _with_loss(finished(given, "task_loss"), factor)
         law = fit(
             table,
             n_params_convention=n_params_convention,
@@ -148,7 +149,7 @@ def fit_two_step(
     pairs = table[["loss", metric]].assign(stem=_stems(table, "run"))
     if checkpoints is not None:
         require_columns(checkpoints, ("task_loss", metric))
-        further = _with_loss(checkpoints, factor)
+        further = _with_loss(finished(checkpoints, "task_loss"), factor)
         own = _stems(further, "run" if "stem" in further else "checkpoint")
         pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
     task = fit_downstream(pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, seed=seed)

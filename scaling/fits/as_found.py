@@ -51,7 +51,7 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ValueError: a column in millions, say, holds a value with a unit of its own.
     """
-    table, notes = table.copy(deep=False), list[str]()
+    table, notes = table.copy(deep=False), [*table.attrs.get(NOTES, ())]
     if levels := [name for name in table.index.names if name is not None and name not in table]:
         table = table.reset_index(levels)  # such as a groupby leaves
     for column in (*COUNTS, "loss"):

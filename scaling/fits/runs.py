@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, row_name
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
+from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
 
@@ -50,11 +51,6 @@ RUN_NAMES = ("run", "run_name", "run_id")
 LEAST_LOSS = 1e-30
 """Far below any loss; a fit weighs rows by 1/loss², and sums of these have to fit into float64."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
-NO_LOSS = "no loss: the run crashed, diverged or has not ended"
-MOST_WITHOUT_LOSS = 0.5
-"""Share of rows without a loss above which the column is taken to be the wrong one (assumed)."""
-MOST_NAMED = 5
-"""Rows that a note names."""
 OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
     "annealed": "every loss is that of an annealed run (no column annealed)",
@@ -220,7 +216,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     loss_unit = runs.attrs.get(UNIT) if loss_unit is None else loss_unit
     factor, unit = to_nats(NATS if loss_unit is None else loss_unit)
     reason = _stated_reasons(runs)
-    without = _without_loss(runs, reason)
+    without = without_loss(runs, among=reason == "")
     reason[without] = NO_LOSS
     open_ = reason == ""
     considered = runs[open_]
@@ -263,13 +259,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
             )
         reason[open_ & ~annealed.isin([True]).to_numpy()] = UNANNEALED
 
-    notes = [*runs.attrs.get(NOTES, ())]
-    if without.size:
-        named = ", ".join(row_name(runs, number) for number in without[:MOST_NAMED])
-        more = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
-        notes.append(
-            f"rows without a loss ({named}{more}) are of runs that crashed, diverged or have not ended: left out"
-        )
+    notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
 
     kept = np.flatnonzero(reason == "")
     left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
@@ -298,28 +288,6 @@ def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
     if strange := [reason for reason in reasons if not isinstance(reason, str)]:
         raise ValueError(f"left_out must hold the reason why a row is left out, or nothing, got {strange[0]!r}")
     return np.array(reasons, dtype=object)
-
-
-def _without_loss(runs: pd.DataFrame, reason: NDArray[np.object_]) -> NDArray[np.intp]:
-    """Numbers of the rows that state no reason and have no loss: empty, NaN or infinite, as losses of crashed runs are exported.
-
-    Raises:
-        ValueError: they are more than MOST_WITHOUT_LOSS of the rows that state no reason.
-    """
-    empty = np.array([_is_empty(cell) for cell in runs["loss"]], dtype=bool)
-    without = np.flatnonzero((reason == "") & empty)
-    if len(without) > MOST_WITHOUT_LOSS * (given := int((reason == "").sum())):
-        raise ValueError(
-            f"loss must be a number in at least {MOST_WITHOUT_LOSS:.0%} of the rows, {len(without)} of {given} have none, the "
-            f"first is row {row_name(runs, int(without[0]))}: name the right column loss, or drop runs that have not ended"
-        )
-    return without
-
-
-def _is_empty(loss: object) -> bool:
-    if isinstance(loss, str):
-        return loss.strip().lower() in ("", "nan", "inf", "infinity")  # as wandb writes them into JSON
-    return pd.api.types.is_scalar(loss) and (pd.isna(loss) or loss == math.inf)
 
 
 def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> Iterator[str]:
@@ -351,7 +319,8 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
     same = (values[:, 1:] == values[:, :-1]).all(axis=0)  # the rows are in order, so equal ones are neighbours
     alike = np.append(same, False) | np.append(False, same)
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
-        yield f"{repeated} {'row repeats' if repeated == 1 else 'rows repeat'} another in every column and count as further evidence"
+        found = "1 row repeats" if repeated == 1 else f"{repeated} rows repeat"
+        yield f"{found} another in every column, as further evidence"
     with np.errstate(over="ignore"):  # of a loss near the end of float64
         precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:

@@ -105,6 +105,7 @@ class MixtureFit(MixtureLaw):
             "error, order": "of runs predicted from the others: share of the loss, rank correlation",
             "lowered by": f"change of the loss where {STEP:g} of the mean mixture gives way to that domain",
             "status": "; ".join((self.status, *self.warnings)),
+            **({"table": "; ".join(self.notes)} if self.notes else {}),
         }
         return lines(about)
 
@@ -132,7 +133,8 @@ def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = 
     Args:
         runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per finished run:
             `weight_DOMAIN` for every domain (summing to 1 within .01), `loss_DOMAIN` for every held-out set (finite, above 0, in one
-            unit), and `n_params`, `n_tokens` if runs differ in size or length. Other columns are left alone.
+            unit; a run that lacks one is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. Other
+            columns are left alone.
         weight_prefix, loss_prefix: beginnings of the names, where the table has others.
 
     Raises:
@@ -151,6 +153,7 @@ def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = 
         numbers=np.array([process.numbers for process in processes]),
         expected=np.column_stack(expected),
         deviations=np.column_stack(deviations),
+        notes=table.notes,
     )
 
 

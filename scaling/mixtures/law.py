@@ -34,6 +34,7 @@ class MixtureLaw(JsonResult):
         scales: n_params and n_tokens of the runs, as far as given.
         numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.process`).
         expected, deviations: of g given the other runs, [judged, k], in the rows of `judged_rows`.
+        notes: rows of the table that were left out, and columns that were read under another name.
     """
 
     domains: tuple[str, ...]
@@ -44,6 +45,7 @@ class MixtureLaw(JsonResult):
     numbers: Array = field(repr=False)
     expected: Array = field(repr=False)
     deviations: Array = field(repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def varying(self) -> tuple[str, ...]:

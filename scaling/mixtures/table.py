@@ -12,7 +12,9 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns, row_name
 from scaling.errors import TooFewRunsError
+from scaling.fits.as_found import NOTES
 from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
+from scaling.fits.unfinished import finished
 
 WEIGHT, LOSS = "weight_", "loss_"
 """Beginnings of the columns' names."""
@@ -38,6 +40,7 @@ class Mixtures:
         weights: [n, m], each row summing to 1.
         losses: [n, k], finite and above 0.
         scales: n_params, n_tokens as far as the table has them; the caller's order of rows.
+        notes: rows that were left out, and columns that were read under another name.
     """
 
     domains: tuple[str, ...]
@@ -45,10 +48,11 @@ class Mixtures:
     weights: Array
     losses: Array
     scales: pd.DataFrame
+    notes: tuple[str, ...]
 
 
 def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS) -> Mixtures:
-    """The table's runs.
+    """The table's runs that have every loss.
 
     Raises:
         ValueError: no column begins with a prefix, or a weight, loss, size or sum breaks its rule.
@@ -57,6 +61,7 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
     rows = read_runs(runs)
     with naming(runs):
         domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
+        rows = finished(rows, *(loss_prefix + name for name in targets))
         weights = mixtures_of(rows, domains, weight_prefix)
         measured = np.column_stack([numbers(rows, loss_prefix + name) for name in targets])
         scales = {name: numbers(rows, name) for name in SCALES if name in rows}
@@ -78,6 +83,7 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
         weights=weights,
         losses=measured,
         scales=pd.DataFrame(scales, index=range(len(rows))),
+        notes=tuple(rows.attrs[NOTES]),
     )
 
 

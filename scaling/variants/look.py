@@ -160,6 +160,7 @@ class Look:
             target=self.target,
             worth=worth,
             error=error,
+            promotable=not self._diverged(name),
         )
         return [{"variant": name} | best] if best else []
 

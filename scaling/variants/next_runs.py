@@ -16,11 +16,20 @@ HARDLY = 0.05
 
 
 def cheapest_next(
-    gains: Gains, law: Baseline, now: Mixture, *, noise: float, target: float, worth: float, error: float
+    gains: Gains,
+    law: Baseline,
+    now: Mixture,
+    *,
+    noise: float,
+    target: float,
+    worth: float,
+    error: float,
+    promotable: bool,
 ) -> dict[str, Any] | None:
     """The cheapest measurement that is likely to decide, or the likeliest: its compute, seeds, cost and probability.
 
-    None where all cost more than the target itself, or hardly decide.
+    None where all cost more than the target itself, or hardly decide. A variant that is not `promotable`, as a run of it diverged,
+    can only be rejected.
 
     Candidates are the baseline's sizes and 2, 4 … times its largest, below the target, with 1, 2 or 4 seeds of variant and
     baseline each. The posterior's mean after it is normal about today's, with the variance that it takes away (Raiffa &
@@ -42,7 +51,7 @@ def cheapest_next(
             added = gains.with_runs(x, 2 / seeds / float(law.slope(np.array([x]))[0]) ** 2)
             after = float(weights @ added.predict(np.log([target]), typical)[1][0, :, 0]) / before * variance
             moves, left = math.sqrt(max(variance - after, 1e-18)), math.sqrt(after)
-            promoted = ndtr((mean - edge * left) / moves)
+            promoted = ndtr((mean - edge * left) / moves) if promotable else 0.0
             rejected = ndtr((math.log1p(worth) - edge * left - mean) / moves)
             found = {"compute_flops": math.exp(x), "seeds": seeds, "cost": 2 * seeds * math.exp(x)}
             found["p_decided"] = min(float(promoted + rejected), 1.0)

@@ -238,7 +238,7 @@ def test_the_second_step_hears_the_rows_that_the_first_leaves_out(ladder: Ladder
     runs = tasks(ladder, 0.002, 0).assign(annealed=np.arange(20) < 16)
     both = fit_two_step(runs, n_params_convention="total", n_bootstrap=5)
     assert (both.loss.n_rows, both.task.n_rows) == (16, 20)
-    with pytest.raises(ValueError, match="task_loss .*got nan"):
+    with pytest.raises(ValueError, match="task_loss .*20 of 20"):
         fit_two_step(runs.assign(task_loss=np.nan), n_params_convention="total")
     with pytest.raises(ValueError, match="stem .*got 20 empty values"):
         fit_two_step(runs, n_params_convention="total", checkpoints=runs.assign(stem=None))

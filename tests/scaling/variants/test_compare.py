@@ -132,6 +132,7 @@ def test_a_diverged_run_forbids_a_promotion_and_a_variant_without_another_is_rej
     assert found.table.set_index("variant")["diverged"].to_dict() == {"shaky": 1, "gone": 8}
     assert VariantComparison.from_dict(found.to_dict()).table.equals(found.table)
     assert "diverged: shaky" in str(found)
+    assert found.next_runs.empty, "no further run makes it one that may be promoted, and it is far from a rejection"
 
 
 def test_seeds_make_a_verdict_surer_and_the_next_runs_say_so() -> None:

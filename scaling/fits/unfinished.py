@@ -1,0 +1,66 @@
+"""Rows without a loss, of runs that crashed, diverged or have not ended: found, left out and named in every table of runs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.checks import require_columns, row_name
+from scaling.fits.as_found import NOTES
+
+NO_LOSS = "no loss: the run crashed, diverged or has not ended"
+MOST_WITHOUT_LOSS = 0.5
+"""Share of rows without a loss above which the column is taken to be the wrong one (assumed)."""
+MOST_NAMED = 5
+"""Rows that a note names."""
+
+
+def finished(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The rows that have a loss in each of these columns; a note in the table's `attrs` names the others.
+
+    Raises:
+        ValueError: a column is missing, or more than MOST_WITHOUT_LOSS of the rows have no loss in it.
+    """
+    require_columns(rows, columns)
+    without = np.unique(np.concatenate([without_loss(rows, column) for column in columns]))
+    kept = rows.iloc[np.setdiff1d(np.arange(len(rows)), without)]
+    kept.attrs = {**rows.attrs, NOTES: (*rows.attrs.get(NOTES, ()), *note_of(rows, without))}
+    return kept
+
+
+def without_loss(rows: pd.DataFrame, column: str = "loss", among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Numbers of the rows whose cell is empty, NaN or infinite, as losses of crashed runs are exported.
+
+    Args:
+        among: [K], the rows that are asked; all of them by default.
+
+    Raises:
+        ValueError: they are more than MOST_WITHOUT_LOSS of these.
+    """
+    empty = np.array([_is_empty(cell) for cell in rows[column]], dtype=bool)
+    asked = np.ones(len(rows), dtype=bool) if among is None else among
+    without = np.flatnonzero(asked & empty)
+    if len(without) > MOST_WITHOUT_LOSS * (given := int(asked.sum())):
+        raise ValueError(
+            f"{column} must be a number in at least {MOST_WITHOUT_LOSS:.0%} of the rows, {len(without)} of {given} have none, the "
+            f"first is row {row_name(rows, int(without[0]))}: name the right column {column}, or drop runs that have not ended"
+        )
+    return without
+
+
+def note_of(rows: pd.DataFrame, without: NDArray[np.intp]) -> tuple[str, ...]:
+    """The sentence that names rows without a loss; none if there are none."""
+    if not without.size:
+        return ()
+    named = ", ".join(row_name(rows, number) for number in without[:MOST_NAMED])
+    more = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
+    return (f"rows without a loss ({named}{more}) are of runs that crashed, diverged or have not ended: left out",)
+
+
+def _is_empty(loss: object) -> bool:
+    if isinstance(loss, str):
+        return loss.strip().lower() in ("", "nan", "inf", "infinity")  # as wandb writes them into JSON
+    return pd.api.types.is_scalar(loss) and (pd.isna(loss) or loss == math.inf)
