@@ -217,6 +217,32 @@ def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_in_which_each_torchrun_is_killed_once_gives_the_same_table(make: Callable[[str], Path]) -> None:
+    tables = []
+    for victims in ("torchrun", "none"):
+        path = make(victims)
+        shutil.copy(ROOT / "tests" / "muscale" / "ranks_program.py", path.parent)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        settings = {
+            "trainer.command": [*launcher, "ranks_program.py", victims, "{config}", "{state}"],
+            "hyperparameters.batch_tokens": 512,
+            "sweep.trials": 2,
+            "sweep.grid_points": 2,
+            "sweep.rungs": 1,
+        }
+        tables.append(Study.open(path, settings, quiet=True, trains=True).sweep().trials)
+        kills, segments = (len([*path.parent.glob(found)]) for found in ("ranks-*/killed*", "ranks-*"))
+        assert kills == (segments if victims != "none" else 0)
+    columns = ["trial", "learning_rate", "annealed_loss"]
+    first, second = (table[columns].sort_values("trial", ignore_index=True) for table in tables)
+    assert first["annealed_loss"].notna().all()
+    pd.testing.assert_frame_equal(first, second)
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
 def test_a_variant_s_program_is_tuned_and_trained_by_workers_of_ray(
     make: Callable[[str], Path], ray_cluster: None
 ) -> None:

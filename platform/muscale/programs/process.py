@@ -26,6 +26,7 @@ DESCRIBE = "--describe"
 _LOOK_SECONDS = 0.02  # between looks at the rows; a look that finds a file of unchanged size reads nothing
 GRACE_SECONDS = 10.0  # assumed: to save after SIGTERM
 _PROCESS = "process.json"  # id of the program's process and when it was created
+_FOLDER = "MUSCALE_TRAINER_FOLDER"  # a variable of all that a program starts, with which they are found
 _WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -117,7 +118,7 @@ def train(
     """
     state, log = folder / "state", folder / "output.log"
     state.mkdir(parents=True, exist_ok=True)
-    _end_leftover(folder / _PROCESS)
+    _end_leftover(folder)
     words = fill(command, _write(job, folder), state)
     known = (state / ROWS).read_bytes().count(b"\n") if (state / ROWS).exists() else 0
     rows, size, moved = rows_of(state / ROWS, job, known), _size(state / ROWS), time.monotonic()
@@ -166,8 +167,8 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process while it runs; on leaving, it, its group and what it had started elsewhere are ended.
 
-    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them. On Linux the program gets
-    SIGTERM when this process is killed.
+    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them, and torchrun may be gone
+    before them. On Linux the program gets SIGTERM when this process is killed.
     """
     if not (shutil.which(words[0]) or os.access((cwd or Path()) / words[0], os.X_OK)):
         raise TrainerError(f"{words[0]}: can't be started: no such program")
@@ -182,6 +183,7 @@ def _started(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=cwd,
+                env=os.environ | {_FOLDER: str(log.parent.resolve())},
             )
     except OSError as error:
         raise TrainerError(f"{words[0]}: can't be started: {error.strerror or error}") from error
@@ -197,10 +199,8 @@ def _started(
                 time.sleep(_LOOK_SECONDS)
         with suppress(ProcessLookupError, PermissionError):  # macOS: of a group whose last process is a zombie
             os.killpg(process.pid, signal.SIGKILL)
-        for one in elsewhere:
-            with suppress(psutil.NoSuchProcess):  # which another process with its id is too
-                one.kill()
         process.wait()
+        _kill([*elsewhere, *_started_for(log.parent)])
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
@@ -208,18 +208,30 @@ def _ended(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _end_leftover(record: Path) -> None:
+def _end_leftover(folder: Path) -> None:
     """End the program that a call which was killed had started, if it is still this machine's process of that id and time."""
-    if not record.exists():
-        return
-    with suppress(ValueError, psutil.NoSuchProcess):  # torn, or ended
-        pid, created = json.loads(record.read_text())
+    left = [*_started_for(folder)]
+    with suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):  # torn, or ended
+        pid, created = json.loads((folder / _PROCESS).read_text())
         process = psutil.Process(pid)
         if process.create_time() == created:
-            for one in (*process.children(recursive=True), process):
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.wait(GRACE_SECONDS)
+            left += [*process.children(recursive=True), process]
+    _kill(left)
+
+
+def _started_for(folder: Path) -> Iterator[psutil.Process]:
+    """Processes of programs that were started for this folder, unless they overwrote their environment (setproctitle does)."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended, or is another user's
+            if process.environ().get(_FOLDER) == str(folder.resolve()):
+                yield process
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # which another process with its id is too
+            process.kill()
+    psutil.wait_procs(processes, timeout=GRACE_SECONDS)
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,7 @@
 """A training program's process: its rows as they come, its end judged, nothing of it left behind."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,32 +16,12 @@ from muscale.machine.trainer_checks import SMALL
 from muscale.programs.process import TrainerStatus, train
 from muscale.programs.protocol import TrainerError, TrainerJob, rows_of
 
-PROGRAM = Path(__file__).parents[1] / "training_program.py"
+PROGRAM, RANKS = (Path(__file__).parents[1] / name for name in ("training_program.py", "ranks_program.py"))
 JOB = replace(SMALL, width=4)
 
 
 def command(fault: str) -> tuple[str, ...]:
     return (sys.executable, "-S", str(PROGRAM), fault, "{config}", "{state}")
-
-
-RANKS = """
-import json, os, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-state = Path(sys.argv[2])
-dist.init_process_group("gloo")
-(state / f"rank{dist.get_rank()}").write_text(str(os.getpid()))
-total = torch.ones(())
-for tokens in range(1024, 16385, 1024):
-    time.sleep(0.2)
-    dist.all_reduce(total)
-    if dist.get_rank() == 0:
-        with (state / "rows.jsonl").open("a") as rows:
-            rows.write(json.dumps({"tokens": tokens, "loss": total.item()}) + "\\n")
-dist.destroy_process_group()
-"""
-"""Rank 0 alone writes rows; the loss is 2 to the number of sums over both ranks."""
 
 
 class InterruptedByTestError(Exception):
@@ -79,23 +60,45 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
             psutil.Process(child).wait(timeout=5)
 
 
-@pytest.mark.soak
-def test_ranks_under_torchrun_write_one_set_of_rows_and_all_end_when_it_is_interrupted(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    words = (*torchrun, str(tmp_path / "ranks.py"), "{config}", "{state}")
-    end = train(words, JOB, tmp_path / "whole")
-    assert end.status is TrainerStatus.FINISHED
-    assert end.rows == {1024 * step: 2.0**step for step in range(1, 17)}
+def torchrun(victims: str, folder: Path) -> tuple[str, ...]:
+    """Two ranks of a program that is copied into the folder."""
+    program = shutil.copy(RANKS, folder)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return (*launcher, str(program), victims, "{config}", "{state}")
 
+
+def ranks_of(folder: Path, start: int) -> dict[int, int]:
+    """The tokens from which each rank of a start went on, by its process."""
+    return {int(one.suffix[1:]): int(one.read_text()) for one in folder.glob(f"ranks-*/started{start}.*")}
+
+
+@pytest.mark.soak
+def test_ranks_under_torchrun_all_end_when_they_are_interrupted(tmp_path: Path) -> None:
     def interrupt(_tokens: int, _loss: float) -> None:
         raise InterruptedByTestError
 
     with pytest.raises(InterruptedByTestError):
-        train(words, JOB, tmp_path / "ended", on_row=interrupt)
-    for rank in (0, 1):
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(int((tmp_path / "ended" / "state" / f"rank{rank}").read_text())).wait(timeout=10)
+        train(torchrun("none", tmp_path), JOB, tmp_path / "ended", on_row=interrupt)
+    ranks = ranks_of(tmp_path, 0)
+    assert len(ranks) == 2
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+@pytest.mark.soak
+def test_ranks_whose_torchrun_or_whose_peer_is_killed_end_and_go_on_from_their_state(tmp_path: Path) -> None:
+    whole, killed = (tmp_path / name for name in ("whole", "killed"))
+    for folder in (whole, killed):
+        folder.mkdir()
+    expected = train(torchrun("none", whole), JOB, whole / "run")
+    assert expected.status is TrainerStatus.FINISHED
+    assert len(expected.rows) == 16
+    ends = []
+    for start in range(3):
+        ends.append(train(torchrun("torchrun,rank", killed), JOB, killed / "run"))
+        assert not any(map(psutil.pid_exists, ranks_of(killed, start)))
+    assert [end.status for end in ends] == [TrainerStatus.FAILED, TrainerStatus.FAILED, TrainerStatus.FINISHED]
+    assert [{*ranks_of(killed, start).values()} for start in range(3)] == [{0}, {6144}, {11264}]
+    assert ends[-1].rows == expected.rows
 
 
 def test_a_program_ends_with_whoever_runs_it_and_one_that_does_not_is_ended_before_the_next(tmp_path: Path) -> None:
