@@ -168,7 +168,7 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
         about: What they rest on.
     """
     table = outcome.table[_LISTED].rename(columns={"p_better": "P(better)", "change": "loss there, log ratio"})
-    looks = outcome.plot_looks() if outcome.n_sizes > 1 else None
+    looks = outcome.plot_looks() if outcome.looks["look"].max() > 1 else None
     return Section(
         title="Variants",
         command="compare",

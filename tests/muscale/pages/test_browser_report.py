@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from muscale.pages.report import write_report
-from tests.muscale.browsers import NARROW, Opened, chromium, opened
+from tests.muscale.browsers import NARROW, WIDE, Opened, chromium, opened
 from tests.muscale.planted_report import planted_contents
 
 EVIL = "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
@@ -134,6 +134,16 @@ def _luminance(colour: list[int]) -> float:
     """Relative luminance of sRGB (WCAG 2.2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("size", [NARROW, WIDE])
+def test_a_short_table_is_shown_whole(browser: Browser, report: str, size: tuple[int, int]) -> None:
+    with opened(browser, report, size=size) as page:
+        hidden = page.page.eval_on_selector_all(
+            ".wide",
+            "boxes => boxes.filter(box => box.scrollHeight > box.clientHeight + 1).map(box => box.querySelector('tbody').rows.length)",
+        )
+        assert min(hidden) > 20, "what is scrolled within its box is long"
 
 
 def test_it_prints_whole_tables_and_no_navigation(shown: Opened) -> None:
