@@ -7,7 +7,10 @@ what it keeps, in fp32 and bf16); attention is taken to be fused, so that its we
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from proxy_models.architecture.config import ModelConfig
@@ -350,38 +353,11 @@ def evaluation_bytes(
     return one_block + forward
 
 
-def largest_micro_batch(
-    config: ModelConfig,
-    share: int,
-    *,
-    limit: int,
-    precision: Precision = "fp32",
-    optimizer: str = "adamw",
-    sharding: Sharding = "none",
-    world_size: int = 1,
-    tensor_parallel: int = 1,
-    checkpointing: Checkpointing = "none",
-) -> int:
-    """The largest divisor of a device's `share` of a batch whose estimate is at most `limit` bytes; 1 where none is.
-
-    Raises:
-        ValueError: As `training_memory`.
-    """
-    sizes = [size for size in range(share, 1, -1) if share % size == 0]
-    for size in sizes:
-        estimate = training_memory(
-            config,
-            micro_batch=size,
-            precision=precision,
-            optimizer=optimizer,
-            sharding=sharding,
-            world_size=world_size,
-            tensor_parallel=tensor_parallel,
-            checkpointing=checkpointing,
-        )
-        if estimate.total <= limit:
-            return size
-    return 1
+def largest_micro_batch(estimate: Callable[..., MemoryEstimate], share: int, *, limit: int) -> int:
+    """The largest divisor of a device's `share` of a batch whose `estimate(micro_batch=…)` is at most `limit` bytes, or 1."""
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    n_fitting = bisect_right(sizes, limit, key=lambda size: estimate(micro_batch=size).total)
+    return sizes[max(n_fitting, 1) - 1]
 
 
 def fitting(
@@ -398,8 +374,9 @@ def fitting(
         of_device: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "checkpointing": kind}
         if ranks > 1:
             of_device |= {"sharding": "full", "world_size": ranks}
-        size = largest_micro_batch(config, sequences, limit=limit, **of_device)
-        if training_memory(config, micro_batch=size, **of_device).total <= limit:
+        estimate = partial(training_memory, config, **of_device)
+        size = largest_micro_batch(estimate, sequences, limit=limit)
+        if estimate(micro_batch=size).total <= limit:
             return size, kind
     return 1, "full"
 

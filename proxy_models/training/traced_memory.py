@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
@@ -26,6 +27,7 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     state_bytes,
+    training_memory,
 )
 from proxy_models.training.precision import DTYPES
 
@@ -33,6 +35,17 @@ _FP32 = 4
 _SHORT, _LONGER = 16, 32
 """Tokens of the sequences that a long recurrence is traced on."""
 _MANY_OPERATORS = 10_000  # which take 1 s
+
+
+def estimated_memory(member: Member, *, tensor_parallel: int = 1, **conditions: Any) -> MemoryEstimate:
+    """Memory of training on each device: the decoder's by `training_memory`, else traced; no other model shares products.
+
+    Raises:
+        ValueError: As these two.
+    """
+    if isinstance(member, ModelConfig):
+        return training_memory(member, tensor_parallel=tensor_parallel, **conditions)
+    return traced_memory(member, **conditions)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, get_args
 
@@ -100,8 +101,9 @@ def fitting_layouts(
             "checkpointing": parallelism.checkpointing,
         }
         share = -(-sequences // (replicas * shards))
-        taken = micro_batch or largest_micro_batch(model, share, limit=limit, **state)
-        memory = training_memory(model, micro_batch=taken, **state)
+        estimate = partial(training_memory, model, **state)
+        taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)
+        memory = estimate(micro_batch=taken)
         if memory.total > limit:
             continue
         step = step_time(

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.sharding import fitting_micro_batch, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
+from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch, training_memory
 from tests.muscale.fake_gpus import first_allocation, write_first_allocation
 from tests.muscale.forked_ranks import call_each, small_corpus, small_run
 
@@ -191,9 +192,8 @@ def _rank_of_two(run: FullRun, rank: int) -> None:
     memory = SimpleNamespace(total_memory=(80 << 30, 1)[rank])
     recipe = replace(run.segments[0].recipe, batch_tokens=15 * 32)  # shares of eight and seven sequences
     with patch.object(torch.cuda, "get_device_properties", lambda _device: memory):
-        alone = largest_micro_batch(
-            as_decoder(run.numerics.model), 8, limit=int(MEMORY_SHARE * memory.total_memory), world_size=2
-        )
+        estimate = partial(training_memory, as_decoder(run.numerics.model), world_size=2)
+        alone = largest_micro_batch(estimate, 8, limit=int(MEMORY_SHARE * memory.total_memory))
         together = fitting_micro_batch(run.numerics, recipe, run.parallelism, device=torch.device("cuda:0"))
     try:
         rank_grid(Parallelism(sharding="hybrid"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,9 +165,10 @@ def test_chunked_logits_are_not_kept() -> None:
 def test_the_largest_micro_batch_divides_the_share_and_fits() -> None:
     config = ModelConfig(d_model=64, n_layers=2)
     limit = training_memory(config, micro_batch=5).total
-    assert largest_micro_batch(config, 24, limit=limit) == 4
-    assert largest_micro_batch(config, 24, limit=limit, checkpointing="full") > 4
-    assert largest_micro_batch(config, 24, limit=1) == 1
+    estimate = partial(training_memory, config)
+    assert largest_micro_batch(estimate, 24, limit=limit) == 4
+    assert largest_micro_batch(partial(estimate, checkpointing="full"), 24, limit=limit) > 4
+    assert largest_micro_batch(estimate, 24, limit=1) == 1
 
 
 def test_a_proxy_takes_the_least_checkpointing_with_which_it_fits() -> None:

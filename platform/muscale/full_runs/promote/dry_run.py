@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,6 @@ from proxy_models.architecture.memory import (
     largest_micro_batch,
     least_memory,
     state_bytes,
-    training_memory,
 )
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.attended import attended_length
@@ -265,13 +266,9 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
     Raises:
         ValueError: If a model of one's own is not imported here, or can't be traced.
     """
-    conditions = _conditions(plan, config)
-    if isinstance(plan.model, ModelConfig):
-        return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **conditions)
-    from proxy_models.training.traced_memory import traced_memory  # imports torch
+    from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
-    del conditions["tensor_parallel"]  # refused
-    return traced_memory(plan.model, micro_batch=_micro_batch(plan, config), **conditions)
+    return estimated_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
 
 
 def _least_memory(plan: Plan, config: StudyConfig) -> int:
@@ -391,10 +388,13 @@ def _micro_batch(plan: Plan, config: StudyConfig) -> int:
     if settings.micro_batch:
         return settings.micro_batch
     device = device_of(config)
-    if config.resources.gpus_per_worker and device.memory_bytes and isinstance(plan.model, ModelConfig):
+    if config.resources.gpus_per_worker and device.memory_bytes:
+        from proxy_models.training.traced_memory import estimated_memory  # imports torch
+
+        estimate = partial(estimated_memory, plan.model, **_conditions(plan, config))
         first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
-        limit = int(MEMORY_SHARE * device.memory_bytes)
-        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
+        with suppress(ValueError):  # a model that can't be traced
+            return largest_micro_batch(estimate, first, limit=int(MEMORY_SHARE * device.memory_bytes))
     return -(-h.batch_tokens // shares)
 
 

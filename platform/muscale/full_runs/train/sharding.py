@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,6 @@ from muscale.errors import StageError
 from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
@@ -43,6 +43,7 @@ from proxy_models.training.fsdp import shard
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
 from proxy_models.training.precision import DTYPES
+from proxy_models.training.traced_memory import estimated_memory
 
 # A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -185,16 +186,16 @@ def fitting_micro_batch(
 ) -> int | None:
     """Sequences per pass: on GPUs the largest divisor of a share that fits on each by the estimate; else None, the share.
 
-    It is None too for a family without an estimate, for which promote.micro_batch says it.
+    It is None too for a model that can't be traced, for which promote.micro_batch says it.
     All ranks call it and get the same number, even on unequal GPUs: each pass has collectives, so all take as many passes.
     """
-    if device.type != "cuda" or not isinstance(numerics.model, ModelConfig):
+    if device.type != "cuda":
         return None
     replicas, shards, _ = rank_grid(parallelism)
-    fitting = largest_micro_batch(
+    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards))
+    estimate = partial(
+        estimated_memory,
         numerics.model,
-        -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
-        limit=memory_limit(device),
         precision=numerics.precision,
         optimizer=recipe.optimizer,
         sharding=parallelism.sharding,
@@ -202,6 +203,10 @@ def fitting_micro_batch(
         tensor_parallel=parallelism.tensor_parallel,
         checkpointing=parallelism.checkpointing,
     )
+    try:
+        fitting = largest_micro_batch(estimate, share, limit=memory_limit(device))
+    except ValueError:
+        return None
     return min(of_all_ranks(fitting))
 
 

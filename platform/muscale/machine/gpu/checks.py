@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from muscale.machine.gpu.training import Case, Device, Measurement, measure
 from muscale.plans.step_time import step_time
 from muscale.secrets import redacted
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch
+from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch, training_memory
 from proxy_models.data.corpus import write_corpus
 from proxy_models.data.sources import EMBEDDED
 
@@ -115,14 +116,8 @@ def small_case(name: str, device: Device, ranks: int, precision: Precision) -> C
 def large_case(ranks: int) -> Case:
     """350M parameters, with the largest micro-batch that fits by the estimate."""
     memory = min(torch.cuda.get_device_properties(n).total_memory for n in range(ranks))
-    fitting = largest_micro_batch(
-        GPT_350M,
-        _SEQUENCES,
-        limit=int(MEMORY_SHARE * memory),
-        precision="bf16",
-        sharding="full",
-        world_size=ranks,
-    )
+    estimate = partial(training_memory, GPT_350M, precision="bf16", sharding="full", world_size=ranks)
+    fitting = largest_micro_batch(estimate, _SEQUENCES, limit=int(MEMORY_SHARE * memory))
     return Case(
         name=f"speed-{ranks}",
         model=GPT_350M,

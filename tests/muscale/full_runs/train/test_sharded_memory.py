@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, mesh_of, rank_grid
+from muscale.full_runs.train.sharding import build_model, fitting_micro_batch, mesh_of, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
@@ -152,13 +153,24 @@ def test_a_family_s_traced_memory_is_held_by_each_of_two_ranks(
         assert 1.0 <= (traced.gathered + traced.reduced + traced.activations) / peak < 1.35
 
 
+def test_a_pass_of_a_family_takes_the_sequences_that_fit_by_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Recurrent(vocab_size=256, context_length=32).member(64, 2)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=24 * 32).resolve(24 * 3200)
+    numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=32)
+    limit = traced_memory(member, micro_batch=5).total
+    monkeypatch.setattr("muscale.full_runs.train.sharding.memory_limit", lambda _device: limit)
+    assert fitting_micro_batch(numerics, recipe, Parallelism(), device=torch.device("cuda:0")) == 4
+    assert fitting_micro_batch(numerics, recipe, Parallelism(), device=torch.device("cpu")) is None
+
+
 def test_norms_alone_are_whole_on_every_device() -> None:
     model = ModelConfig(d_model=64, n_layers=1, vocab_size=50_000)
     two = training_memory(model, micro_batch=1, tensor_parallel=2)
     assert two.parameters == 4 * (model.n_params_total + model.n_params_by_group["norms"]) // 2
     assert two.gathered == two.parameters, "FSDP2 computes with a copy, of one shard too"
     limit = training_memory(model, micro_batch=8, world_size=2, tensor_parallel=2).total
-    assert largest_micro_batch(model, 8, limit=limit, world_size=2, tensor_parallel=2) == 8
-    assert largest_micro_batch(model, 8, limit=limit, world_size=2) < 8
+    estimate = partial(training_memory, model, world_size=2)
+    assert largest_micro_batch(partial(estimate, tensor_parallel=2), 8, limit=limit) == 8
+    assert largest_micro_batch(estimate, 8, limit=limit) < 8
     with pytest.raises(ValueError, match="tensor_parallel must be at least 1, got 0"):
         training_memory(model, micro_batch=1, tensor_parallel=0)
