@@ -65,13 +65,13 @@ class NextRuns(JsonResult):
         """Expected full width of the interval after them."""
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
 
-    def __str__(self) -> str:
+    @property
+    def about(self) -> str:
+        """The target, its interval now and then, and why there are no more runs."""
         counts = counted(self.now.n_params_convention)
         target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
-        formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
-        formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
         n_more = f"{len(self.runs)} more run{'s' * (len(self.runs) != 1)}"
-        about = lines(
+        return lines(
             {
                 "target": f"{target}: {self.now.loss:.4f} {self.now.loss_unit}",
                 "interval": f"{self.now.level:.0%}, full width {self.width_now:.2%} of the loss now, "
@@ -80,7 +80,12 @@ class NextRuns(JsonResult):
                 "then": "supported" if not self.reasons else "still unsupported: " + "; ".join(self.reasons),
             }
         )
-        return f"{about}\n{self.runs.to_string(index=False, formatters=formats)}" if len(self.runs) else about
+
+    def __str__(self) -> str:
+        formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
+        formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
+        table = [self.runs.to_string(index=False, formatters=formats)] if len(self.runs) else []
+        return "\n".join([self.about, *table])
 
 
 def next_runs(

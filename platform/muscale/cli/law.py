@@ -37,6 +37,7 @@ def fit(
     n_params: str | None = None,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
+    html: Path | None = None,
     options: StageOptions = StageOptions(),
 ) -> int:
     """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study or of a table.
@@ -46,14 +47,16 @@ def fit(
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
         loss_unit: Of the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
         compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
+        html: With --runs, a file for the result as a page: decision, figures of the law, backtest, the runs to make next.
     """
     if runs is not None:
-        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, options)
+        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, html, options)
     if study is None:
         raise StudyFileError("fit: give a study file, or a table of runs with --runs")
-    if n_params or loss_unit or compute_flops:
+    if n_params or loss_unit or compute_flops or html:
         raise StudyFileError(
-            "fit: --n-params, --loss-unit and --compute-flops are for --runs; a study's budget is in its [plan]"
+            "fit: --n-params, --loss-unit, --compute-flops and --html are for --runs; a study's budget is in its [plan], its page "
+            "is `muscale report`"
         )
     ending = Ending(next=(options.line("plan", study),))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
@@ -65,6 +68,7 @@ def _fit_runs(
     n_params: str | None,
     loss_unit: str | None,
     compute_flops: float | None,
+    html: Path | None,
     options: StageOptions,
 ) -> int:
     from muscale.importers.runs_fit import fit_runs
@@ -77,11 +81,21 @@ def _fit_runs(
         )
     if options.dry_run:
         raise StudyFileError("fit: --runs trains nothing; leave out --dry-run")
+    _require_folder("fit", html)
     with result_alone(options.json):
         unit = {"loss_unit": loss_unit} if loss_unit else {}
         found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
+        if html:
+            from muscale.pages.fit_page import write_fit_page
+
+            write_fit_page(html, runs.stem, found.fit, found.decision, found.warnings)
     show(found, as_json=options.json)
     return 0
+
+
+def _require_folder(name: str, html: Path | None) -> None:
+    if html and not html.absolute().parent.is_dir():
+        raise StudyFileError(f"{name}: --html {html}: there is no folder {html.absolute().parent}")
 
 
 @command(LAW, example="muscale compare study.toml --dry-run")
@@ -138,8 +152,7 @@ def _compare_runs(
     from scaling import ScalingError, compare_variants
     from scaling.variants.verdicts import WORTH
 
-    if html and not html.absolute().parent.is_dir():
-        raise StudyFileError(f"compare: --html {html}: there is no folder {html.absolute().parent}")
+    _require_folder("compare", html)
     with result_alone(as_json):
         try:
             found = compare_variants(runs, baseline, target_flops=target_flops, worth=WORTH if worth is None else worth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,33 @@ def law_sections(
         plan: As `Plan.to_dict` gives it; its target is marked in the figures.
         further: Runs that would narrow its forecast.
     """
-    whole = _of_fit(
+    if fit is None:
+        return [_whole(None)]
+    following = _of_plan(
+        title="What to run next",
+        about="The runs that would narrow the forecast's interval most, among those that the family and the corpus allow.",
+        result=further.advice if further else None,
+        table=as_table(further.table if further else None),
+    )
+    return [*sections_of_fit(fit, plan), following]
+
+
+def _whole(fit: ScalingFit | None) -> Section:
+    return _of_fit(
         title="The law and its data",
         about="The law is fitted to annealed runs near their best rate only.",
         result=f"L(N, D)  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
         table=as_table(fit.intervals(0.9).rename_axis("parameter").reset_index() if fit else None),
     )
-    if fit is None:
-        return [whole]
+
+
+def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Section]:
+    """A section for each figure of a law.
+
+    Args:
+        plan: Of `Plan.to_dict`: forecast, compute_flops, and of the decision budget_flops, near and tolerance.
+    """
     target = Forecast.from_dict(plan["forecast"]) if plan else None
     figures = [
         (
@@ -70,21 +89,15 @@ def law_sections(
         ),
     ]
     return [
-        whole,
+        _whole(fit),
         *(_figure(*part) for part in figures),
         _profiles(fit),
         _isoflops(fit, plan),
         *_of_target(fit, plan, target),
-        _of_plan(
-            title="What to run next",
-            about="The runs that would narrow the forecast's interval most, among those that the family and the corpus allow.",
-            result=further.advice if further else None,
-            table=as_table(further.table if further else None),
-        ),
     ]
 
 
-def _of_target(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | None) -> list[Section]:
+def _of_target(fit: ScalingFit, plan: Mapping[str, Any] | None, target: Forecast | None) -> list[Section]:
     """Sections that depend on the plan's budget and its target."""
     if plan is None or target is None:
         return []
@@ -130,7 +143,7 @@ def _profiles(fit: ScalingFit) -> Section:
     )
 
 
-def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
+def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
     """Loss over size at fixed budgets by the law; and by parabolas through the runs, where the ladder has such grids."""
     flops = (6.0 * fit.rows["n_params"] * fit.rows["n_tokens"]).astype(float)
     last = max(flops.max(), plan["compute_flops"] if plan else 0.0)

@@ -50,6 +50,22 @@ def test_the_command_prints_law_intervals_and_forecast(tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["decision"]["n_params"] > 0
 
 
+def test_a_page_has_the_decision_the_backtest_and_the_next_runs(tmp_path: Path) -> None:
+    path, page = tmp_path / "ladder.csv", tmp_path / "page.html"
+    ladder().to_csv(path, index=False)
+    arguments = ["fit", "--runs", str(path), "--n-params", "total", "--html", str(page)]
+    titles = {"The decision": 1, "The law and its data": 0, "Backtest": 0, "What to run next": 1}
+    for budget in ([], ["--compute-flops", "1e20"]):
+        assert app([*arguments, *budget], result_action="return_value") == 0
+        written = page.read_text()
+        assert all(f"{title}</h2>" in written for title, of_budget in titles.items() if budget or not of_budget)
+        assert ("What to run next</h2>" in written) == bool(budget)
+    ladder().iloc[::3].to_csv(path, index=False)
+    assert app(arguments, result_action="return_value") == 0, "too few runs for a backtest"
+    assert app([*arguments[:-1], str(tmp_path / "none" / "page.html")], result_action="return_value") == 2
+    assert app(["fit", "study.toml", "--html", str(page)], result_action="return_value") == 2
+
+
 def test_losses_in_bits_raise_a_warning_where_a_column_shows_it(tmp_path: Path) -> None:
     path = tmp_path / "ladder.csv"
     table = ladder()
