@@ -42,7 +42,12 @@ class Breaks(tune.Callback):
 
 
 def fit(
-    study: Study, folder: Path, space: Any = None, callbacks: list[tune.Callback] | None = None, **settings: Any
+    study: Study,
+    folder: Path,
+    space: Any = None,
+    callbacks: list[tune.Callback] | None = None,
+    failures: tune.FailureConfig | None = None,
+    **settings: Any,
 ) -> tune.ResultGrid:
     """Tune's results for a study, Tune's files in a folder."""
     tuner = tune.Tuner(
@@ -51,7 +56,9 @@ def fit(
         tune_config=tune.TuneConfig(
             metric="loss", mode="min", reuse_actors=True, **{"max_concurrent_trials": 2, **settings}
         ),
-        run_config=tune.RunConfig(storage_path=str(folder), name="it", verbose=0, callbacks=callbacks),
+        run_config=tune.RunConfig(
+            storage_path=str(folder), name="it", verbose=0, callbacks=callbacks, failure_config=failures
+        ),
     )
     return tuner.fit()
 
@@ -162,6 +169,15 @@ class TestTuner:
         assert sum(row["diverged_because"] is not None for row in trained(study)) == 1
         assert len(study.ledger.runs()) == 2
 
+    @pytest.mark.soak
+    def test_a_member_that_fails_ends_a_population_that_fails_fast(
+        self, make_study: Callable[[], Path], tmp_path: Path
+    ) -> None:
+        study = open_study(make_study(), "sweep.rungs=2", "resources.workers=1", f"resources.cpus_per_worker={cpus()}")
+        rates, failures = {"learning_rate": tune.grid_search([0.01, -1.0])}, tune.FailureConfig(fail_fast=True)
+        grid = fit(study, tmp_path, rates, failures=failures, scheduler=population(), max_concurrent_trials=None)
+        assert "learning_rate" in str(*grid.errors)
+
     def test_a_trial_that_diverged_trains_nothing_more(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
         study = open_study(make_study())
         result = fit(study, tmp_path, {"learning_rate": 1e4})[0]
@@ -170,6 +186,14 @@ class TestTuner:
         assert (result.metrics["training_iteration"], result.metrics["diverged"]) == (3, True)
         assert [row["key"] for row in trained(study)] == [result.metrics["segment"]]
         assert study.ledger.runs().empty
+
+    @pytest.mark.soak
+    def test_trials_train_on_two_ranks_each(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
+        study = open_study(make_study(), "resources.ranks_per_trial=2")
+        grid = fit(study, tmp_path, FOUR, scheduler=ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2))
+        assert not grid.errors
+        assert {row["environment"]["world_size"] for row in trained(study)} == {2}
+        assert study.ledger.retrained() == []
 
     @pytest.mark.soak
     def test_optuna_suggests_from_the_study_s_space(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
