@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError
+from muscale import StageError, StudyFileError
 from muscale.cli import app
 from muscale.importers.runs_fit import fit_runs
 from scaling import Law
@@ -62,8 +62,10 @@ def test_a_page_has_the_decision_the_backtest_and_the_next_runs(tmp_path: Path) 
         assert ("What to run next</h2>" in written) == bool(budget)
     ladder().iloc[::3].to_csv(path, index=False)
     assert app(arguments, result_action="return_value") == 0, "too few runs for a backtest"
-    assert app([*arguments[:-1], str(tmp_path / "none" / "page.html")], result_action="return_value") == 2
-    assert app(["fit", "study.toml", "--html", str(page)], result_action="return_value") == 2
+    nowhere = [*arguments[:-1], str(tmp_path / "none" / "page.html")]
+    for refused, part in ((nowhere, "none"), (["fit", "study.toml", "--html", str(page)], "--html")):
+        with pytest.raises(StudyFileError, match=part):
+            app(refused, result_action="return_value")
 
 
 def test_losses_in_bits_raise_a_warning_where_a_column_shows_it(tmp_path: Path) -> None:
