@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import math
 import re
 from collections.abc import Iterator
@@ -118,8 +119,14 @@ def templates() -> jinja2.Environment:
         "format_decision": format_decision,
         "moment": moment,
         "count": count,
+        "with_code": with_code,
     }
     return environment
+
+
+def with_code(text: str) -> str:
+    """A sentence as markup, escaped, what stands between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def page_file(name: str) -> str:

@@ -14,7 +14,7 @@ from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sampl
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import write_report
-from muscale.pages.sections import Section
+from muscale.pages.sections import Section, with_code
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan, register
 from proxy_models.data.corpus import write_corpus
@@ -101,7 +101,7 @@ def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path:
     )
     text = page(tmp_path, evaluated=found)
     assert "<p>tokens=512: held-out loss 2.5000 nats per token</p><p>web 2.2500</p>" in text
-    assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
+    assert "&#x27;&lt;b&gt;&#x27; → &#x27;&lt;/pre&gt;&#x27;" in text
 
 
 def test_a_result_is_shown_as_names_with_values_and_as_sentences() -> None:
@@ -115,6 +115,10 @@ def test_a_result_is_shown_as_names_with_values_and_as_sentences() -> None:
 def planted_plan(study: Path) -> dict[str, Any]:
     config = StudyConfig.read(study)
     return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()).to_dict()
+
+
+def test_a_command_in_a_sentence_is_code_and_the_rest_is_escaped() -> None:
+    assert with_code("`a <b>` has <i>") == "<code>a &lt;b&gt;</code> has &lt;i&gt;"
 
 
 def test_the_plan_shows_values_of_every_kind(tmp_path: Path, make_study: MakeStudy) -> None:
