@@ -241,7 +241,7 @@ def _require_text(files: list[Path]) -> None:
             sample[: sample.rfind(b"\n") + 1 or None].decode()
         except UnicodeDecodeError as error:
             if error.start < len(sample) - 4:  # else a character that the sample cuts
-                faulty.append(f"--source: {file}: is no text in UTF-8 (byte {error.start})")
+                faulty.append(f"--source: {file}: is not text in UTF-8 (byte {error.start})")
     if faulty:
         shown = [*faulty[:_SHOWN_FILES], *([f"and {n} files more"] if (n := len(faulty) - _SHOWN_FILES) > 0 else [])]
         raise StageError(

@@ -106,7 +106,7 @@ def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
         (tmp_path / "none", "--source: .*none: no such file or folder"),
         (empty, "--source: .*empty: the corpus is empty"),
         (hollow, "--source: .*hollow: the corpus is empty, no file in it"),
-        (picture, r"--source: .*picture.png: is no text in UTF-8 \(byte 0\)"),
+        (picture, r"--source: .*picture.png: is not text in UTF-8 \(byte 0\)"),
         (mixed, r"old.txt.*\(byte 1\)\n(.*\n)*.*wide.txt.*\(byte 0\)"),  # all faulty files at once
     ):
         with pytest.raises(StageError, match=message):
