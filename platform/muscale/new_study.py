@@ -63,6 +63,11 @@ class NewStudy:
             tokens > MOST_OFTEN * (self.training_tokens or 0) for tokens in (self.needed or {}).values()
         )
 
+    @property
+    def too_little(self) -> bool:
+        """Whether the text is too little for the budgets, or for the evaluations."""
+        return self.too_much or self.held_out_short > 0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, `too_much` with them."""
         return {**asdict(self), "too_much": self.too_much}

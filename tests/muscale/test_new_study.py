@@ -57,6 +57,7 @@ def test_it_shows_the_budgets_share_of_the_corpus(tmp_path: Path) -> None:
     assert "add text, or lower plan.compute_flops" in str(little)
     enough = write_study(tmp_path / "enough", texts(tmp_path / "much", files=1, n_bytes=6_000_000))
     assert not enough.too_much
+    assert (little.too_little, enough.too_little) == (True, False)
     assert enough.held_out_short == 0
     assert "too little" not in str(enough)
 

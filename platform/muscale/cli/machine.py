@@ -51,7 +51,8 @@ def init(
         if family:
             print(f"put the family on the path first: export PYTHONPATH={shlex.quote(str(directory.absolute()))}")
         first = line("check" if family else "doctor", path)
-        print_ending(Ending(next=(first, line("run", path, "--dry-run"), line("run", path))))
+        run = () if written.too_little else (line("run", path),)  # which would stop, or train on repetitions
+        print_ending(Ending(next=(first, line("run", path, "--dry-run"), *run)))
     return 0
 
 
