@@ -16,6 +16,8 @@ OTHER_NAMES = {
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
+FOUND_AS = "found_as"
+"""Key of `DataFrame.attrs` under which a table carries the names that its renamed columns had."""
 DROP = ": drop such rows"
 LEAVE_OUT = DROP + ", or give the reason in a column left_out"
 """Advice about rows without a value."""
@@ -44,8 +46,12 @@ def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
     Raises:
         ValueError: a value is missing.
     """
-    if missing := int(rows[column].isna().sum()):
-        raise ValueError(f"{column} must be named in every row, got {missing} empty values")
+    missing = rows[column].isna().to_numpy()
+    if missing.any():
+        raise ValueError(
+            f"{column_name(rows, column)} must be named in every row, got an empty value in row "
+            f"{row_name(rows, int(missing.argmax()))} ({missing.sum()} in all)"
+        )
     return np.array([str(name) for name in rows[column]], dtype=object)
 
 
@@ -91,7 +97,7 @@ def numbers(
         first = int(np.argmax(bad))
         rule = f"finite and {'at least' if inclusive else 'above'} {minimum:g}"
         raise ValueError(
-            f"{column} must be {rule}, got {values[first]:g} in row {row_name(rows, first)} "
+            f"{column_name(rows, column)} must be {rule}, got {values[first]:g} in row {row_name(rows, first)} "
             f"({bad.sum()} of {len(rows)} rows break this rule)" + (remedy if np.isnan(values[first]) else "")
         )
     return values
@@ -108,7 +114,7 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
     if (values <= 0).any():
         first = int(np.argmax(values <= 0))
         raise ValueError(
-            f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {row_name(rows, first)}"
+            f"{column_name(rows, 'loss')} must be above 0 (or NaN: diverged), got {values[first]:g} in row {row_name(rows, first)}"
         )
     return values
 
@@ -134,6 +140,19 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
     return np.asarray(rows["seed"])
 
 
+def column_name(rows: pd.DataFrame, column: str) -> str:
+    """A column as messages name it, with the name that it had in the caller's table."""
+    found = rows.attrs.get(FOUND_AS, {}).get(column)
+    return column if found is None else f"{found} (read as {column})"
+
+
+def renamed(rows: pd.DataFrame, found: str, column: str) -> pd.DataFrame:
+    """The table with a column under another name, and a note of the one that it had."""
+    table = rows.rename(columns={found: column})
+    table.attrs[FOUND_AS] = {**rows.attrs.get(FOUND_AS, {}), column: found}
+    return table
+
+
 def row_name(rows: pd.DataFrame, number: int) -> str:
     """The caller's name of a row, as Python has it: numpy's own integers show their type."""
     return repr(rows.index[[number]].tolist()[0])
@@ -155,7 +174,7 @@ def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
         first = (
             f"{rows[column].iloc[odd[0]]!r} in row {row_name(rows, odd[0])}" if odd else f"dtype {rows[column].dtype}"
         )
-        raise ValueError(f"{column} must hold numbers, got {first}") from error
+        raise ValueError(f"{column_name(rows, column)} must hold numbers, got {first}") from error
 
 
 def _is_text(cell: object) -> bool:

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from scaling.checks import OTHER_NAMES, or_nan, plain, row_name
+from scaling.checks import OTHER_NAMES, or_nan, plain, renamed, row_name
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 
 NOTES = "notes"
@@ -60,7 +60,7 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
         named = [(name, factor) for name in table.columns if (factor := _factor(str(name), column)) is not None]
         if len(named) == 1:
             name, factor = named[0]
-            table = table.rename(columns={name: column})
+            table = renamed(table, name, column)
             notes.append(f"{column} is column {name}" + (f", in units of {factor:.0e}" if factor != 1 else ""))
             if column in COUNTS:
                 table[column] = _scaled(table, column, str(name), factor)
@@ -68,7 +68,7 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
         "loss" not in table
         and len(found := [name for name in table.columns if _BITS_PER_BYTE.fullmatch(plain(str(name)))]) == 1
     ):
-        table = table.rename(columns={found[0]: "loss"})
+        table = renamed(table, found[0], "loss")
         table.attrs[UNIT] = PER_BYTE
         notes.append(f"loss is column {found[0]}, in {PER_BYTE}")
     for column in COUNTS:
@@ -86,7 +86,7 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
         BYTES not in table
         and len(found := [name for name in table.columns if plain(str(name)).strip("_") == BYTES]) == 1
     ):
-        table = table.rename(columns={found[0]: BYTES})
+        table = renamed(table, found[0], BYTES)
     table.attrs[NOTES] = tuple(notes)
     return table
 

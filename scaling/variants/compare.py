@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scaling.checks import losses, numbers, plain, require_columns, row_name
+from scaling.checks import losses, names, numbers, plain, renamed, require_columns, row_name
 from scaling.errors import ScalingError
 from scaling.fits.as_found import COMPUTE
 from scaling.fits.runs import Table, naming, read_runs
@@ -69,14 +69,14 @@ def compare_variants(
     target = float(rows["flops"].max() if target_flops is None else target_flops)
     if not 0 < target < math.inf:
         raise ValueError(f"target_flops must be a positive number, got {target_flops!r}")
-    names = [name for name in rows["variant"].unique() if name != baseline]
-    if not names:
+    others = [name for name in rows["variant"].unique() if name != baseline]
+    if not others:
         raise ScalingError(f"need a variant beside {baseline!r}, got none")
     seen, planned = _looks(rows, baseline, n_looks), n_looks or 1
     last: dict[str, tuple[Look, dict[str, Any]]] = {}
     looks: list[dict[str, Any]] = []
     spent: dict[Outcome, float] = {"promote": 0.0, "reject": 0.0}  # doubts about the verdicts so far
-    undecided = names
+    undecided = others
     for number, visible in enumerate(seen, start=1):
         part = rows[visible & rows["variant"].isin([baseline, *undecided])]
         now = Look.at(part, baseline, undecided, target=target, level=level, noise=noise)
@@ -106,9 +106,9 @@ def compare_variants(
         baseline_loss=math.exp(now.law.log_loss(math.log(target))),
         table=judged,
         measured=_frame(
-            [row for name in names for row in last[name][0].measured(name)], ("compute_flops", *ENDS, "change")
+            [row for name in others for row in last[name][0].measured(name)], ("compute_flops", *ENDS, "change")
         ),
-        band=_frame([row for name in names for row in last[name][0].band(name)], ("compute_flops", *ENDS)),
+        band=_frame([row for name in others for row in last[name][0].band(name)], ("compute_flops", *ENDS)),
         looks=pd.DataFrame(looks),
         next_runs=_frame(
             [row for name in undecided for row in now.advise(name, worth, error)],
@@ -140,7 +140,7 @@ def _read(rows: pd.DataFrame) -> pd.DataFrame:
     for column, others in _OTHER_NAMES.items():
         named = [name for name in rows if plain(str(name)) in others]
         if column not in rows and len(named) == 1:
-            rows = rows.rename(columns={named[0]: column})
+            rows = renamed(rows, named[0], column)
     require_columns(rows, ("variant", "loss"))
     repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
     if repeated.any():  # as a second run it would make the noise of seeds look smaller than it is
@@ -154,9 +154,7 @@ def _read(rows: pd.DataFrame) -> pd.DataFrame:
         require_columns(rows, ("n_params", "n_tokens"))
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
     size = rows["size"].astype(str).to_numpy() if "size" in rows else ""
-    found = pd.DataFrame(
-        {"variant": rows["variant"].astype(str).to_numpy(), "size": size, "flops": flops, "loss": losses(rows)}
-    )
+    found = pd.DataFrame({"variant": names(rows, "variant"), "size": size, "flops": flops, "loss": losses(rows)})
     return found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
 
 

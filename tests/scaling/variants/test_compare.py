@@ -185,6 +185,13 @@ def test_the_result_is_kept_as_json_and_drawn(tmp_path: Path) -> None:
         (lambda rows: rows.assign(loss=-1.0), ValueError, ("loss", "-1")),
         (lambda rows: rows.assign(compute_flops=0.0), ValueError, ("compute_flops", "0")),
         (lambda rows: pd.concat([rows, rows.iloc[:1]], ignore_index=True), ValueError, ("row 16",)),
+        (lambda rows: rows.rename(columns={"compute_flops": "FLOPs"}).assign(FLOPs=-1.0), ValueError, ("FLOPs", "-1")),
+        (
+            lambda rows: rows.rename(columns={"loss": "val_loss"}).assign(val_loss="n/k"),
+            ValueError,
+            ("val_loss", "n/k"),
+        ),
+        (lambda rows: rows.assign(variant=rows["variant"].where(rows.index != 3)), ValueError, ("variant", "row 3")),
         (lambda rows: rows[rows["variant"] != "baseline"], ScalingError, ("'baseline'", "'a'")),
         (lambda rows: rows[rows["variant"] == "baseline"], ScalingError, ("'baseline'",)),
         (lambda rows: rows.assign(loss=rows["loss"].where(rows["variant"] != "a", 0.2)), ScalingError, ("'a'", "0.2")),
