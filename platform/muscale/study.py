@@ -439,7 +439,7 @@ class Study(Result):
             one_size: Train all at the base shape over the transfer check's tokens alone, and decide there.
 
         Raises:
-            StageError: If there are no variants, or no horizon law; or their runs can't be compared.
+            StageError: If there are no variants, or no horizon law, which one size needs none of; or their runs can't be compared.
         """
         config = self.config.at_one_size() if one_size else self.config
 
@@ -447,7 +447,8 @@ class Study(Result):
             finish_stage(what, jobs, self.ledger, config.resources, self._display)
 
         with staying_cluster(), cancellable(self.ledger):
-            best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
+            best, verdict = self.sweep().best, self.transfer()
+            horizon = verdict.horizon if one_size else transfer.horizon_of(verdict)
             with self._display.reading("corpora of the variants") as on_progress:
                 corpora = variant_corpora(config, self.corpus, self.directory, on_progress)
             return comparison.compare(config, self._numerics, best, horizon, self.ledger, train, corpora)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat
 
 import numpy as np
 import pandas as pd
@@ -77,7 +77,7 @@ def compare(
     config: StudyConfig,
     numerics: Numerics,
     best: Hyperparameters,
-    horizon: HorizonLaw,
+    horizon: HorizonLaw | None,
     ledger: Ledger,
     train: Train,
     corpora: Mapping[str, Corpus],
@@ -86,6 +86,7 @@ def compare(
 
     Args:
         numerics: The study's, at its base shape.
+        horizon: The study's; None where every size is as long as the rate grids, whose own best rate is taken then.
         train: Called with the runs of each step, known ones among them.
         corpora: Of the variants with data of their own.
 
@@ -98,6 +99,8 @@ def compare(
     study, *others = found
     if study.log2_rate is None:
         raise StageError("compare: no rate of the study's own grid trains at every width; see `muscale transfer`")
+    own = 2**study.log2_rate
+    rate: Callable[[float], SupportsFloat] = (lambda _: own) if horizon is None else horizon.rate
     octaves = {v.name: math.nan if v.log2_rate is None else v.log2_rate - study.log2_rate for v in found}
     stems = stems_of(config)
     rows: list[dict[str, Any]] = [_untrained(v, stems[0], config) for v in others if v.log2_rate is None]
@@ -105,7 +108,7 @@ def compare(
     running = [v for v in others if v.log2_rate is not None]
     for number, stem in enumerate(stems, start=1):
         wanted = [
-            (v, seed, v.size_job(stem, seed, policy(horizon, octaves[v.name])))
+            (v, seed, v.size_job(stem, seed, policy(rate, octaves[v.name])))
             for v, seed in _runs(config, study, running)
         ]
         train(f"compare, {_size(stem)}", [job for _, _, job in wanted])

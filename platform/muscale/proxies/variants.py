@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import SupportsFloat
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, fit_optimum
+from scaling import ScalingError, fit_optimum
 
 PURPOSE = "compare"
 MAX_STEPS = 2
@@ -108,11 +109,11 @@ def variants(
     return found
 
 
-def policy(horizon: HorizonLaw, octaves: float) -> Callable[[float], float]:
-    """The rate for so many tokens: the study's own, moved by octaves."""
+def policy(study: Callable[[float], SupportsFloat], octaves: float) -> Callable[[float], float]:
+    """The rate for so many tokens: the study's, moved by octaves."""
 
     def rate(n_tokens: float) -> float:
-        own = float(horizon.rate(n_tokens))
+        own = float(study(n_tokens))
         return float(f"{own * 2**octaves:.6g}") if octaves else own
 
     return rate

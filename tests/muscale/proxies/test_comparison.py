@@ -52,7 +52,7 @@ def test_variants_differ_by_their_table_alone_and_an_empty_one_in_nothing(make_s
     assert wide.numerics.model == wide.numerics.base
     assert wide.numerics.model.to_dict() == config.model.to_dict() | {"mlp_ratio": 4.0}
     assert (wide.best, lion.best) == (study.best, replace(study.best, optimizer="lion"))
-    stem, rate = stems_of(config)[-1], policy(planted_horizon(), 0.0)
+    stem, rate = stems_of(config)[-1], policy(planted_horizon().rate, 0.0)
     jobs = [variant.size_job(stem, 3, rate).chain for variant in (study, same, wide, lion)]
     assert jobs[0] == jobs[1]
     assert len({job.key for job in jobs}) == 3
@@ -89,7 +89,7 @@ def test_the_study_s_own_runs_are_those_of_its_grids_and_its_ladder(make_study: 
     assert len(wanted) == 6
     assert wanted <= grids
     known = {job.chain.key for job in ladder.ladder_jobs(config, numerics, best, horizon)}
-    assert {study.size_job(s, 0, policy(horizon, 0.0)).chain.key for s in stems_of(config)} <= known
+    assert {study.size_job(s, 0, policy(horizon.rate, 0.0)).chain.key for s in stems_of(config)} <= known
 
 
 @pytest.mark.parametrize(("optimum", "tried"), [(0.2, 3), (1.4, 4), (-2.4, 5), (9.0, 5)])
@@ -190,6 +190,27 @@ def test_an_interrupted_comparison_ends_as_an_undisturbed_one(make_study: MakeSt
     assert not moments, "it was interrupted twice"
     assert interrupted == undisturbed
     assert losses_of_both == losses, "and nothing else was trained"
+
+
+def test_one_size_without_a_horizon_law_is_trained_at_the_best_rate_of_the_grids(make_study: MakeStudy) -> None:
+    torch.set_num_threads(1)
+    study = Study.open(make_study(), {**TINY, "variants": {}, "variants.same": {}}, quiet=True)
+    config, corpus, trained = study.config.at_one_size(), study.corpus, dict[str, Job]()
+    worker = Worker(study.ledger, compiled=False)
+
+    def train(_what: str, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            worker.reach(job.chain)
+            trained[job.chain.key] = job
+
+    found = compare(config, config.shared_numerics(corpus), config.hyperparameters, None, study.ledger, train, {})
+    study.ledger.close()
+    rates, sizes = ([job for job in trained.values() if (", seed" in job.label) == sized] for sized in (False, True))
+    assert found.outcome.n_sizes == 1
+    assert len({job.chain.last.end for job in trained.values()}) == 1, "what is tuned is as long as what is decided on"
+    tried = [job.hyperparameters.learning_rate for job in rates]
+    (rate,) = {job.hyperparameters.learning_rate for job in sizes}
+    assert min(tried) <= rate <= max(tried)
 
 
 def test_two_variants_from_end_to_end(
