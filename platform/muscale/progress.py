@@ -147,7 +147,7 @@ def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
         while not done.wait(1.0):
             row = json_lines.last(metrics) or {}
             if "train_loss" in row:  # the last batches of a run may be left out
-                update(row["tokens"], n_tokens, f"loss {row['train_loss']:.4f}")
+                update(row["tokens"], n_tokens, f"tokens, training loss {row['train_loss']:.4f}")
 
     thread = threading.Thread(target=follow, name="follow full run", daemon=True)
     thread.start()

@@ -61,6 +61,11 @@ class ReportContents:
     spending: pd.DataFrame = field(default_factory=pd.DataFrame)
     reproduction: dict[str, Any] | None = None
 
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the plan's full run has trained; 0 before it began."""
+        return 0 if self.curve is None or self.curve.empty else int(self.curve["tokens"].iloc[-1])
+
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:
     """All that the report shows; what is not known yet is None."""

@@ -163,11 +163,21 @@ def lineage(contents: ReportContents) -> list[Step]:
         _step(
             "Full run",
             "the-full-run",
-            *((f"{promotion['loss']:.4f}", "inside" if promotion["inside"] else "outside") if promotion else _OPEN),
+            *(
+                (f"{promotion['loss']:.4f}", "inside" if promotion["inside"] else "outside")
+                if promotion
+                else _begun(contents)
+            ),
             failed=promotion is not None and not promotion["inside"],
         ),
         _step("Bundle", "how-to-reproduce", *(("written", bundle[:8]) if bundle else _OPEN)),
     ]
+
+
+def _begun(contents: ReportContents) -> tuple[str | None, str | None]:
+    """What the lineage shows of a full run without a measured loss."""
+    tokens = contents.trained_tokens
+    return (None, f"{tokens / contents.plan['n_tokens']:.0%} trained") if contents.plan and tokens else _OPEN
 
 
 def _searched(contents: ReportContents) -> Step:

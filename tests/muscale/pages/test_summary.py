@@ -55,6 +55,13 @@ def test_a_forced_launch_stays_in_the_summary() -> None:
     assert (tile.value, tile.note, tile.state) == ("forced", "past transfer", "bad")
 
 
+def test_a_full_run_that_has_begun_stands_in_the_lineage_with_its_share() -> None:
+    curve = pd.DataFrame({"tokens": [256, 512], "train_loss": [3.0, 2.0]})
+    found = contents(forecast=FORECAST, plan={"n_tokens": 2048}, curve=curve)
+    (step,) = [step for step in lineage(found) if step.title == "Full run"]
+    assert (step.state, step.note) == ("open", "25% trained")
+
+
 def test_a_run_outside_its_interval_and_a_bundle_stand_in_the_lineage() -> None:
     steps = {
         step.title: step
