@@ -105,9 +105,12 @@ def params_title(n_params_convention: str, width: int = 34) -> str:
 
 
 def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
-    """Layout of an axis that shows these values: powers of ten, and twice and five times these where there are few."""
+    """Layout of an axis that shows these values: powers of ten, and twice and five times these where there are few.
+
+    Within one power of ten plotly draws half as many ticks again as `nticks`; four leave room for their labels on a telephone.
+    """
     decades = float(np.log10(values.max() / values.min()))
-    steps = {} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
+    steps: dict[str, Any] = {"nticks": 4} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
     return {"type": "log", "exponentformat": "power", **steps}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scaling.drawing import COLOURS, EDGE, Figure, add, add_band, blank, stacked
+from scaling.drawing import COLOURS, EDGE, Figure, add, add_band, blank, log_axis, stacked
 
 
 def draw_variants(band: pd.DataFrame, measured: pd.DataFrame, level: float) -> Figure:
@@ -42,7 +42,7 @@ def draw_changes(measured: pd.DataFrame, baseline: str) -> Figure:
     """
     figure = _lines(measured.assign(percent=100 * np.expm1(measured["change"])), "compute_flops", "percent")
     figure.add_hline(y=0, line={"color": EDGE, "dash": "dot"})
-    figure.update_xaxes(title="compute of the variant (FLOPs)", type="log", exponentformat="power")
+    figure.update_xaxes(title="compute of the variant (FLOPs)", **log_axis(measured["compute_flops"]))
     return figure.update_yaxes(title=f"loss above {baseline}'s (%)")
 
 
