@@ -61,6 +61,8 @@ def run_stage(
 
             opened = Study.open(path, options.set, quiet=options.json, trains=trains)
             result = stage(opened)
+    if dry_run and not options.json:  # an upper bound, in as many digits as it is worth
+        result = result.to_string(index=False, float_format="{:.3g}".format)
     show(result, as_json=options.json, empty=empty)
     if dry_run:
         return 0

@@ -130,7 +130,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         _of_ledger(
             title="Every run",
             about="One row for each annealed run, loss in nats per token on held-out text. A long table shows the "
-            "latest runs; `muscale runs` has all.",
+            "latest runs; muscale runs has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
         _reproduction(contents.reproduction),

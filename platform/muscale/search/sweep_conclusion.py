@@ -119,7 +119,7 @@ def _notes(
         )
     for trial, n_runs in done.items():
         if n_runs < repeats:
-            yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.n_seeds asks for"
+            yield f"trial {trial} was repeated over {n_runs} of the {repeats} seeds that sweep.n_seeds asks for"
 
 
 def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:

@@ -102,7 +102,7 @@ def test_a_near_tie_and_fewer_seeds_than_asked_raise_warnings(search: Search, pl
     assert tie.finalists.verdict == "near-tie"
     assert any(warning.startswith("a near-tie: trial") for warning in tie.warnings)
     fewer = search(repeats=2)
-    assert sum("over 2 seeds of 3 that sweep.n_seeds asks for" in warning for warning in fewer.notes) == 3
+    assert sum("over 2 of the 3 seeds that sweep.n_seeds asks for" in warning for warning in fewer.notes) == 3
     never = search(repeats=0)
     assert never.finalists is None
     assert "sweep.n_seeds asks for 3 more" in never.notes[0]
