@@ -74,13 +74,13 @@ def export(
     return 0
 
 
-@command(ARTIFACTS, example="muscale generate runs/quickstart/bundles/KEY --prompt 'def ' --temperature 0.8")
+@command(ARTIFACTS, example="muscale generate runs/quickstart/bundles/KEY --prompt 'def '")
 def generate(
     bundle: Path,
     *,
     prompt: str = "",
     tokens: int = 200,
-    temperature: float = 0.0,
+    temperature: float = 0.8,
     top_p: float = 1.0,
     seed: int = 0,
     averaged: Flag = False,
@@ -92,7 +92,7 @@ def generate(
         bundle: Directory of the bundle.
         prompt: Start of the text.
         tokens: Maximum number of tokens to generate.
-        temperature: 0 always takes the likeliest token; higher values sample.
+        temperature: 0 always takes the likeliest token, which a small model soon repeats; higher values sample.
         top_p: Sample only from the likeliest tokens up to this total probability.
         seed: Seed of the sampling.
         averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.

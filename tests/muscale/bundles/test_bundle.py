@@ -418,7 +418,7 @@ def test_the_commands_verify_generate_and_export(
     bundle = Bundle.open(copied)
     assert muscale("verify", copied) == (0, f"{bundle.verification}\n")
     assert json.loads(muscale("verify", copied, "--json")[1])["passed"]
-    draw = ("--tokens", "20", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5", "--averaged")
+    draw = ("--tokens", "20", "--top-p", "0.9", "--seed", "5", "--averaged")
     text = bundle.generate("ab", 20, temperature=0.8, top_p=0.9, seed=5, averaged=True)
     assert muscale("generate", copied, "--prompt", "ab", *draw) == (0, f"ab{text}\n")
     assert muscale("export", copied, tmp_path / "llama", "--to", "llama") == (0, f"wrote {tmp_path / 'llama'}\n")
