@@ -247,17 +247,17 @@ def tensor_rule(
             weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
-    width_rate = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
-    width_decay = width_rate if decay_scaling == "timescale" else math.sqrt(width_rate)
-    depth_rate = depth_mult ** (depth_exponent - 1) if in_block else 1.0
-    depth_eps = depth_mult**depth_exponent if in_block else 1.0
+    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
+    width_decay_factor = width_lr_divisor if decay_scaling == "timescale" else math.sqrt(width_lr_divisor)
+    depth_lr_factor = depth_mult ** (depth_exponent - 1) if in_block else 1.0
+    depth_eps_divisor = depth_mult**depth_exponent if in_block else 1.0
     return TensorRule(
         tensor_class=tensor_class,
         width_mult=m,
         init_std=init_std,
-        lr_factor=depth_rate / width_rate,
-        weight_decay_factor=width_decay / depth_rate if is_matrix else 0.0,
-        eps_factor=1 / (m * depth_eps),
+        lr_factor=depth_lr_factor / width_lr_divisor,
+        weight_decay_factor=width_decay_factor / depth_lr_factor if is_matrix else 0.0,
+        eps_factor=1 / (m * depth_eps_divisor),
     )
 
 

@@ -58,7 +58,7 @@ class Segment(Serializable):
         return isinstance(self.phase, Rewarmed) and self.phase.start == self.start
 
     def rate_factor(self, tokens: int) -> float:
-        """Schedule factor of the step that starts after `tokens` tokens of the run."""
+        """The schedule's factor, nothing of muP's, on every rate in the step that starts after `tokens` tokens of the run."""
         return self.phase.factor(tokens, self.recipe.ramp.batch_at(tokens))
 
 

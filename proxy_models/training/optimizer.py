@@ -102,7 +102,10 @@ def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardM
 
 
 def rate_decay_eps(rule: TensorRule, recipe: Recipe, optimizer: OptimizerName) -> tuple[float, float, float]:
-    """Return a tensor's absolute rate at schedule factor 1, its weight decay and Adam's eps, under the table's optimizer."""
+    """Return a tensor's absolute peak rate, weight decay and Adam's eps: here the tuned recipe meets the factors of muP.
+
+    The table has one factor for each (`TensorRule`); the schedule's factor on the rate comes at each step (`set_rates`).
+    """
     rates = {
         TensorClass.EMBEDDING: recipe.embedding_rate,
         TensorClass.READOUT: recipe.output_rate,
@@ -213,10 +216,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
 
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group to its own peak rate times the schedule's factor."""
+def set_rates(optimizer: torch.optim.Optimizer, schedule_factor: float) -> None:
+    """Set every group to its own peak rate, which has muP's factor, times the schedule's."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * schedule_factor
 
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
