@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.base_shapes import is_norm
 from proxy_models.architecture.cross_entropy import sequence_loss
 from proxy_models.architecture.families import M, ModelFamily, build, family_of
+from proxy_models.architecture.family import Family, FamilyError
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass
-from proxy_models.coordinates.causality import require_causal
 from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds, require_sizes
 from proxy_models.coordinates.tensors import Norms, acting_multipliers
 from proxy_models.data.batches import training_stream
@@ -28,6 +29,10 @@ from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
 
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
+_NOISE = 0.1  # added to every weight before the future is looked for, as what starts at zero hides what it would mix; assumed
+_ROUNDING = (
+    1e-4  # of the logits' change: a convolution by FFT computes every position from all, and rounds by about 1e-6
+)
 
 
 def coordinate_check(
@@ -176,3 +181,32 @@ def _kind(name: str, module: nn.Module, readout: str, parametrization: Parametri
     if name == readout or (rule and rule.tensor_class is TensorClass.READOUT):
         return "readout"
     return "norm" if is_norm(module) else "hidden"
+
+
+@torch.no_grad()
+def require_causal(family: Family, model: nn.Module, tokens: Tensor) -> None:
+    """Change the token in the middle of a sequence, and compare the logits before it. The model's weights are changed, too.
+
+    A family with a loss of its own may predict something else than the next token, and is not asked.
+
+    Args:
+        model: A member on the CPU, in evaluation mode.
+        tokens: Ids (batch, time).
+
+    Raises:
+        FamilyError: If they move by more than rounding; such a model's loss would say nothing.
+    """
+    if type(family).evaluation_loss is not Family.evaluation_loss or tokens.shape[1] < 2:
+        return
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator))
+    changed, place = tokens.clone(), tokens.shape[1] // 2
+    changed[:, place] = (tokens[:, place] + 1) % family.vocab_size
+    moved = (model(changed) - model(tokens)).abs().amax(dim=(0, 2))  # (time,)
+    if moved[:place].max() > _ROUNDING * moved.max():
+        first = int((moved > _ROUNDING * moved.max()).nonzero()[0])
+        raise FamilyError(
+            f"{type(model).__name__} must be causal, as its loss is of the next token: token {place} of a sequence, changed, moves "
+            f"the logits from position {first} on, by {moved[:place].max() / moved.max():.2g} of the largest change"
+        )

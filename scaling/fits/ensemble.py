@@ -8,9 +8,10 @@ the ladders of `tests/benchmarks/forecast.py`; the figures are in tests/benchmar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.prior import PRIOR, precision, shifts
-from scaling.forms.law import NATS, Law, compute_flops
-from scaling.forms.mean import mean_of
+from scaling.forms.law import NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
@@ -217,3 +217,42 @@ class BaseFits:
             n_params_convention=self.n_params_convention,
             loss_unit=self.loss_unit,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class MeanOf(Form):
+    """exp of the mean log loss of `count` laws of a form; their parameters are named alpha_1, alpha_2 and so on."""
+
+    form: Form
+    count: int
+
+    source = "the mean forecast of scaling.fits.ensemble"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"mean of {self.count} fits of {self.form.name}"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        return f"exp of the mean of log({self.form.formula}) over {self.count} fits"
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        return {
+            f"{name}_{i}": bounds for i in range(1, self.count + 1) for name, bounds in self.form.parameters.items()
+        }
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.form.columns
+
+    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
+        laws = range(1, self.count + 1)
+        each = [self.form.loss({name: values[f"{name}_{i}"] for name in self.form.parameters}, rows) for i in laws]
+        return np.exp(np.mean([np.log(loss) for loss in each], axis=0))
+
+
+def mean_of(laws: Sequence[Law]) -> Law:
+    """The mean of laws of one form, which count N alike and have losses in one unit."""
+    values = {f"{name}_{i}": value for i, law in enumerate(laws, 1) for name, value in law.parameters.items()}
+    return replace(laws[0], form=MeanOf(laws[0].form, len(laws)), parameters=values)

@@ -24,8 +24,7 @@ from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
-from scaling.minimizers.multistart import multistart
-from scaling.minimizers.starts import minima, require_loss, thresholds
+from scaling.minimizers.starts import minima, multistart, require_loss, thresholds
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""

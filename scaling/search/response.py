@@ -18,11 +18,10 @@ from scaling.drawing import Figure
 from scaling.presentation import Result, lines
 from scaling.quantiles import tails
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
-from scaling.search.coverage import Region, is_within, moved_into, untried
 from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.figures import draw_response, response_data
 from scaling.search.process import Observations, Process
-from scaling.search.search_box import APART, Point, SearchBox
+from scaling.search.search_box import APART, Point, Region, SearchBox, is_within, moved_into, untried
 from scaling.threads import single_threaded
 
 NEAR, FAR = 0.01, 2.0
@@ -210,7 +209,7 @@ class ResponseSurface(Result):
         Until the runs made and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
         from the prior. Then the largest expected improvement on the best that was tried at this scale, or where nothing
         was, the surface's minimum; what lies further than `NEAR` above that minimum counts less by `FAR`. Where runs of
-        other scales leave categories or ends of ranges untried (`coverage`), every second point lies there, until each was
+        other scales leave categories or ends of ranges untried (`untried`), every second point lies there, until each was
         tried. The same arguments give the same point.
 
         Args:

@@ -1,4 +1,4 @@
-"""Bounds of a search: ranges of numbers, choices of categories, and which columns are scales."""
+"""Bounds of a search: ranges of numbers, choices of categories, which columns are scales; and the parts that no run has tried."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
@@ -18,8 +19,14 @@ loses most of its correlation (`basin.REACH`). Set so, and tried on Step Law's g
 OFFSET_SPREAD = 0.1
 """Standard deviation of a source's offset of the optimum, in box widths: twice what is expected of a doubling of scale (assumed)."""
 
+GAP = 1 / 3
+"""Part of a range between its outermost run and its bound from which that end counts as untried; the half at the bound is then
+explored (both assumed)."""
+
 Point = dict[str, Any]
 """A value for each coordinate."""
+Region = tuple[int, float, float]
+"""A column of the encoded points, and its lowest and highest value there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +155,35 @@ class SearchBox:
         columns = [np.log2(numbers(rows, name)) for name in self.scales]
         columns += [APART * (given == name).to_numpy(np.float64) for name in self.sources]
         return np.column_stack(columns or [np.zeros((len(rows), 0))])
+
+
+def untried(box: SearchBox, u: Array) -> list[Region]:
+    """Regions of the box without a run, of encoded runs [n, q]. A range in which no run lies has no ends yet."""
+    regions: list[Region] = []
+    for column, values in enumerate(u.T):
+        if column >= len(box.bounds):
+            regions += [] if (values > 0).any() else [(column, 0.5, 1.0)]
+        elif len(inside := values[(values >= 0) & (values <= 1)]):
+            low, high = float(inside.min()), float(inside.max())
+            regions += [(column, 0.0, low / 2)] if low > GAP else []
+            regions += [(column, (1 + high) / 2, 1.0)] if high < 1 - GAP else []
+    return regions
+
+
+def is_within(regions: list[Region], u: Array) -> NDArray[np.bool_]:
+    """Whether each encoded point [n, q] lies in one of the regions, [n]."""
+    held = [(u[:, column] >= low) & (u[:, column] <= high) for column, low, high in regions]
+    return np.asarray(np.any(held, axis=0))
+
+
+def moved_into(regions: list[Region], point: Array, box: SearchBox) -> Array:
+    """The nearest point to an encoded one [q] in each region, [n, q]."""
+    moved = np.tile(point, (len(regions), 1))
+    groups = np.array(box.layout.groups)
+    for row, (column, low, high) in zip(moved, regions, strict=True):
+        if column < len(box.bounds):
+            row[column] = np.clip(row[column], low, high)
+        else:
+            row[groups == groups[column]] = 0.0
+            row[column] = math.sqrt(0.5)
+    return moved

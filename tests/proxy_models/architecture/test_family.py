@@ -20,8 +20,7 @@ from proxy_models.architecture.families import ModelFamily, build, family_of, lo
 from proxy_models.architecture.family import Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.parametrization import TensorClass
-from proxy_models.coordinates.causality import require_causal
-from proxy_models.coordinates.measurement import coordinate_check
+from proxy_models.coordinates.measurement import coordinate_check, require_causal
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem

@@ -11,8 +11,8 @@ from scipy.optimize import minimize_scalar
 
 from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, decide, fit
 from scaling.arrays import Array
+from scaling.fits.ensemble import MeanOf, mean_of
 from scaling.forms import FORMS
-from scaling.forms.mean import MeanOf, mean_of
 from scaling.forms.powers import GRID
 from scaling.forms.problem import Problem
 

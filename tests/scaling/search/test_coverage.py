@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from scaling import SearchBox, fit_response
-from scaling.search.coverage import is_within, moved_into, untried
+from scaling.search.search_box import is_within, moved_into, untried
 
 BOX = SearchBox(bounds={"x": (0.0, 1.0)}, choices={"optimizer": ("adamw", "lion", "muon")}, scales=("n_params",))
 
