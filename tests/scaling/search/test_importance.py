@@ -170,7 +170,7 @@ def test_bad_arguments_are_refused() -> None:
         hyperparameter_importance(rows, ["rate"], box={"rate": (0, 1)})
     with pytest.raises(ValueError, match="box .*got activation"):
         hyperparameter_importance(rows, ["rate"], ["activation"], box={"activation": (0, 1)})
-    with pytest.raises(ValueError, match="trial .*got 80 empty values"):
+    with pytest.raises(ValueError, match="trial .* row 0"):
         hyperparameter_importance(rows.assign(trial=np.nan), ["rate"])
 
 
