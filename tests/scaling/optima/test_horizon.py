@@ -236,7 +236,7 @@ def test_bad_arguments() -> None:
         fit_horizon_law(sweep(), prior=(0.3, 0))
     with pytest.raises(ValueError, match="the prior's mean .*got nan"):
         fit_horizon_law(sweep(), prior=(math.nan, 0.1))
-    with pytest.raises(ValueError, match="width .*got 21 empty values"):
+    with pytest.raises(ValueError, match="width .* row 0 "):
         fit_horizon_law(sweep().assign(width=math.nan))
 
 
