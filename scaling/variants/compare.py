@@ -4,9 +4,9 @@
 
 A run of the variant with compute C and loss L is worth the baseline's run of compute m·C that has the same loss (the efficiency
 gain of Hernandez & Brown, 2005.04305). Measured m, one for each size, lie about a line in log C. Its slope g has a heavy-tailed prior
-about 0: most gains stay, some fade, a few turn round. A random walk leaves the line room to bend beyond the runs. Noise is pooled
-over the variants, from repeated seeds and from the residuals. Offset, slope, walk and noise are integrated over; the baseline's
-law is taken as fitted.
+about 0: most gains stay, some fade, a few turn round. A random walk in proportion to the slope's scale leaves the line room to bend
+beyond the runs, which weigh gains that stay straight against those that change. Noise is pooled over the variants, from repeated
+seeds and from the residuals. Offset, slope, walk and noise are integrated over; the baseline's law is taken as fitted.
 """
 
 from __future__ import annotations
