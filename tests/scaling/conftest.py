@@ -18,18 +18,18 @@ def planted() -> Law:
     return PLANTED
 
 
-@pytest.fixture
+def planted_ladder(noise: float = 0.0, seed: int = 0, law: Law = PLANTED) -> pd.DataFrame:
+    """Runs of a law: 5 sizes by 4 ratios over 3.2 decades of compute, with multiplicative noise."""
+    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
+    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
+    error = noise * np.random.default_rng(seed).standard_normal(n_params.size)
+    loss = law.loss(n_params, n_tokens) * np.exp(error)
+    return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss})
+
+
+@pytest.fixture(scope="session")
 def ladder() -> Callable[..., pd.DataFrame]:
-    """Runs of the planted surface: 5 sizes by 4 ratios over 3.2 decades of compute, with multiplicative noise."""
-
-    def build(noise: float = 0.0, seed: int = 0) -> pd.DataFrame:
-        sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
-        n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
-        error = noise * np.random.default_rng(seed).standard_normal(n_params.size)
-        loss = PLANTED.loss(n_params, n_tokens) * np.exp(error)
-        return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss})
-
-    return build
+    return planted_ladder
 
 
 @pytest.fixture(scope="session")

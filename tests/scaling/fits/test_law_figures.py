@@ -24,6 +24,7 @@ from scaling.fits.allocation_figures import allocation_data, best_sizes, contour
 from scaling.fits.size_figures import sizes_data
 from scaling.fits.spread_figures import parameters_data, variants_data
 from scaling.forms.spending import Spending
+from tests.scaling.conftest import planted_ladder
 
 
 class Unnamed(Form):
@@ -55,11 +56,7 @@ class Repeated(Unnamed):
 
 @pytest.fixture(scope="module")
 def runs() -> pd.DataFrame:
-    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
-    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
-    loss = 1.8 + 400 / n_params**0.34 + 2000 / n_tokens**0.37
-    noise = np.exp(0.003 * np.random.default_rng(0).standard_normal(loss.size))
-    return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss * noise})
+    return planted_ladder(0.003)
 
 
 @pytest.fixture(scope="module")

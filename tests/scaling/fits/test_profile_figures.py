@@ -9,18 +9,14 @@ import pytest
 
 from scaling import Profile, ScalingFit, fit
 from scaling.fits.profile_figures import draw_profile
+from tests.scaling.conftest import planted_ladder
 
 TARGET = {"n_params": 1e9, "n_tokens": 2e10}
 
 
 @pytest.fixture(scope="module")
 def result() -> ScalingFit:
-    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
-    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
-    loss = 1.8 + 400 / n_params**0.34 + 2000 / n_tokens**0.37
-    noise = np.exp(0.003 * np.random.default_rng(0).standard_normal(loss.size))
-    runs = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss * noise})
-    return fit(runs, n_params_convention="total", n_bootstrap=20)
+    return fit(planted_ladder(0.003), n_params_convention="total", n_bootstrap=20)
 
 
 @pytest.fixture(params=["alpha", "E", "params_exponent", "loss"])

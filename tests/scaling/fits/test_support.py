@@ -10,20 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaling import Chinchilla, Joint, Kaplan, Law, ScalingFit, fit
+from scaling import Chinchilla, Joint, Kaplan, ScalingFit, fit
 from scaling.fits.support import unsupported
-from tests.scaling.conftest import PLANTED
+from tests.scaling.conftest import PLANTED, planted_ladder
 
 Ladder = Callable[..., pd.DataFrame]
 NEAR = (3e8, 6e9)
-
-
-def runs(noise: float = 0.003, law: Law = PLANTED) -> pd.DataFrame:
-    """5 sizes by 4 ratios, as the fixture `ladder`, which hypothesis can't take."""
-    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
-    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
-    loss = law.loss(n_params, n_tokens) * np.exp(noise * np.random.default_rng(0).standard_normal(20))
-    return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss})
 
 
 def fitted(table: pd.DataFrame) -> ScalingFit:
@@ -32,7 +24,7 @@ def fitted(table: pd.DataFrame) -> ScalingFit:
 
 @pytest.fixture(scope="module")
 def result() -> ScalingFit:
-    return fitted(runs())
+    return fitted(planted_ladder(0.003))
 
 
 def reasons(result: ScalingFit, n_params: float, n_tokens: float) -> list[str]:
@@ -94,7 +86,7 @@ def test_support_ends_twice_beyond_the_tokens_per_parameter_of_two_runs(
 @pytest.mark.parametrize("n_runs", [9, 10])
 def test_ten_independent_runs_are_enough(n_runs: int) -> None:
     """Rows that share a stem are one run; what one decade of compute or the form lacks is in the interval."""
-    table = runs().assign(stem=np.arange(20) % n_runs)
+    table = planted_ladder(0.003).assign(stem=np.arange(20) % n_runs)
     found = fitted(table).forecast(*NEAR)
     assert found.reasons == (
         () if n_runs == 10 else ("9 independent runs: intervals were validated from 10 on, add 1",)
@@ -105,33 +97,33 @@ def test_the_form_fitted_changes_nothing() -> None:
     """Kaplan's form has no floor and fits badly, the joint form is ill-conditioned: the forecast's fits are the same."""
     for target in (NEAR, (3e11, 6e12)):
         found = [
-            fit(runs(), n_params_convention="total", n_bootstrap=2, form=form).forecast(*target)
+            fit(planted_ladder(0.003), n_params_convention="total", n_bootstrap=2, form=form).forecast(*target)
             for form in (Chinchilla(), Joint(), Kaplan())
         ]
         assert len({(forecast.loss, forecast.low, forecast.reasons) for forecast in found}) == 1
     law = replace(PLANTED, parameters={**PLANTED.parameters, "E": 3.0})
-    assert replace(fitted(runs()), law=law).forecast(*NEAR).supported
+    assert replace(fitted(planted_ladder(0.003)), law=law).forecast(*NEAR).supported
 
 
 def test_rows_that_scatter_by_more_than_two_percent_are_a_misfit() -> None:
     for noise, misfit in ((0.012, False), (0.05, True)):
-        found = fitted(runs(noise))
+        found = fitted(planted_ladder(noise))
         assert ("misfit" in reasons(found, *NEAR)) == misfit
     assert "losses in mid-schedule or of several recipes" in "; ".join(found.forecast(*NEAR).reasons)
 
 
 def test_a_floor_far_below_the_losses_is_named() -> None:
     low = Chinchilla().law(E=0.1, A=30.0, B=50.0, alpha=0.12, beta=0.12)
-    found = fitted(runs(0.0005, low))
+    found = fitted(planted_ladder(0.0005, law=low))
     assert reasons(found, *NEAR) == ["low floor"]
     assert "of the least loss, below 0.4," in found.forecast(*NEAR).reasons[0]
 
 
 UNSUPPORTED = {
-    "few runs": (runs().iloc[[0, 4, 7, 9, 10, 13, 16, 19]], NEAR),
-    "misfit": (runs(0.08), NEAR),
-    "far": (runs(), (3e11, 6e12)),
-    "ratio": (runs(), (1e8, 4e10)),
+    "few runs": (planted_ladder(0.003).iloc[[0, 4, 7, 9, 10, 13, 16, 19]], NEAR),
+    "misfit": (planted_ladder(0.08), NEAR),
+    "far": (planted_ladder(0.003), (3e11, 6e12)),
+    "ratio": (planted_ladder(0.003), (1e8, 4e10)),
 }
 
 
