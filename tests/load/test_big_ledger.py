@@ -25,6 +25,7 @@ from muscale.store import retention
 from muscale.store.lease import expired_leases
 from muscale.store.ledger import KEYS_AT_ONCE, NESTED
 from muscale.store.run_selection import Selection
+from muscale.store.tables import rungs
 from muscale.study import Study
 from tests.load import big_ledger
 from tests.muscale.conftest import PostgresServer
@@ -70,7 +71,8 @@ def as_json(study: Study) -> None:
 def arrive(study: Study) -> None:
     """Results at rungs of the largest of sweeps."""
     for trial in range(EVENTS):
-        study.ledger.add_rung(
+        study.ledger.insert(
+            rungs,
             sweep=Sweep.of(study.config, study.ledger, study.corpus).key,
             trial=10**7 + trial,
             rung=0,

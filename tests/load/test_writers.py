@@ -19,7 +19,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import URL_VARIABLE
-from muscale.store.tables import ResultKind
+from muscale.store.tables import ResultKind, rungs
 from tests.muscale.gloo_ranks import processes
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add
@@ -31,8 +31,8 @@ def write(ledger: Ledger, writer: int) -> None:
     """Add a row that all others add, too, then one of its own, again and again."""
     row = {"sweep": "s", "rung": 0, "tokens": 1, "segment": f"by {writer}", "loss": 1.0, "seconds": 1.0}
     for number in range(N_ROWS):
-        ledger.add_rung(**row, trial=number)
-        ledger.add_rung(**row, trial=N_ROWS * (1 + writer) + number)
+        ledger.insert(rungs, **row, trial=number)
+        ledger.insert(rungs, **row, trial=N_ROWS * (1 + writer) + number)
         ledger.record_result(ResultKind.CHECK, str(number), {"by": writer})
         ledger.record_result(ResultKind.GATE, f"{writer} {number}", {"by": writer})
 

@@ -8,7 +8,7 @@ from typing import Any
 from muscale.layout import CURVES, STATES
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from muscale.store.tables import runs, segments, trials
+from muscale.store.tables import decisions, rounds, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
@@ -43,7 +43,7 @@ def add_run(ledger: Ledger, seed: int, loss: float | None, *, state: bytes | Non
 
 
 def add_sweep(ledger: Ledger, sweep: str, loss: float) -> None:
-    ledger.add_round(sweep=sweep, round=0, first_trial=0, searcher="random", space={})
+    ledger.insert(rounds, sweep=sweep, round=0, first_trial=0, searcher="random", space={})
     ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, until=0)
-    ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, seconds=1.0)
-    ledger.add_decision(sweep=sweep, trial=0, rung=0, until=1, path=[[0, {}]], donor=None)
+    ledger.insert(rungs, sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, seconds=1.0)
+    ledger.insert(decisions, sweep=sweep, trial=0, rung=0, until=1, path=[[0, {}]], donor=None)

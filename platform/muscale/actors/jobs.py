@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muscale.actors import stalls
 from muscale.actors.cluster import cluster
 from muscale.actors.corpus_hashes import require_unchanged
+from muscale.actors.retries import LostWorkers
 from muscale.errors import StageError, WorkerLostError
 from muscale.layout import CORPUS
 from muscale.progress import Display
@@ -25,9 +26,6 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
     from muscale.actors.pool import PooledWorker, WorkerPool
-
-ATTEMPTS = 3
-"""Starts of a training whose workers are lost; what it had finished is in the ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def finish_stage(
         joined.workers(ledger, resources) as pool,
         cancellable(ledger),
     ):
-        for chain, outcome in _train(groups, pool):
+        for chain, outcome in _train(groups, wanted, pool):
             job = wanted[chain.key]
             ledger.insert(runs, **job.row(outcome))
             done += chain.compute_flops
@@ -88,13 +86,15 @@ def finish_stage(
             update(round(done / total * 100), 100, f"per cent of the compute; last {job.label}, best loss {best:.4f}")
 
 
-def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tuple[Chain, Outcome]]:
+def _train(
+    groups: Sequence[Sequence[Chain]], jobs: Mapping[str, Job], pool: WorkerPool
+) -> Iterator[tuple[Chain, Outcome]]:
     from muscale.actors.pool import IDLE_SECONDS, result_of
 
     begun = time.time()
     waiting = deque(list(group) for group in groups)
     busy: dict[Any, tuple[PooledWorker, list[Chain]]] = {}
-    lost_workers: Counter[str] = Counter()
+    lost_workers = LostWorkers()
 
     def train(worker: PooledWorker, group: list[Chain]) -> None:
         busy[worker.actor.reach.remote(group[0])] = worker, group
@@ -109,9 +109,9 @@ def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tupl
             except WorkerLostError as error:
                 pool.discard(worker)
                 waiting.appendleft(group)
-                lost_workers[group[0].key] += 1
-                if lost_workers[group[0].key] == ATTEMPTS:
-                    raise StageError(f"a worker died: {error}{stalls.hint(pool.ledger.directory, begun)}") from error
+                label = jobs[group[0].key].label
+                if given_up := lost_workers.lost(group[0].key, label, str(error)):
+                    raise StageError(f"{label}: {given_up}{stalls.hint(pool.ledger.directory, begun)}") from error
                 continue
             yield group[0], outcome
             if group[1:]:

@@ -15,7 +15,7 @@ from muscale.errors import StageError
 from muscale.layout import STUDY_FILE
 
 if TYPE_CHECKING:
-    from muscale.machine.findings import Diagnosis
+    from muscale.machine.diagnosis import Diagnosis
     from muscale.machine.gpu.report import GpuReport
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
-from muscale.machine.findings import Diagnosis, Finding
+from muscale.machine.diagnosis import Diagnosis, Finding
 from muscale.machine.handshake import Handshake, shake_hands
 from muscale.machine.storage_checks import storage_findings
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError, first_line
-from muscale.machine.findings import Finding
+from muscale.machine.diagnosis import Finding
 from muscale.store.postgresql import URL_VARIABLE, shown, url_from_environment
 from muscale.store.storage import NETWORK_FILE_SYSTEMS, file_system
 

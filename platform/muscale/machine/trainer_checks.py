@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from muscale.machine.findings import Diagnosis, Finding, Status
+from muscale.machine.diagnosis import Diagnosis, Finding, Status
 from muscale.programs.family import table_of
 from muscale.programs.process import TrainerEnd, TrainerStatus, describe, train
 from muscale.programs.protocol import Description, TrainerError, TrainerJob

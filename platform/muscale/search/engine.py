@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from muscale.actors.jobs import ATTEMPTS
+from muscale.actors.retries import LostWorkers
 from muscale.errors import StageError
 from muscale.search.budget import Budget
 from muscale.search.jobs import AnnealJob, TrialSegment
@@ -53,7 +53,7 @@ class Engine:
         self._scheduler, self._searcher, self._top = scheduler, searcher, top
         self._on_result, self._anneal_jobs, self._copies = on_result, anneal_jobs, copies
         self._in_flight: set[int | AnnealJob] = set()
-        self._lost_workers: Counter[int | AnnealJob] = Counter()
+        self._lost_workers = LostWorkers()
         self._queue: deque[AnnealJob] = deque()
 
     @property
@@ -80,7 +80,7 @@ class Engine:
 
     def add_result(self, result: RungResult) -> None:
         """Note a result."""
-        self._lost_workers.pop(result.trial, None)
+        self._lost_workers.came_further(result.trial)
         if (result.trial, result.rung) not in self.record.results:
             self.record.add_result(result)
             self._on_result(result)
@@ -95,11 +95,10 @@ class Engine:
         self._in_flight.discard(_name(what))
 
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a job lost its worker: it is run again, `ATTEMPTS` times in all."""
+        """Note that a job lost its worker: it is run again, unless it has lost too many."""
         self.finished(what)
-        self._lost_workers[_name(what)] += 1
-        if self._lost_workers[_name(what)] == ATTEMPTS:
-            self.failed(what, f"its worker was lost {ATTEMPTS} times: {why}")
+        if given_up := self._lost_workers.lost(_name(what), f"trial {what.trial}", why):
+            self.failed(what, given_up)
         elif isinstance(what, AnnealJob):
             self._queue.append(what)
 

@@ -15,6 +15,7 @@ from typing import Any
 from muscale.search.jobs import ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
+from muscale.store.tables import decisions, rounds, rungs, trials
 from search_spaces import Config, Space
 
 
@@ -105,7 +106,7 @@ class Record:
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
         """Note that from the next trial on a space is searched, and what was cut for it."""
         row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
-        self._ledger.add_round(sweep=self.sweep, round=len(self.rounds), **row)
+        self._ledger.insert(rounds, sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
 
     def round_of(self, trial: int) -> int:
@@ -115,20 +116,22 @@ class Record:
     def start(self, config: Config, until: int) -> int:
         """Note a suggestion before it is trained; returns its number."""
         number = len(self.configs)
-        self._ledger.add_trial(sweep=self.sweep, number=number, config=config, until=until)
+        self._ledger.insert(trials, sweep=self.sweep, number=number, config=config, until=until)
         self._started(number, config, until)
         return number
 
     def add_result(self, result: RungResult) -> None:
         """Note a result."""
-        self._ledger.add_rung(sweep=self.sweep, **{name: getattr(result, name) for name in result.__dataclass_fields__})
+        self._ledger.insert(
+            rungs, sweep=self.sweep, **{name: getattr(result, name) for name in result.__dataclass_fields__}
+        )
         self._add_result(result)
 
     def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
         """Record the decision to continue a trial from where it is, in a population on another path."""
         rung, path = self.last_rung(trial), path or self.paths[trial]
-        self._ledger.add_decision(
-            sweep=self.sweep, trial=trial, rung=rung, until=until, path=history_to_json(path), donor=donor
+        self._ledger.insert(
+            decisions, sweep=self.sweep, trial=trial, rung=rung, until=until, path=history_to_json(path), donor=donor
         )
         self._gone_on(trial, rung, until, path, donor)
 

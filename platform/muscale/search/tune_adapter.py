@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ray.tune import search as tune_search
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
-from ray.tune.search import Searcher
 
 from muscale.errors import StageError
 from muscale.search.jobs import AnnealJob, TrialSegment, job_to_json
@@ -29,7 +29,7 @@ _PLACES = 8  # that differ; trials of more workers share them, and their process
 _LOOK_SECONDS = 1.0  # between two looks for an interruption while no worker has started
 
 
-class EngineSearcher(Searcher):
+class EngineSearcher(tune_search.Searcher):
     """Gives Tune the engine's jobs as suggestions, each with a worker of the pool, and the engine what came of them.
 
     Attributes:
@@ -57,7 +57,7 @@ class EngineSearcher(Searcher):
         with self.noting():
             found = self._next()
         if found is None:
-            return str(Searcher.FINISHED) if self._engine.is_idle else None
+            return str(tune_search.Searcher.FINISHED) if self._engine.is_idle else None
         taken = Counter(place for *_, place in self._in_flight.values())
         place = min(range(self.n_places), key=taken.__getitem__)
         job, worker, _ = self._in_flight[trial_id] = (*found, place)

@@ -26,22 +26,19 @@ from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
 from muscale.store.tables import (
     ResultKind,
-    decisions,
     forecasts,
     leases,
     metadata,
     results,
     retrained,
     revisions,
-    rounds,
-    rungs,
     runs,
     segments,
     studies,
-    trials,
 )
 
 _LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
+_EVENTS = ("rungs", "decisions")  # tables that share the sequence numbers of a sweep
 _OUTCOME = (
     "loss",
     "source_losses",
@@ -120,10 +117,13 @@ class Ledger:
     def insert(self, table: sa.Table, **values: Any) -> None:
         """Insert one row stamped with the time; a row that is there already stays as it is.
 
-        Where the latest row is asked for, it is the one inserted last, also after a clock was set back.
+        Where the latest row is asked for, it is the one inserted last, also after a clock was set back. A rung's result and a
+        decision get the sweep's next sequence number.
         """
         if table.name in _LATEST:
             self.write(_insert_latest, table.name, stamped(table, values))
+        elif table.name in _EVENTS:
+            self.write(_insert_event, table.name, stamped(table, values))
         else:
             self.write(insert_once, table.name, [stamped(table, values)])
 
@@ -241,22 +241,6 @@ class Ledger:
     def decisions(self, sweep: str) -> list[dict[str, Any]]:
         """Every decision of the sweep to continue a trial, in order."""
         return self.read(find, "decisions", {"sweep": sweep}, ["sequence"])
-
-    def add_round(self, **values: Any) -> None:
-        """Insert a round."""
-        self.insert(rounds, **values)
-
-    def add_trial(self, **values: Any) -> None:
-        """Insert a suggestion."""
-        self.insert(trials, **values)
-
-    def add_rung(self, **values: Any) -> None:
-        """Insert a result at a rung, with the sweep's next sequence number; one that is there stays."""
-        self.write(_add_event, rungs.name, stamped(rungs, values))
-
-    def add_decision(self, **values: Any) -> None:
-        """Insert the decision to continue a trial, with the sweep's next sequence number; one that is there stays."""
-        self.write(_add_event, decisions.name, stamped(decisions, values))
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
         """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
@@ -446,7 +430,8 @@ def _run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[st
     return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
 
 
-def _add_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
-    lasts = [sa.select(sa.func.max(t.c.sequence)).where(t.c.sweep == values["sweep"]) for t in (rungs, decisions)]
+def _insert_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
+    tables = [metadata.tables[name].c for name in _EVENTS]
+    lasts = [sa.select(sa.func.max(of.sequence)).where(of.sweep == values["sweep"]) for of in tables]
     sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1
     insert_once(connection, table, [{**values, "sequence": sequence}])

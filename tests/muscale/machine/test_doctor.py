@@ -11,7 +11,7 @@ import pytest
 from muscale.actors.cluster import cluster
 from muscale.errors import StageError
 from muscale.machine import doctor, storage_checks
-from muscale.machine.findings import Diagnosis, Finding
+from muscale.machine.diagnosis import Diagnosis, Finding
 from muscale.machine.handshake import Handshake, shake_hands
 from muscale.machine.storage_checks import storage_findings
 from muscale.settings.tables import ResourceSettings, StorageSettings

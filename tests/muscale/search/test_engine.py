@@ -140,7 +140,9 @@ def test_a_failed_segment_is_retried_by_the_next_run_only(make_engine: MakeEngin
     assert again.next() == segment
 
 
-def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine: MakeEngine) -> None:
+def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_engine(settings(scheduler="none", trials=1))
 
     def started(first: int) -> TrialSegment:
@@ -158,6 +160,9 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine
         engine.lost(started(1), "it was shot")
     assert engine.next() is None
     assert engine.failures == {0: "its worker was lost 3 times: it was shot"}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 4, "every loss but the last, which is the trial's failure"
+    assert all(warning.startswith("trial 0: ") and "it was shot" in warning for warning in warnings)
 
 
 def test_nothing_is_begun_once_no_worker_can_train(make_engine: MakeEngine) -> None:

@@ -13,7 +13,7 @@ from muscale.layout import LEDGER
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.storage import file_system
-from muscale.store.tables import SCHEMA, ResultKind, forecasts, trials
+from muscale.store.tables import SCHEMA, ResultKind, forecasts, rungs, trials
 
 
 def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
@@ -84,7 +84,7 @@ def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
 def _add_rungs(path: Path, trial: int) -> None:
     ledger = Ledger(path)
     for rung in range(20):
-        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
+        ledger.insert(rungs, sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 
 
 def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger: Ledger) -> None:

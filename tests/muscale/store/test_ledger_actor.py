@@ -18,7 +18,7 @@ from muscale.store.ledger import Ledger, check_token
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
-from muscale.store.tables import ResultKind
+from muscale.store.tables import ResultKind, rungs
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -68,7 +68,7 @@ def test_writers_outlast_the_end_of_the_actor(ledger: Ledger) -> None:
 
     def write(trial: int) -> None:
         for rung in range(20):
-            ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
+            ledger.insert(rungs, sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 
     for ended, no_restart in enumerate((False, True)):  # its process; the actor itself
         ledger.trials("s")

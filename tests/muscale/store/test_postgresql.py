@@ -19,7 +19,7 @@ from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, check_token
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
-from muscale.store.tables import ResultKind, forecasts, trials
+from muscale.store.tables import ResultKind, forecasts, rungs, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")
 
@@ -31,7 +31,7 @@ from muscale.store.open_ledger import open_ledger
 ledger = open_ledger(StorageSettings(ledger="postgresql"), Path(sys.argv[1]), "s")
 for trial in range(int(sys.argv[2]), int(sys.argv[3])):
     for rung in range(10):
-        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
+        ledger.insert(rungs, sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 """
 
 
@@ -77,7 +77,7 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
         own = open_ledger(POSTGRESQL, ledger.directory, "s")
         for trial in range(first, first + 2):
             for rung in range(10):
-                own.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
+                own.insert(rungs, sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
         own.close()
 
     elsewhere = [sys.executable, "-c", ADD_RUNGS, str(ledger.directory), "100", "104"]
@@ -88,10 +88,10 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
     for writer in writers:
         writer.join(60)
     assert process.wait(60) == 0
-    rungs = ledger.rungs("s")
-    assert [row["sequence"] for row in rungs] == list(range(1, 341))
-    ledger.add_rung(sweep="s", trial=0, rung=0, tokens=1, segment="", loss=2.0, seconds=1.0)
-    assert ledger.rungs("s") == rungs, "a repeated write adds nothing"
+    rows = ledger.rungs("s")
+    assert [row["sequence"] for row in rows] == list(range(1, 341))
+    ledger.insert(rungs, sweep="s", trial=0, rung=0, tokens=1, segment="", loss=2.0, seconds=1.0)
+    assert ledger.rungs("s") == rows, "a repeated write adds nothing"
 
 
 def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, postgres: Any, monkeypatch: Any) -> None:

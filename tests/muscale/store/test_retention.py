@@ -18,7 +18,7 @@ from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
-from muscale.store.tables import runs, segments, trials
+from muscale.store.tables import decisions, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -46,7 +46,7 @@ def add(ledger: Ledger, key: str, *, line: str = "", tokens: int = 1, parent: st
 
 
 def add_rung(ledger: Ledger, trial: int, key: str, loss: float | None, rung: int = 0) -> None:
-    ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment=key, loss=loss, seconds=1.0)
+    ledger.insert(rungs, sweep="s", trial=trial, rung=rung, tokens=1, segment=key, loss=loss, seconds=1.0)
 
 
 def aged(path: Path) -> Path:
@@ -189,7 +189,7 @@ def test_the_state_that_a_copy_is_to_start_from_is_kept(ledger: Ledger) -> None:
         add_rung(ledger, number, f"t{number}", loss)
     path = [[0, {}], [1, {}]]
     for trial in (1, 2):  # one was worse, one diverged: both continue from trial 0's state
-        ledger.add_decision(sweep="s", trial=trial, rung=0, until=1, path=path, donor=0)
+        ledger.insert(decisions, sweep="s", trial=trial, rung=0, until=1, path=path, donor=0)
     assert prune(ledger, top_k=0).kept == {"running trial": 100}
     assert (ledger.segment("t0") or {})["state"]
     assert (ledger.segment("t1") or {})["state"] is None

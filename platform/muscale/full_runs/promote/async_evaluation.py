@@ -20,7 +20,7 @@ from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, tokens_of
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.records import recovery
+from muscale.full_runs.records import retries
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import EVALUATIONS
 from muscale.ray_connection import alive_nodes, format_resources, room_for
@@ -226,7 +226,7 @@ class _Evaluator:
             if path.exists() and not self._ends.is_set():  # else it was deleted for newer ones, or the run has ended
                 self._failed.add(tokens_of(path))
                 self._warn(
-                    f"the evaluation of {path} failed, the training continues: {recovery.describe(error)['error']}"
+                    f"the evaluation of {path} failed, the training continues: {retries.describe(error)['error']}"
                 )
             return
         json_lines.append(self._file, row)

@@ -11,7 +11,7 @@ from muscale.actors.cluster import cluster
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation_of
-from muscale.full_runs.records import recovery
+from muscale.full_runs.records import retries
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import COLLECTIVES, FAILURE, RESULT
@@ -119,7 +119,7 @@ def _train_with_retries(
         ).fit()
 
     with interruptible(notify_workers):
-        recovery.train_with_retries(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
+        retries.train_with_retries(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
     if (directory / FAILURE).exists():
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from muscale import json_lines
 from muscale.full_runs.distributed import rank
-from muscale.full_runs.records import goodput, recovery
+from muscale.full_runs.records import goodput, retries
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
 from proxy_models.files import atomic_write
@@ -67,7 +67,7 @@ def recorded(directory: Path, step: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        goodput.record_attempt(directory, "stop", rank=rank(), step=step(), **recovery.describe(error))
+        goodput.record_attempt(directory, "stop", rank=rank(), step=step(), **retries.describe(error))
         raise
 
 

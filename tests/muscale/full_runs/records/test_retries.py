@@ -12,7 +12,7 @@ from muscale import json_lines
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.records import attempts, goodput
 from muscale.full_runs.records.goodput import Goodput, measure, record_attempt
-from muscale.full_runs.records.recovery import Failure, describe, failures, is_retryable, kind_of, train_with_retries
+from muscale.full_runs.records.retries import Failure, describe, failures, is_retryable, kind_of, train_with_retries
 from muscale.full_runs.train.interventions import Interventions
 from muscale.layout import EVALUATIONS, METRICS
 from muscale.settings.promote import PromoteSettings, SpikePolicy
@@ -86,12 +86,12 @@ def ending(directory: Path, *ends: tuple[int, Exception] | None) -> Callable[[],
     left = iter(ends)
 
     def attempt() -> str:
-        from muscale.full_runs.records import recovery
+        from muscale.full_runs.records import retries
 
         record_attempt(directory, "start", tokens=0, world_size=1)
         if end := next(left):
             step, error = end
-            record_attempt(directory, "stop", rank=0, step=step, **recovery.describe(error))
+            record_attempt(directory, "stop", rank=0, step=step, **retries.describe(error))
             raise error
         return "done"
 
@@ -99,7 +99,7 @@ def ending(directory: Path, *ends: tuple[int, Exception] | None) -> Callable[[],
 
 
 def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muscale.full_runs.records.recovery.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("muscale.full_runs.records.retries.time.sleep", lambda seconds: None)
 
     def outcome(name: str, *ends: tuple[int, Exception] | None) -> str:
         (tmp_path / name).mkdir(exist_ok=True)
