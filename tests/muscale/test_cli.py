@@ -11,7 +11,7 @@ import pytest
 
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.tables import ResultKind, retrained
 from muscale.study import Study
 from tests.muscale.command_lines import muscale
 
@@ -140,7 +140,7 @@ def test_gc_is_a_command(make_study: MakeStudy, capsys: pytest.CaptureFixture[st
     assert muscale(capsys, "gc", ours).out.startswith("gc: freed 10 B in 1 files")
     assert not orphan.exists()
     ledger = Ledger(ours.parent / LEDGER)
-    ledger.record_retrained("key", tokens=1000, seconds=1.0)
+    ledger.insert(retrained, key="key", tokens=1000, seconds=1.0)
     ledger.close()
     assert muscale(capsys, "runs", ours).err.startswith("pruned states were retrained 1 times, 1,000 tokens")
 

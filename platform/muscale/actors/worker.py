@@ -20,6 +20,7 @@ from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
+from muscale.store.tables import retrained
 from proxy_models.data.corpus import Corpus
 from proxy_models.files import atomic_write
 from proxy_models.training.attended import attended_length
@@ -124,7 +125,7 @@ class Worker:
         for row in self.ledger.line(chain.line):
             if start < row["tokens"] <= _latest_start(chain) and row["loss"] is not None:
                 share = (row["tokens"] - start) / (chain.last.end - start)
-                self.ledger.record_retrained(row["key"], tokens=row["tokens"] - start, seconds=share * seconds)
+                self.ledger.insert(retrained, key=row["key"], tokens=row["tokens"] - start, seconds=share * seconds)
                 return
 
     def _state(self, chain: Chain) -> TrainState:
@@ -146,7 +147,7 @@ class Worker:
                 f"segment {chain.key} came out at a loss of {result.loss} when it was trained again from a pruned state, "
                 f"but {row['loss']} is recorded"
             )
-        self.ledger.record_retrained(chain.key, tokens=chain.last.end - start, seconds=result.seconds)
+        self.ledger.insert(retrained, key=chain.key, tokens=chain.last.end - start, seconds=result.seconds)
         return result.state
 
     def _load(self, row: dict[str, Any]) -> TrainState | None:

@@ -86,7 +86,7 @@ def _fit_runs(
         unit = {"loss_unit": loss_unit} if loss_unit else {}
         found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
         if html:
-            from muscale.pages.fit_page import write_fit_page
+            from muscale.pages.table_pages import write_fit_page
 
             write_fit_page(html, runs.stem, found.fit, found.decision, found.warnings)
     show(found, as_json=options.json)
@@ -159,7 +159,7 @@ def _compare_runs(
         except (ScalingError, ValueError) as error:
             raise StageError(f"compare: {error}") from error
         if html:
-            from muscale.pages.variant_page import write_variant_page
+            from muscale.pages.table_pages import write_variant_page
 
             write_variant_page(html, runs.stem, found)
     show(found, as_json=as_json)

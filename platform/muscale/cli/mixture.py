@@ -81,7 +81,7 @@ def mixture(
         except (ScalingError, ValueError) as error:
             raise StageError(f"mixture: {error}") from error
         if html:
-            from muscale.pages.mixture_page import write_mixture_page
+            from muscale.pages.table_pages import write_mixture_page
 
             write_mixture_page(html, runs.stem, fit, found["best"], found.get("next_mixtures"))
     if json:

@@ -92,16 +92,9 @@ def fitting_layouts(
     found = []
     for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks):
         replicas, shards, _ = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
-        state: dict[str, Any] = {
-            "precision": precision,
-            "optimizer": optimizer,
-            "sharding": parallelism.sharding,
-            "world_size": replicas if parallelism.sharding == "none" else shards,
-            "tensor_parallel": parallelism.tensor_parallel,
-            "checkpointing": parallelism.checkpointing,
-        }
         share = -(-sequences // (replicas * shards))
-        estimate = partial(training_memory, model, **state)
+        conditions = parallelism.memory_conditions(replicas, shards)
+        estimate = partial(training_memory, model, precision=precision, optimizer=optimizer, **conditions)
         taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)
         memory = estimate(micro_batch=taken)
         if memory.total > limit:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
@@ -127,6 +128,15 @@ class Parallelism:
                 'sharding = "hybrid" needs shard_ranks where the launcher does not tell the ranks of a node'
             )
         return world_size // together, together // tensor, tensor
+
+    def memory_conditions(self, replicas: int, shards: int) -> dict[str, Any]:
+        """Arguments that an estimate of memory takes of the layout, for a rank of a grid of so many replicas and shards."""
+        return {
+            "sharding": self.sharding,
+            "world_size": replicas if self.sharding == "none" else shards,
+            "tensor_parallel": self.tensor_parallel,
+            "checkpointing": self.checkpointing,
+        }
 
     def data_ranks(self, world_size: int) -> int:
         """Shares that a batch is cut into, of a number of ranks that fits."""

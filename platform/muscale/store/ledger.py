@@ -30,7 +30,6 @@ from muscale.store.tables import (
     leases,
     metadata,
     results,
-    retrained,
     revisions,
     runs,
     segments,
@@ -199,10 +198,6 @@ class Ledger:
     def forget_states(self, keys: Sequence[str]) -> None:
         """Note that the training states of these segments are no longer kept."""
         self.write(_forget_states, list(keys))
-
-    def record_retrained(self, key: str, *, tokens: int, seconds: float) -> None:
-        """Count that a segment was trained again, over so many tokens, as its state had been pruned."""
-        self.insert(retrained, key=key, tokens=tokens, seconds=seconds)
 
     def retrained(self) -> list[dict[str, Any]]:
         """Every training that was repeated to get a pruned state back, in order of time."""

@@ -19,7 +19,7 @@ from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, check_token
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
-from muscale.store.tables import ResultKind, forecasts, rungs, trials
+from muscale.store.tables import ResultKind, forecasts, retrained, rungs, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")
 
@@ -28,6 +28,7 @@ import sys
 from pathlib import Path
 from muscale.settings.tables import StorageSettings
 from muscale.store.open_ledger import open_ledger
+from muscale.store.tables import rungs
 ledger = open_ledger(StorageSettings(ledger="postgresql"), Path(sys.argv[1]), "s")
 for trial in range(int(sys.argv[2]), int(sys.argv[3])):
     for rung in range(10):
@@ -59,7 +60,7 @@ def test_rows_are_inserted_once_and_large_numbers_fit(ledger: Ledger) -> None:
     for until in (2, 1):
         ledger.insert(trials, sweep="s", number=0, config={"rate": 0.1}, until=until)
     assert [(row["config"], row["until"]) for row in ledger.trials("s")] == [({"rate": 0.1}, 2)]
-    ledger.record_retrained("k", tokens=15 * 10**12, seconds=0.1)
+    ledger.insert(retrained, key="k", tokens=15 * 10**12, seconds=0.1)
     assert [(row["tokens"], row["seconds"]) for row in ledger.retrained()] == [(15 * 10**12, 0.1)]
 
 

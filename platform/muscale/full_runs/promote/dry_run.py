@@ -366,16 +366,10 @@ def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
     """Settings that memory depends on, without the micro-batch."""
-    layout, workers = config.promote.parallelism, config.promote.workers
-    _, shards, _ = layout.grid(workers, node_ranks=_node_ranks(config))
-    return {
-        "precision": plan.precision,
-        "optimizer": plan.hyperparameters.optimizer,
-        "sharding": layout.sharding,
-        "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
-        "tensor_parallel": layout.tensor_parallel,
-        "checkpointing": layout.checkpointing,
-    }
+    layout = config.promote.parallelism
+    replicas, shards, _ = layout.grid(config.promote.workers, node_ranks=_node_ranks(config))
+    of_training = {"precision": plan.precision, "optimizer": plan.hyperparameters.optimizer}
+    return of_training | layout.memory_conditions(replicas, shards)
 
 
 def _micro_batch(plan: Plan, config: StudyConfig) -> int:

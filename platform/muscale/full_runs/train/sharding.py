@@ -198,10 +198,7 @@ def fitting_micro_batch(
         numerics.model,
         precision=numerics.precision,
         optimizer=recipe.optimizer,
-        sharding=parallelism.sharding,
-        world_size=replicas if parallelism.sharding == "none" else shards,
-        tensor_parallel=parallelism.tensor_parallel,
-        checkpointing=parallelism.checkpointing,
+        **parallelism.memory_conditions(replicas, shards),
     )
     try:
         fitting = largest_micro_batch(estimate, share, limit=memory_limit(device))

@@ -1,0 +1,148 @@
+"""The pages of tables of runs: a fitted law, the variants of a recipe, a mixture law."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muscale.pages.law_sections import GROUP, sections_of_fit, variant_section
+from muscale.pages.report import write_page
+from muscale.pages.sections import Section, as_table, drawn, moment
+from muscale.store.ledger import now
+from scaling import ScalingError, backtest, next_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from scaling import Decision, MixtureFit, ScalingFit, VariantComparison
+    from scaling.mixtures.best import BestMixture
+    from scaling.mixtures.following import NextMixtures
+
+_of_fit = partial(Section, command="fit", group=GROUP)
+_of_mixture = partial(Section, command="mixture", group="Mixture")
+_of_mixture_law = partial(Section, command="mixture", group=GROUP)
+
+
+def write_fit_page(
+    path: Path, name: str, fit: ScalingFit, decision: Decision | None, warnings: Sequence[str] = ()
+) -> Path:
+    """Write the page of a fitted law: the decision, the law, its backtest, and the runs to make next; return its path.
+
+    Args:
+        decision: For a budget; its run is marked in the figures, and the next runs are those that would narrow its forecast.
+        warnings: About the table.
+    """
+    decided = [_decided(decision)] if decision else []
+    noted = (
+        [_of_fit(title="Warnings", about="What the table makes doubtful.", result="\n".join(warnings))]
+        if warnings
+        else []
+    )
+    plan = None
+    if decision and decision.forecast:
+        plan = {
+            "forecast": decision.forecast.to_dict(),
+            "compute_flops": decision.total_flops,
+            "decision": {
+                "budget_flops": decision.total_flops,
+                "near": decision.near,
+                "tolerance": decision.tolerance,
+            },
+        }
+    sections = [*decided, *noted, *sections_of_fit(fit, plan), _backtest(fit), *_following(fit, decision)]
+    written = f"written {moment(now())} · {len(fit.rows)} runs fitted, {len(fit.left_out)} left out"
+    return write_page(path, sections, name=name, written=written)
+
+
+def write_variant_page(path: Path, name: str, outcome: VariantComparison) -> Path:
+    """Write the page of a table's variants, the report's section on variants alone, and return its path."""
+    written = f"written {moment(now())} · {len(outcome.table)} variants against {outcome.baseline}"
+    return write_page(path, [variant_section(outcome, outcome.about)], name=name, written=written)
+
+
+def write_mixture_page(
+    path: Path, name: str, fit: MixtureFit, best: BestMixture, following: NextMixtures | None
+) -> Path:
+    """Write the page of a mixture law: the best mixture, whose data lowers which loss, and the next runs; return its path.
+
+    Args:
+        following: The runs to make next, if they were asked for.
+    """
+    weights = best.table.sort_values("weight", ascending=False, kind="stable")
+    sections = [
+        _of_mixture(
+            title="The best mixture",
+            about="Weight of each domain; its interval is where the best mixtures of laws as likely as this one lie.",
+            result=best.about,
+            drawings=drawn(best.plot(), "weight of each domain in the best mixture, with its interval"),
+            table=as_table(weights),
+        ),
+        _of_mixture(
+            title="Its losses",
+            about="Loss that a run of the best mixture is expected to have on each held-out set of the objective.",
+            table=as_table(best.losses),
+        ),
+        _of_mixture_law(
+            title="Whose data lowers which loss",
+            about="Change of each loss where .1 of the runs' mean mixture gives way to one domain.",
+            result=fit.about,
+            drawings=drawn(fit.plot(), "change of each loss by each domain's data"),
+            table=as_table(fit.quality.rename_axis("loss on").reset_index()),
+        ),
+    ]
+    if following:
+        shown = following.runs.round(dict.fromkeys(following.runs.filter(like="weight_"), 4))
+        columns = shown.rename(columns=lambda name: name.removeprefix("weight_")).T
+        table = columns.rename(columns=lambda number: f"run {number + 1}").rename_axis("weight of").reset_index()
+        sections.append(
+            _of_mixture_law(
+                title="What to train next",
+                about="A column for each run: its weights, and what it is worth once those before it have ended as expected.",
+                result=following.about,
+                table=as_table(table),
+            )
+        )
+    written = f"written {moment(now())} · {len(fit.weights)} runs over {len(fit.domains)} domains"
+    return write_page(path, sections, name=name, written=written)
+
+
+def _decided(decision: Decision) -> Section:
+    return _of_fit(
+        title="The decision",
+        about="Size and tokens of least loss for the budget, and the sizes that are about as good.",
+        result=str(decision),
+        table=as_table(decision.near),
+    )
+
+
+def _backtest(fit: ScalingFit) -> Section:
+    section = partial(
+        _of_fit,
+        title="Backtest",
+        about="The larger runs, forecast from those below a tenth and a thirtieth of the largest compute; errors in per cent.",
+    )
+    try:
+        found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit)
+        return section(
+            drawings=drawn(found.plot(), "losses forecast from smaller runs against those measured"),
+            table=as_table(found.table().drop(columns=["coverage_0.95", "width_0.95"])),
+        )
+    except (ScalingError, ValueError) as error:
+        return section(result=f"none: {error}")
+
+
+def _following(fit: ScalingFit, decision: Decision | None) -> list[Section]:
+    """The runs to make next, for as much compute as the largest has, or a tenth of the budget."""
+    if decision is None or decision.forecast is None:
+        return []
+    affordable = max(0.1 * decision.total_flops, fit.compute_range[1])
+    found = next_runs(fit, decision.n_params, decision.n_tokens, affordable_flops=affordable)
+    return [
+        _of_fit(
+            title="What to run next",
+            about=f"The runs that would narrow the forecast's interval most, for up to {affordable:.3g} FLOPs in all.",
+            result=found.about,
+            table=as_table(found.runs),
+        )
+    ]
