@@ -55,7 +55,6 @@ def add_band(
 
 
 def blank() -> Figure:
-    """A figure without anything."""
     import plotly.graph_objects as go
 
     return go.Figure()

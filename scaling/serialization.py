@@ -71,7 +71,6 @@ class JsonResult(Result):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
         return converter.structure(data, cls)
 
 

@@ -133,7 +133,6 @@ def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, first: int | No
 
 
 def _sum_by_chunk(losses: Tensor, vocab_size: int) -> Tensor:
-    """The sum of the chunks' sums."""
     total = losses.new_zeros(())
     for part in _chunks(len(losses), vocab_size):
         total += losses[part].sum()

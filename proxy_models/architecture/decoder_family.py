@@ -27,7 +27,6 @@ class DecoderFamily(Family):
 
     @classmethod
     def of(cls, config: ModelConfig) -> Self:
-        """The family of a decoder."""
         return cls(vocab_size=config.vocab_size, context_length=config.context_length, config=config)
 
     def build(self, width: int, depth: int) -> Decoder:

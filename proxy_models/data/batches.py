@@ -169,7 +169,6 @@ class MixtureStream:
 
     @cached_property
     def interleaving(self) -> Interleaving:
-        """Source of each sequence."""
         return self.mixture.interleave(self.context_length, self.seed)
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:

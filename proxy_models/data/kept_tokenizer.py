@@ -127,7 +127,6 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def discard_tokenizer(folder: Path) -> None:
-    """Remove the tokenizer from the folder."""
     for name in (TOKENIZER_MANIFEST, TOKENIZER):
         (folder / name).unlink(missing_ok=True)
 

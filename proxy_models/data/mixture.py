@@ -116,7 +116,6 @@ class Mixture(Serializable):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sources, sorted."""
         return tuple(sorted(self.stages[0].weights))
 
     @property

@@ -77,7 +77,6 @@ class TokenFiles:
 
     @property
     def n_validation_tokens(self) -> int:
-        """Number of tokens in the validation split."""
         return int(self.manifest["tokens"]["validation"])
 
     @property

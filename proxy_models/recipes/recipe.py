@@ -38,7 +38,6 @@ class Recipe(Serializable):
 
     @cached_property
     def ramp(self) -> BatchRamp:
-        """Batch of each step."""
         return BatchRamp(
             batch_tokens=self.batch_tokens, doublings=self.batch_doublings, ramp_tokens=self.batch_ramp_tokens
         )

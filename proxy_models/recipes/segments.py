@@ -45,7 +45,6 @@ class Segment(Serializable):
 
     @property
     def n_steps(self) -> int:
-        """Optimizer steps."""
         return self.recipe.ramp.n_steps(self.end) - self.recipe.ramp.n_steps(self.start)
 
     def steps(self) -> Iterator[tuple[int, int]]:

@@ -177,11 +177,9 @@ class Recorder:
 
     @property
     def last_norm(self) -> float:
-        """Gradient norm of the last step."""
         return float(self._norms[-1])
 
     def curve(self) -> Curve:
-        """Return the collected curve."""
         tokens, factors, seconds = zip(*self._steps, strict=True)
         return Curve(
             start=self._start,

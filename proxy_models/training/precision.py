@@ -40,7 +40,6 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """The factor on the loss."""
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -63,6 +62,5 @@ class LossScaler:
         return torch.tensor([values["scale"], values["_growth_tracker"]], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        """Load what `state` returned."""
         scale, tracker = state.tolist()
         self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale, "_growth_tracker": int(tracker)})

@@ -257,7 +257,6 @@ class Trainer:
         on_step: Callable[[int, float], None] | None,
         moves: Callable[[], None] | None,
     ) -> Divergence | None:
-        """Take the steps of the segment, to its end or to a divergence."""
         stream = training_stream(
             self.corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens
         )

@@ -91,7 +91,6 @@ class WarmModels:
         self._models: OrderedDict[tuple[Member, bool, Precision], WarmModel] = OrderedDict()
 
     def get(self, config: Member, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
-        """Return the model of this shape and precision."""
         key = (config, compiled, precision)
         if key not in self._models:
             self._models[key] = WarmModel(

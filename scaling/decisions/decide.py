@@ -188,7 +188,6 @@ def _spending(
     deadline: Budget | None,
     columns: Mapping[str, float],
 ) -> Spending:
-    """The conditions."""
     for name, value in (("unique_tokens", unique_tokens), ("max_epochs", max_epochs)):
         if value is not None:
             require_positive(name, value)
@@ -271,7 +270,6 @@ def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Serie
 def _limits(
     spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit], deadline: Budget | None
 ) -> tuple[str, ...]:
-    """Limits that hold the answer back."""
     held = []
     if answer["n_tokens"] >= spending.max_tokens * (1 - 1e-6):
         epochs = spending.max_tokens / spending.unique_tokens

@@ -88,7 +88,6 @@ class Decision(Result):
 
     @property
     def cost(self) -> Budget:
-        """Cost on the budget's devices."""
         return replace(self.budget, compute_flops=self.total_flops, terms="")
 
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":

@@ -52,7 +52,6 @@ class NextRuns(JsonResult):
 
     @property
     def cost_flops(self) -> float:
-        """Cost of the runs together."""
         return float(self.runs["cost_flops"].sum())
 
     @property

@@ -54,7 +54,6 @@ class Simulation(Result):
 
     @property
     def cost_flops(self) -> float:
-        """Cost of the ladder, FLOPs."""
         return float(self.design["cost_flops"].sum())
 
     @property

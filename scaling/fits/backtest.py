@@ -155,7 +155,6 @@ def backtest(
 def _predictions(
     known: pd.DataFrame, unknown: pd.DataFrame, forms: Sequence[Form], seed: int, options: dict[str, Any]
 ) -> Iterator[pd.DataFrame]:
-    """Predictions of the unknown runs by each form and by the default."""
     held_out = unknown[["n_params", "n_tokens", "loss"]].assign(
         compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
     )

@@ -209,7 +209,6 @@ class BaseFits:
         return np.asarray(self.problem.log_loss(theta[None])[0] - self.log_loss)
 
     def law(self, theta: Array) -> Law:
-        """The law of one theta."""
         numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
         return Law(
             form=Joint(),

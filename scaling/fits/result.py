@@ -60,7 +60,6 @@ class ScalingFit(JsonResult):
 
     @property
     def loss_unit(self) -> str:
-        """Unit of every loss."""
         return self.law.loss_unit
 
     @property
@@ -80,7 +79,6 @@ class ScalingFit(JsonResult):
 
     @property
     def n_rows(self) -> int:
-        """Fitted rows."""
         return len(self.rows)
 
     @property

@@ -65,12 +65,10 @@ class Optimum(JsonResult):
 
     @property
     def rate(self) -> float:
-        """The best rate."""
         return float(2.0**self.log2_rate)
 
     @property
     def loss(self) -> float:
-        """The loss at the best rate."""
         return math.exp(self.log_loss)
 
     @property

@@ -70,7 +70,6 @@ class Transfer(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """True if the verdict is `pass`."""
         return self.verdict == "pass"
 
     @property

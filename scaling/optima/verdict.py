@@ -55,7 +55,6 @@ class Verdict(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """True if the verdict is `pass`."""
         return self.verdict == "pass"
 
     @property

@@ -51,7 +51,6 @@ class Observations:
     exact: NDArray[np.bool_]
 
     def subset(self, rows: NDArray[np.bool_]) -> "Observations":
-        """The observations of some rows."""
         return Observations(
             u=self.u[rows], s=self.s[rows], cell=self.cell[rows], w=self.w[rows], exact=self.exact[rows]
         )

@@ -54,7 +54,6 @@ class SearchBox:
     drift: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the rules."""
         names = (*self.names, *self.scales)
         if not self.names or len(set(names)) < len(names):
             raise ValueError(f"a box needs coordinates, each name once, got {', '.join(names) or 'none'}")

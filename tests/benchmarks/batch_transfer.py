@@ -32,8 +32,6 @@ RULES = {"uncorrected": 0.0, "Step Law's mean slope, .3": 0.3, "square root": 0.
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run."""
-
     width: int
     batch_tokens: int
     n_tokens: int
@@ -67,7 +65,6 @@ def tasks(n_seeds: int) -> list[Task]:
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
-    """The loss of one run."""
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=task.batch_tokens, beta1=task.beta1, beta2=task.beta2
     )
@@ -76,7 +73,6 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train and report."""
     options = parser_of(__doc__, "batch_transfer", seeds=2).parse_args()
     rows = trained(options, tasks(options.seeds), train)
     optima: dict[str, Optimum] = {}

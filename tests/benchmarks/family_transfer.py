@@ -51,8 +51,6 @@ RATES = [-9.0 + 0.75 * k for k in range(7)]  # log2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run."""
-
     experiment: str  # the family
     size: int  # width
     log2_rate: float
@@ -71,14 +69,12 @@ class Task:
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
-    """The loss of one run."""
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
     model, base = task.member(task.size), task.member(BASE)
     return row_of(corpus, values, N_TOKENS, model=model, base=base, seed=task.seed, evaluation_tokens=32_768)
 
 
 def main() -> None:
-    """Train and report."""
     parser = parser_of(__doc__, "families", seeds=2)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)

@@ -60,7 +60,6 @@ def judge(runs: pd.DataFrame, values: dict[str, float]) -> float:
 
 
 def ours(runs: pd.DataFrame, refits: int = 2) -> dict[str, float]:
-    """By `scaling.fit`."""
     return dict(fit(runs, n_params_convention="as the table has it", n_bootstrap=refits).law.parameters)
 
 
@@ -127,7 +126,6 @@ def compare(chosen: list[Ladder], starts: int, python: str | None) -> pd.DataFra
 
 
 def main() -> None:
-    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--starts", type=int, default=4500)

@@ -30,7 +30,6 @@ TINY = ModelConfig(d_model=64, n_layers=2, context_length=128)
 
 
 def shape(size: str) -> ModelConfig:
-    """The model of a size."""
     if size == "tiny":
         return TINY
     width, depth = SHAPES[size]
@@ -40,7 +39,6 @@ def shape(size: str) -> ModelConfig:
 
 
 def described(case: Case, found: Measurement) -> str:
-    """A line of the table."""
     size, how, kind = case.name.split("-")
     head = f"{size:<6}{how:<10}{kind:<11}"
     if found.failure:

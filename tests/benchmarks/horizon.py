@@ -37,8 +37,6 @@ RATES = (-8.0, -7.0, -6.0, -5.0, -4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run."""
-
     width: int
     n_tokens: int
     log2_rate: float
@@ -46,7 +44,6 @@ class Task:
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
-    """The loss of one run."""
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=STEP, warmup_floor_tokens=10 * STEP, cooldown_fraction=0.15
     )
@@ -55,7 +52,6 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train and report."""
     options = parser_of(__doc__, "horizon", seeds=3).parse_args()
     tasks = [
         Task(width=width, n_tokens=n_tokens, log2_rate=rate, seed=seed)

@@ -27,7 +27,6 @@ class Ladder:
 
 
 def ladders() -> list[Ladder]:
-    """Every ladder of the tables."""
     found: list[Ladder] = []
 
     def add(
@@ -65,5 +64,4 @@ def ladders() -> list[Ladder]:
 
 
 def table(name: str) -> pd.DataFrame:
-    """One of the tables."""
     return pd.read_csv(DATA / f"{name}.csv")

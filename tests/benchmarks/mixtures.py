@@ -47,7 +47,6 @@ def ours(runs: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_columns(fit: Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]) -> Fitter:
-    """A fitter of one loss at a time."""
 
     def fitted(runs: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
         found = {name: fit(shares(runs), runs[f"loss_{name}"].to_numpy())(shares(new)) for name in targets(runs)}
@@ -96,7 +95,6 @@ def peer(python: str) -> Fitter:
 
 
 def targets(runs: pd.DataFrame) -> list[str]:
-    """Domains with a loss."""
     return sorted(name.removeprefix("loss_") for name in runs if name.startswith("loss_"))
 
 
@@ -136,7 +134,6 @@ def folded(fit: Fitter, runs: pd.DataFrame, beside: pd.DataFrame | None = None) 
 
 
 def line(what: str, way: str, scores: pd.DataFrame, seconds: float, own: str | None = None, scale: bool = True) -> None:
-    """Print a row."""
     first = f"{own} {scores.loc[own, 'order']:.4f}  " if own else ""
     held = (
         f"  90 % intervals hold {scores['held'].mean():.3f} ({scores['held'].min():.2f} to {scores['held'].max():.2f})"
@@ -193,7 +190,6 @@ def five_domains(ways: dict[str, Fitter]) -> None:
 
 
 def main() -> None:
-    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer")
     options = parser.parse_args()

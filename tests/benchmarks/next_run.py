@@ -152,7 +152,6 @@ def widths(pool: Pool) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--random", type=int, default=4, help="seeds of the random choice")
     parser.add_argument("--csv", type=Path, help="write every campaign to this file")

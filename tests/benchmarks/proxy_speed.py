@@ -74,7 +74,6 @@ class Setting:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a step."""
         return self.sequences * self.context
 
     @property
@@ -83,11 +82,9 @@ class Setting:
         return self.device != CPU
 
     def model(self, width: int) -> ModelConfig:
-        """The decoder of a width."""
         return ModelConfig(d_model=width, n_layers=self.depth, context_length=self.context)
 
     def n_steps(self, config: ModelConfig) -> int:
-        """Steps of one measurement."""
         return max(20, round(self.flops / (config.train_flops_per_token * self.batch_tokens)))
 
 
@@ -124,7 +121,6 @@ def ours(corpus: Corpus, setting: Setting, *, compiled: bool) -> Loop:
 
 
 def random_windows(tokens: Tokens, setting: Setting) -> Tensor:
-    """A batch of windows at random places."""
     starts = torch.randint(len(tokens) - setting.context - 1, (setting.sequences,)).tolist()
     return torch.stack([torch.from_numpy(tokens[s : s + setting.context + 1].astype("int64")) for s in starts])
 
@@ -153,7 +149,6 @@ def adamw(model: torch.nn.Module, setting: Setting) -> torch.optim.Optimizer:
 
 
 def plain(corpus: Corpus, setting: Setting, *, compiled: bool = False) -> Loop:
-    """A loop by hand."""
 
     @cache
     def warm(config: ModelConfig) -> tuple[Decoder, Callable[[Decoder, Tensor], Tensor]]:

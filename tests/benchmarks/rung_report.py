@@ -95,7 +95,6 @@ def _column(runs: list[list[dict[str, Any]]], name: str) -> Array:
 
 
 def show(title: str, table: pd.DataFrame) -> None:
-    """Print one as Markdown."""
     cells = table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value))
     lines = [table.columns, ["---"] * len(table.columns), *cells.to_numpy()]
     print(f"\n{title}\n", *("| " + " | ".join(line) + " |" for line in lines), sep="\n")

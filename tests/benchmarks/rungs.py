@@ -103,7 +103,6 @@ def _linear(trainer: Trainer, numerics: Numerics, values: Hyperparameters) -> It
 def _rungs(
     trainer: Trainer, numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """The rungs of one run, each with its state."""
     recipe, state, start = values.resolve(N_TOKENS), None, 0
     for end in ends:
         segment = Segment(recipe=recipe, phase=phase, start=start, end=end)

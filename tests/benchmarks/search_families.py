@@ -35,7 +35,6 @@ SHIFTS = ((-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0))  # octaves of rate
 
 
 def related(cell: pd.DataFrame, shift: tuple[float, float]) -> pd.DataFrame:
-    """A cell of the searched family."""
     moved = {name: cell[name] + by for name, by in zip(COORDINATES, shift, strict=True)}
     return cell.assign(n_params=cell["n_params"] / 4, loss=0.95 * cell["loss"], **moved)
 

@@ -261,7 +261,6 @@ def cost(n_rows: int) -> dict[str, Any]:
 
 
 def show(console: Console, title: str, table: pd.DataFrame) -> None:
-    """One table."""
     shown = Table(title=title, title_justify="left")
     for column in table.columns:
         shown.add_column(str(column))
@@ -367,7 +366,6 @@ def show_other_orders(console: Console, rows: pd.DataFrame) -> None:
 
 
 def show_campaigns(console: Console, campaigns: pd.DataFrame) -> None:
-    """One line for each allocation."""
     lines = []
     for total, rows in campaigns.groupby("trials"):
         found, first, then = np.array(rows["regrets"].tolist()), ALLOCATIONS[total][0], ALLOCATIONS[total][1]

@@ -39,8 +39,6 @@ LIMITED = replace(LINKS["H100 SXM"], memory=2.4e12, products=0.485)
 
 @dataclass(frozen=True)
 class Published:
-    """A published run."""
-
     name: str
     model: ModelConfig
     workers: int

@@ -286,7 +286,6 @@ def _reap(but: int) -> None:
 
 
 def compare(ways: list[str], sizes: list[int], folder: Path) -> None:
-    """Measure and print."""
     costs: dict[tuple[str, int], Cost] = {}
     for way in ways:
         for trials in sizes:

@@ -33,8 +33,6 @@ TAUS = [-5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run."""
-
     n_tokens: int
     log2_tau: float
     log2_rate: float
@@ -52,7 +50,6 @@ def tasks(n_seeds: int) -> list[Task]:
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
-    """The loss of one run."""
     values = Hyperparameters(
         learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS, weight_decay_tau=2.0**task.log2_tau
     )
@@ -60,7 +57,6 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train and report."""
     options = parser_of(__doc__, "tau_transfer", seeds=2).parse_args()
     rows = trained(options, tasks(options.seeds), train)
     optima = {}

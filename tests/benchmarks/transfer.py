@@ -43,7 +43,6 @@ class Task:
 
     @property
     def numerics(self) -> tuple[ModelConfig, ModelConfig, Scheme]:
-        """Model, base, scheme."""
         family = ModelFamily(base=BASE)
         if self.experiment in ("mup", "standard"):
             return family.at(width=self.size), BASE, "mup" if self.experiment == "mup" else "standard"
@@ -53,7 +52,6 @@ class Task:
 
     @property
     def cost(self) -> float:
-        """FLOPs."""
         return 6.0 * self.numerics[0].n_params * N_TOKENS
 
 
@@ -74,7 +72,6 @@ def tasks(n_seeds: int) -> list[Task]:
 
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
-    """The loss of one run."""
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
     model, base, scheme = task.numerics
     return row_of(corpus, values, N_TOKENS, model=model, base=base, scheme=scheme, seed=task.seed)
@@ -113,7 +110,6 @@ def report(rows: pd.DataFrame, experiment: str) -> None:
 
 
 def main() -> None:
-    """Train and report."""
     options = parser_of(__doc__, "transfer", seeds=3).parse_args()
     rows = trained(options, tasks(options.seeds), train)
     for experiment in ("mup", "standard", "depth scaled", "depth unscaled"):

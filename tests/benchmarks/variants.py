@@ -49,7 +49,6 @@ def held_out(name: str, runs: pd.DataFrame, baseline: str, size: str, cuts: list
 
 
 def public() -> None:
-    """The public tables of variants."""
     runs = pd.read_csv(FOLDER / "qlabs_variants.csv").rename(columns={"arm": "variant", "flops": "compute_flops"})
     cuts: list[tuple[str, list[object]]] = [
         ("depths 6 to 8", [6, 8]),

@@ -86,5 +86,4 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def study(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
     return Path(shutil.copytree(trained, tmp_path / "study"))

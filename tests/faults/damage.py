@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def flip(path: Path, at: int, bit: int = 2) -> None:
-    """Change one bit."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
     path.write_bytes(content)
@@ -18,5 +17,4 @@ def tear(path: Path) -> None:
 
 
 def flip_the_middle(path: Path) -> None:
-    """Change one bit in the middle."""
     flip(path, path.stat().st_size // 2)

@@ -60,7 +60,6 @@ class Driver:
             )
 
     def family(self) -> list[psutil.Process]:
-        """Everything that it started."""
         try:
             return list(psutil.Process(self.process.pid).children(recursive=True))
         except psutil.NoSuchProcess:

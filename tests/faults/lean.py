@@ -97,7 +97,6 @@ def assert_kept(before: Rows, after: Rows) -> None:
 
 
 def losses(ledger: Path) -> dict[str, float]:
-    """Of each segment, by key."""
     with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
         return dict(connection.execute("SELECT key, loss FROM segments"))
 

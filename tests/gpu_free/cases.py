@@ -80,23 +80,19 @@ class Case:
     optimizer: OptimizerName = "adamw"
 
     def __str__(self) -> str:
-        """Its name."""
         return f"{self.shape}, {self.layout}, {self.checkpointing}, {self.ranks} ranks"
 
     @property
     def model(self) -> ModelConfig:
-        """Its shape."""
         shape = SHAPES[self.shape]
         return replace(shape, n_layers=self.layers or shape.n_layers)
 
     @property
     def parallelism(self) -> Parallelism:
-        """Its layout."""
         return replace(LAYOUTS[self.layout], checkpointing=self.checkpointing)
 
     @property
     def estimate(self) -> MemoryEstimate:
-        """As the gate has it."""
         _, shards, tensor = self.parallelism.grid(self.ranks)
         return training_memory(
             self.model,

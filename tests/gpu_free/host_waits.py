@@ -74,7 +74,6 @@ class Steps:
     compiled: bool = False
 
     def __str__(self) -> str:
-        """Its name."""
         options = (("guarded", self.guarded), ("compiled", self.compiled))
         return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
 
@@ -156,7 +155,6 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.device.type == self._device_type
 
     def note(self, name: str) -> None:
-        """Count a wait."""
         self.waits[self.step, name] += 1
 
     @contextmanager
@@ -218,7 +216,6 @@ def run_of(case: Steps, directory: Path) -> FullRun:
 
 
 def taken(case: Steps) -> Found:
-    """Take the steps."""
     torch._dynamo.reset()
     counters.clear()
     noted = HostWaits()

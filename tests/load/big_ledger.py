@@ -56,7 +56,6 @@ def plant(study: Study, n_runs: int) -> None:
 
 
 def write(ledger: Ledger, table: str, rows: list[dict[str, Any]]) -> None:
-    """Insert rows in one statement."""
     ledger.write(_insert, table, rows)
 
 
@@ -77,7 +76,6 @@ def _round(sweep: Sweep, number: int) -> dict[str, Any]:
 
 
 def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """The rows of each trial, by table."""
     plan, name, space = sweep.plan, _key(sweep, number), sweep.config.sweep.space
     numerics = sweep.numerics.to_dict()
     environment = {"device": "cpu", "python": "3.11", "torch": "2.13.0", "muscale": "0.1.0", "cpu": "x" * 60}

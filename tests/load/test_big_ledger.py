@@ -181,7 +181,6 @@ def vacuum(server: PostgresServer) -> None:
 
 
 def table(small: dict[str, Cost], large: dict[str, Cost]) -> str:
-    """A line for each operation."""
     rows = [
         f"{name}: {1e6 * small[name].seconds:.1f} -> {1e6 * cost.seconds:.1f} µs, "
         f"{small[name].statements} -> {cost.statements} statements"

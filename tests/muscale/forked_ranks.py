@@ -125,7 +125,6 @@ def train_on(run: FullRun, world_size: int) -> None:
 
 
 def rows(run: FullRun) -> list[dict[str, Any]]:
-    """The metrics of a run."""
     return [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
 
 
@@ -135,7 +134,6 @@ def losses(run: FullRun) -> list[float]:
 
 
 def result(run: FullRun) -> dict[str, Any]:
-    """Of a finished run."""
     return dict(json.loads((run.directory / RESULT).read_text()))
 
 

@@ -98,7 +98,6 @@ class GlooRanks:
         return results
 
     def end(self) -> None:
-        """End them all."""
         for rank, connection in self._ranks:
             rank.kill()
             rank.join()

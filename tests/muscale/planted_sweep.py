@@ -45,6 +45,5 @@ def plant(sweep: Sweep, *, more: int = 0) -> None:
 
 
 def add_result(sweep: Sweep, trial: int, rung: int, loss: float | None) -> None:
-    """Let a trial arrive at a rung."""
     result = RungResult(trial=trial, rung=rung, loss=loss, segment=f"segment {trial} {rung}", tokens=8192, seconds=0.5)
     sweep.record().add_result(result)

@@ -144,7 +144,6 @@ def free_port() -> int:
 
 
 def wait(happened: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
-    """Wait for something to happen."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"

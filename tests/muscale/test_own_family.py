@@ -65,7 +65,6 @@ def own_study(make_study: MakeStudy) -> Path:
 
 
 def with_family(path: Path, name: str, **args: object) -> Path:
-    """The study, of this family."""
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
     named = f'[model]\nfamily = "{name}"\n' + (f"args = {{ {table} }}\n" if args else "")
     path.write_text(path.read_text().replace("[model]\n", named))

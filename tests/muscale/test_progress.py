@@ -34,8 +34,6 @@ def test_a_quiet_display_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
 
 
 class Clock:
-    """A clock that is set by hand."""
-
     now = 0.0
 
     def __call__(self) -> float:

@@ -34,7 +34,6 @@ def begun(path: Path, *, trials: int = 3, settings: Sequence[str] = ()) -> tuple
 
 
 def add_result(record: Record, trial: int, rung: int = 0) -> None:
-    """A result of a trial at a rung."""
     record.add_result(RungResult(trial=trial, rung=rung, loss=2.5 + trial / 10, segment="s", tokens=100, seconds=1.0))
 
 

@@ -30,8 +30,6 @@ is_broken = False  # while it is, `Draws` fails at its fourth trial, as a driver
 
 @dataclass(frozen=True)
 class Draws:
-    """A draw for each number."""
-
     seed: int
 
     def propose(self, number: int, known: Known) -> Config:

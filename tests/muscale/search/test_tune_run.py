@@ -145,7 +145,6 @@ def pool(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def run(make_engine: MakeEngine, ledger: Ledger, pool: WorkerPool) -> Run:
-    """Runs an engine with a fault and returns it."""
 
     def run(
         fault: str,

@@ -19,8 +19,6 @@ MODEL = ModelConfig(
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0

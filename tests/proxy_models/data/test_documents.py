@@ -49,7 +49,6 @@ WRITERS: dict[Kind, Callable[[Path], None]] = {
 
 
 def read(source: Source, fraction: float = 0.3) -> dict[str, list[str]]:
-    """The documents of each split."""
     found: dict[str, list[str]] = {"train": [], "validation": []}
     content = b""
     for piece in pieces(source, fraction):
