@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import math
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 import jinja2
+import markupsafe
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -126,7 +126,7 @@ def templates() -> jinja2.Environment:
 
 def with_code(text: str) -> str:
     """A sentence as markup, escaped, what stands between backticks as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    return re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text)))
 
 
 def page_file(name: str) -> str:

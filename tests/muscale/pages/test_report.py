@@ -101,7 +101,7 @@ def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path:
     )
     text = page(tmp_path, evaluated=found)
     assert "<p>tokens=512: held-out loss 2.5000 nats per token</p><p>web 2.2500</p>" in text
-    assert "&#x27;&lt;b&gt;&#x27; → &#x27;&lt;/pre&gt;&#x27;" in text
+    assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
 
 
 def test_a_result_is_shown_as_names_with_values_and_as_sentences() -> None:
