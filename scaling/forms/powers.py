@@ -88,10 +88,10 @@ class Joint(Form):
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {**_NUMBERS, "g": SHAPE_BOUNDS}
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        g = values["g"]
-        of_params = values["A"] ** (1 / g) * rows["n_params"] ** (-values["alpha"] / g)
-        of_tokens = values["B"] ** (1 / g) * rows["n_tokens"] ** (-values["beta"] / g)
-        return values["E"] + (of_params + of_tokens) ** g
+        of_params = np.log(values["A"]) - values["alpha"] * np.log(rows["n_params"])
+        of_tokens = np.log(values["B"]) - values["beta"] * np.log(rows["n_tokens"])
+        g = values["g"]  # A^(1/g) of a small one is beyond float64
+        return values["E"] + np.exp(g * np.logaddexp(of_params / g, of_tokens / g))
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
         """Problem in (log E, the two log terms at the centre, log alpha, log beta, log g)."""

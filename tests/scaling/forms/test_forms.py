@@ -191,6 +191,11 @@ def test_a_law_wants_exactly_its_parameters() -> None:
         TiedChinchilla().law(E=1.0, A=2.0)
 
 
+def test_terms_of_a_joint_form_with_a_small_shape_are_those_of_the_larger_one() -> None:
+    law = Joint().law(E=1.5, A=2e6, B=900.0, alpha=0.6, beta=0.35, g=0.01)  # A^(1/g) is beyond float64
+    assert law.loss(1e9, 1e11) == pytest.approx(1.5 + max(2e6 / 1e9**0.6, 900.0 / 1e11**0.35), rel=0.01)
+
+
 def test_the_joint_form_is_chinchillas_at_one() -> None:
     numbers = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37}
     one, sum_of_powers = Joint().law(**numbers, g=1.0), Chinchilla().law(**numbers)
