@@ -40,18 +40,23 @@ def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
     return array
 
 
+def require_filled(rows: pd.DataFrame, column: str) -> None:
+    """Raise ValueError if a row has no value in the column; the first such row is named."""
+    missing = rows[column].isna().to_numpy()
+    if missing.any():
+        raise ValueError(
+            f"{column_name(rows, column)} must have a value in every row, got none in row "
+            f"{row_name(rows, int(missing.argmax()))} ({missing.sum()} of {len(rows)} rows break this rule)"
+        )
+
+
 def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
     """The column as strings.
 
     Raises:
         ValueError: a value is missing.
     """
-    missing = rows[column].isna().to_numpy()
-    if missing.any():
-        raise ValueError(
-            f"{column_name(rows, column)} must be named in every row, got an empty value in row "
-            f"{row_name(rows, int(missing.argmax()))} ({missing.sum()} in all)"
-        )
+    require_filled(rows, column)
     return np.array([str(name) for name in rows[column]], dtype=object)
 
 
@@ -127,8 +132,7 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
     """
     if "seed" not in rows:
         return np.zeros(len(rows), np.int64)
-    if missing := int(rows["seed"].isna().sum()):
-        raise ValueError(f"seed must be known for every run, got {missing} empty values")
+    require_filled(rows, "seed")
     twice = rows.duplicated([*settings, "seed"]).to_numpy()
     if twice.any():
         first = int(np.argmax(twice))

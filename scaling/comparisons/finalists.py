@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.checks import losses, require_columns, seeds
+from scaling.checks import losses, require_columns, require_filled, seeds
 from scaling.comparisons.noise import TwoWay, fit_two_way
 from scaling.drawing import COLOURS, GREY, LOSS, Figure, add, blank
 from scaling.errors import ScalingError
@@ -164,8 +164,7 @@ def compare_finalists(
             f"noise must be a standard deviation, at least 0, and its degrees of freedom, above 0, got {noise!r}"
         )
     require_columns(rows, ("trial", "seed", "loss"))
-    if missing := int(rows["trial"].isna().sum()):
-        raise ValueError(f"trial must be named in every row, got {missing} empty values")
+    require_filled(rows, "trial")
     table = pd.DataFrame({"trial": rows["trial"].to_numpy(), "seed": seeds(rows, "trial"), "loss": losses(rows)})
     trials = table.groupby("trial", sort=False)["loss"].agg(
         measured="mean", n_runs="size", n_diverged=lambda loss: int(loss.isna().sum())

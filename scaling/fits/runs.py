@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, row_name
+from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, require_filled, row_name
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
 from scaling.fits.units import rows_in_bits
@@ -241,9 +241,9 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         )
     stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
     if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
-        raise ValueError(f"stem must name a training run in every row, got {odd[0]!r}")
-    if missing := int(stem[open_].isna().sum()):
-        raise ValueError(f"stem must name a training run in every row, got {missing} empty values")
+        raise ValueError(f"stem must be the name of a training run, got {odd[0]!r}")
+    if "stem" in runs:
+        require_filled(considered, "stem")
     rows = pd.DataFrame({**table, "stem": stem.array}, index=runs.index)
 
     if "regret" in runs:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.checks import losses as read_losses
-from scaling.checks import numbers
+from scaling.checks import numbers, require_filled
 from scaling.errors import ScalingError
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, OrInfinite, OrNan
@@ -126,8 +126,7 @@ def fit_optimum(
     if rates.ndim != 1 or rates.shape != losses.shape or (seeds is not None and len(seeds) != len(rates)):
         raise ValueError(f"rates, losses and seeds must be of one length, got shapes {rates.shape} and {losses.shape}")
     rows = pd.DataFrame({"rate": rates, "loss": losses, "seed": 0 if seeds is None else list(seeds)})
-    if missing := int(rows["seed"].isna().sum()):
-        raise ValueError(f"seed must be known for every run, got {missing} empty values")
+    require_filled(rows, "seed")
     table = pd.DataFrame({"x": np.log2(numbers(rows, "rate")), "y": np.log(read_losses(rows)), "seed": rows["seed"]})
     by_rate = table.groupby("x")["y"].agg([("mean", lambda y: y.mean(skipna=False)), ("runs", "size")]).dropna()
     means = by_rate["mean"]
