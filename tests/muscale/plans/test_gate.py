@@ -11,7 +11,7 @@ import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.actors.corpus_hashes import changed_files
-from muscale.full_runs.promote.dry_run import device_of
+from muscale.full_runs.promote.planned_worker import device_of
 from muscale.plans.device_lines import disk_line, memory_line
 from muscale.plans.gate import (
     Gate,

@@ -22,8 +22,8 @@ from muscale import json_lines
 from muscale.actors.cluster import cluster
 from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker
+from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
 from muscale.plans.planning import Plan
@@ -142,7 +142,7 @@ def smoke_test_on_cluster(
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
     memory = None
     with suppress(ValueError):  # a model that can't be traced
-        memory = memory_of(plan, config)
+        memory = PlannedWorker(plan=plan, config=config).memory()
     with cluster(config.resources):
         found = smoke_test(
             run,

@@ -11,7 +11,7 @@ import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.dry_run import memory_of
+from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.full_runs.promote.promotion import full_run_of, promote
 from muscale.full_runs.promote.smoke_test import SmokeTest, beginning, measured, smoke_test, smoke_test_on_cluster
 from muscale.full_runs.train.attempt import train
@@ -124,9 +124,7 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     before = ledger.forecast(plan.key)
     found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=5)
     assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
-    memory = memory_of(plan, config)
-    assert memory is not None
-    assert found.estimated_bytes == memory.total
+    assert found.estimated_bytes == PlannedWorker(plan=plan, config=config).memory().total
     assert ledger.forecast(plan.key) == before
     kept = ledger.latest_result(ResultKind.SMOKE_TEST)
     assert kept is not None

@@ -1,0 +1,159 @@
+"""A worker of a planned run: its device, the sequences of a pass, and the memory that it needs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from muscale.plans.planning import Plan
+from muscale.plans.step_time import LINKS
+from muscale.settings.config import StudyConfig
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import (
+    MEMORY_SHARE,
+    MemoryEstimate,
+    evaluation_memory,
+    largest_micro_batch,
+    least_memory,
+)
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device of a worker.
+
+    Attributes:
+        name: For people.
+        memory_bytes: Of the device; None if unknown here.
+        workers_on_it: Workers that share it.
+        has_bf16: Whether a GPU's products in bf16 are its own; None for a CPU, or if unknown here.
+    """
+
+    name: str
+    memory_bytes: float | None
+    workers_on_it: int = 1
+    has_bf16: bool | None = None
+
+
+def device_of(config: StudyConfig) -> Device:
+    """The device of a worker: the plan's accelerator, the one that this process sees, or this machine's CPU."""
+    if config.resources.gpus_per_worker:
+        if known := config.plan.device:
+            return Device(name=known.name, memory_bytes=known.memory_bytes, has_bf16="bf16" in known.peak_flops)
+        import torch
+
+        if torch.cuda.is_available():
+            seen = torch.cuda.get_device_properties(0)
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            return Device(name=str(seen.name), memory_bytes=float(seen.total_memory), has_bf16=has_bf16)
+        return Device(name="a GPU", memory_bytes=None)
+    if os.environ.get("RAY_ADDRESS"):  # the workers run on other machines
+        return Device(name="a node of the cluster", memory_bytes=None)
+    return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
+
+
+def _host_memory() -> int:
+    """Memory in bytes of this machine or container."""
+    total = int(psutil.virtual_memory().total)
+    limit = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedWorker:
+    """One of a plan's workers, which are alike; `config` is the study's, with the resources to promote the plan on."""
+
+    plan: Plan
+    config: StudyConfig
+
+    @cached_property
+    def device(self) -> Device:
+        """Its device."""
+        return device_of(self.config)
+
+    @property
+    def node_ranks(self) -> int:
+        """Workers on its node as far as the accelerator tells, else all of them."""
+        workers, links = self.config.promote.workers, LINKS.get(self.config.plan.accelerator or "")
+        return min(workers, links.node_devices) if links else workers
+
+    @cached_property
+    def micro_batch(self) -> int:
+        """Sequences per pass: as set, or on a GPU the largest part of its share that fits, or its share.
+
+        If shares differ by one sequence, the larger one counts.
+        """
+        settings, h = self.config.promote, self.plan.hyperparameters
+        if settings.micro_batch:
+            return settings.micro_batch
+        shares = settings.parallelism.data_ranks(settings.workers) * self.plan.model.context_length
+        if self.config.resources.gpus_per_worker and self.device.memory_bytes:
+            from proxy_models.training.traced_memory import estimated_memory  # imports torch
+
+            estimate = partial(estimated_memory, self.plan.model, **self._conditions)
+            first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
+            with suppress(ValueError):  # a model that can't be traced
+                return largest_micro_batch(estimate, first, limit=int(MEMORY_SHARE * self.device.memory_bytes))
+        return -(-h.batch_tokens // shares)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Sequences of an evaluation's pass."""
+        from proxy_models.training.device import EVALUATION_BATCH
+
+        gpu = self.config.resources.gpus_per_worker
+        return min(self.micro_batch, EVALUATION_BATCH) if gpu else EVALUATION_BATCH
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes of its weights, gradients and moments."""
+        return least_memory(
+            self.plan.model,
+            self.plan.hyperparameters.optimizer,
+            sharding=self._conditions["sharding"],
+            world_size=self._conditions["world_size"],
+        )
+
+    def memory(self) -> MemoryEstimate:
+        """Memory of its training at the full batch.
+
+        Raises:
+            ValueError: If a model of one's own is not imported here, or can't be traced.
+        """
+        from proxy_models.training.traced_memory import estimated_memory  # imports torch
+
+        return estimated_memory(self.plan.model, micro_batch=self.micro_batch, **self._conditions)
+
+    def evaluation_memory(self, training: MemoryEstimate) -> int:
+        """Bytes that it takes to evaluate beside the state of its training."""
+        model, batch, conditions = self.plan.model, self.evaluation_batch, self._conditions
+        precision, world_size = conditions["precision"], conditions["world_size"]
+        if not isinstance(model, ModelConfig):
+            from proxy_models.training.traced_memory import traced_evaluation  # imports torch
+
+            return traced_evaluation(model, batch, training, precision, world_size=world_size)
+        return evaluation_memory(
+            model,
+            batch,
+            training,
+            precision,
+            sharding=conditions["sharding"],
+            world_size=world_size,
+            tensor_parallel=conditions["tensor_parallel"],
+        )
+
+    @cached_property
+    def _conditions(self) -> dict[str, Any]:
+        """Settings that memory depends on, without the micro-batch."""
+        layout = self.config.promote.parallelism
+        replicas, shards, _ = layout.grid(self.config.promote.workers, node_ranks=self.node_ranks)
+        of_training = {"precision": self.plan.precision, "optimizer": self.plan.hyperparameters.optimizer}
+        return of_training | layout.memory_conditions(replicas, shards)
