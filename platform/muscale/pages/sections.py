@@ -84,14 +84,13 @@ class Section:
         return bool(self.result or self.drawings or self.table or self.template)
 
     @property
-    def lines(self) -> list[tuple[bool, list[list[str]]]]:
-        """The result's lines in runs of one kind: (True, pairs of name and value), or (False, sentences).
+    def lines(self) -> list[tuple[str, list[list[str]]]]:
+        """The result's lines in runs of one kind: "pairs" of name and value, "items" of a list, "sentences".
 
-        Results print a name, two spaces or more, and a value.
+        Results print a name, two spaces or more, and a value; before an item of a list a dash.
         """
         printed = [line.strip() for line in (self.result or "").splitlines() if line.strip()]
-        parts = [list(found.groups()) if (found := _PAIR.fullmatch(line)) else [line] for line in printed]
-        return [(named, list(run)) for named, run in groupby(parts, lambda line: len(line) == 2)]
+        return [(kind, [parts for _, parts in run]) for kind, run in groupby(map(_line, printed), lambda line: line[0])]
 
     @property
     def ident(self) -> str:
@@ -107,6 +106,13 @@ class Section:
     def hash(self) -> str:
         """Hash of the markup."""
         return hashlib.sha256(self.markup.encode()).hexdigest()[:16]
+
+
+def _line(printed: str) -> tuple[str, list[str]]:
+    if printed.startswith("- "):
+        return "items", [printed[2:]]
+    pair = _PAIR.fullmatch(printed)
+    return ("pairs", list(pair.groups())) if pair else ("sentences", [printed])
 
 
 def templates() -> jinja2.Environment:

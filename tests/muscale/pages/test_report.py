@@ -104,12 +104,16 @@ def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path:
     assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
 
 
-def test_a_result_is_shown_as_names_with_values_and_as_sentences() -> None:
-    section = Section(
-        title="s", command="fit", about="", result="all is well\n  D      2 to 3\nstatus   ok\n'a  b' → 'c  d'"
-    )
-    pairs = [["D", "2 to 3"], ["status", "ok"]]
-    assert section.lines == [(False, [["all is well"]]), (True, pairs), (False, [["'a  b' → 'c  d'"]])]
+def test_a_result_is_shown_as_names_with_values_as_sentences_and_as_items() -> None:
+    result = "all is well\n  D      2 to 3\nstatus   ok\n'a  b' → 'c  d'\nassumed\n- 6  N  D\n- `tied`"
+    section = Section(title="s", command="fit", about="", result=result)
+    assert section.lines == [
+        ("sentences", [["all is well"]]),
+        ("pairs", [["D", "2 to 3"], ["status", "ok"]]),
+        ("sentences", [["'a  b' → 'c  d'"], ["assumed"]]),
+        ("items", [["6  N  D"], ["`tied`"]]),
+    ]
+    assert "<li>6  N  D</li><li><code>tied</code></li>" in section.markup
 
 
 def planted_plan(study: Path) -> dict[str, Any]:
