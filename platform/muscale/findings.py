@@ -12,7 +12,7 @@ from muscale.layout import CORPUS
 from muscale.plans.next_stems import NextStems, choose
 from muscale.plans.planning import Plan, as_registered, make_plan
 from muscale.proxies import ladder, transfer
-from muscale.search.sweep import Sweep, collect
+from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, find
@@ -80,7 +80,7 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         if corpus is None or not ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
             return found
         numerics = config.shared_numerics(corpus)
-        sweep = found.sweep or collect(Sweep.of(config, ledger, corpus))
+        sweep = found.sweep or Sweep.of(config, ledger, corpus).result()
         found = replace(found, sweep=sweep)
         members = transfer.members(config, numerics, sweep.best)
         if not _ended(transfer.jobs(members), ledger):

@@ -39,7 +39,8 @@ from muscale.proxies.check import known_check, run_check
 from muscale.proxies.comparison import Comparison
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
-from muscale.search.sweep import Sweep, run_sweep
+from muscale.search.run_sweep import run_sweep
+from muscale.search.sweep import Sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data

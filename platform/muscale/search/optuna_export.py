@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from muscale.errors import StageError
 from muscale.search.optuna_space import optuna_params_of
 from muscale.search.record import Record
-from muscale.search.sweep import Sweep, annealed_runs
+from muscale.search.sweep import Sweep
 from proxy_models.files import atomic_write
 
 _STATES = {
@@ -43,7 +43,7 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
     if path.exists():
         raise StageError(f"export-optuna: {path}: is there already; give another file, or remove it")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    annealed = annealed_runs(sweep, record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
+    annealed = sweep.annealed_runs(record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
     losses = dict(zip(annealed["trial"], annealed["loss"], strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as unfinished:

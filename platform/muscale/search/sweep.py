@@ -1,4 +1,7 @@
-"""The sweep: Ray Tune searches the space at the base shape, survivors and the best are annealed, finalists are repeated."""
+"""A sweep: what is searched at the base shape, which runs it asks for, and its result; `run_sweep` searches.
+
+Survivors and the best of each rung are annealed, and the finalists are repeated under other seeds.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,15 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 
-from muscale.actors.cluster import cluster, staying_cluster
-from muscale.actors.corpus_hashes import require_unchanged
 from muscale.actors.jobs import Job
-from muscale.errors import StageError
 from muscale.importers.imported_space import place_of
 from muscale.importers.results import is_outside, outside_results
-from muscale.interrupts import defer_sigint
-from muscale.layout import CORPUS
 from muscale.search.across_scales import AcrossScales
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
-from muscale.search.own_methods import identity_of, is_noted_as_finished, note_methods, noted_methods
+from muscale.search.own_methods import identity_of, noted_methods
 from muscale.search.prior_runs import runs_of, usable_runs
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Record, Round, RungResult
@@ -33,17 +31,12 @@ from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
-from muscale.search.tune_run import run_engine
 from muscale.settings.config import StudyConfig
-from muscale.store.cancels import cancellable
-from muscale.store.lease import expired_leases, held_leases, lease
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
-from muscale.store.retention import prune
 from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
-from search_spaces import SpaceError, narrow
 
 OnResult = Callable[[RungResult], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
@@ -138,6 +131,11 @@ class Sweep:
         own = [dict(self.own_methods)] if self.own_methods else []
         return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched, *own)
 
+    def how_much(self, record: Record) -> str:
+        """Key of how much is to be searched."""
+        settings = self.config.to_dict()["sweep"]
+        return input_key({name: settings.get(name) for name in _HOW_MUCH}, len(record.rounds))
+
     @cached_property
     def plan(self) -> TrialPlan:
         """The trial that every suggestion is put into."""
@@ -177,9 +175,9 @@ class Sweep:
         wanted: tuple[tuple[str, Callable[[], list[tuple[AnnealJob, Job]]]], ...] = (
             ("annealed", lambda: self.branches(record)),
             (
-                "finalists repeated",
-                lambda: self.repetitions(record, finalists(self, record)),
-            ),  # once all of the others are noted
+                "finalists repeated",  # once all of the others are noted
+                lambda: self.repetitions(record, self.finalists(record, self.annealed_runs(record))),
+            ),
         )
         for kind, find in wanted:
             jobs = find()
@@ -248,7 +246,7 @@ class Sweep:
 
     def _repeated_tokens(self, record: Record) -> int:
         """Tokens of the repetitions that are known, of those who lead and of those who did."""
-        annealed = annealed_runs(self, record)
+        annealed = self.annealed_runs(record)
         longest = annealed[annealed["n_tokens"] == annealed["n_tokens"].max()]
         led = [(int(row["trial"]), int(row["rung"])) for row in longest.to_dict("records")]
         jobs = [job for _, job in self.repetitions(record, led)]
@@ -282,156 +280,47 @@ class Sweep:
         )
         return AnnealJob(trial=trial, path=path, rung=rung, seed=seed), job
 
+    def annealed_runs(self, record: Record) -> pd.DataFrame:
+        """The finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
+        jobs = self.branches(record)
+        losses = self.ledger.run_losses([job.chain.key for _, job in jobs])
+        known = [(annealed, job.chain) for annealed, job in jobs if job.chain.key in losses]
+        rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
+        return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
-def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
-    """Start or resume the search, up to the budget; then anneal, then repeat the finalists.
+    def finalists(self, record: Record, annealed: pd.DataFrame) -> list[tuple[int, int]]:
+        """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
 
-    Another process that runs the same sweep is waited for.
+        With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
 
-    Args:
-        on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
-        narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
+        Args:
+            annealed: As `annealed_runs` gives them.
+        """
+        settings, finished = self.config.sweep, annealed.dropna()
+        longest = finished[finished["n_tokens"] == finished["n_tokens"].max()]
+        seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
+        score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
+        best = longest.assign(score=score).nsmallest(settings.n_finalists, "score")
+        return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
 
-    Raises:
-        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
-            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep continues by one that
-            is not given.
-        LeaseLostError: If this process was away for so long that another one continues the sweep.
-    """
-    with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
-        record = Record(sweep.ledger.under(name, token), sweep.key)
-        if sweep.own_methods and not (sweep.searcher or sweep.scheduler):
-            return _finished_before(sweep, record, narrower=narrower)
-        _note_methods(sweep)
-        engine = sweep.engine(record, on_result, on_run)
-        if narrower and engine.is_finished:
-            to_come = replace(record.rounds[-1], first_trial=len(record.configs))
-            engine = sweep.engine(record, on_result, on_run, to_come)
-            if engine.is_finished:
-                raise StageError(
-                    "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
-                    "max_flops or max_device_hours"
-                )
-            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
-                _narrow(sweep, record)
-            engine = sweep.engine(record, on_result, on_run)
-        if not engine.is_finished:
-            _search(sweep, engine)
-            _prune(sweep)
-        elif not record.configs:
-            least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
-            raise StageError(
-                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
-                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the finalists: "
-                "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
-            )
-        _note_methods(sweep, record)
-        return collect(sweep, record)
+    def result(self, record: Record | None = None) -> SweepResult:
+        """The result as the ledger has it, best first; trains nothing.
 
-
-def _note_methods(sweep: Sweep, record: Record | None = None) -> None:
-    """Note the user's own methods of a sweep that begins, or with its record of one that is finished."""
-    if sweep.own_methods:
-        finished = _how_much(sweep, record) if record else None
-        of = replace(sweep, own_methods={}).key
-        note_methods(sweep.ledger, of, sweep.key, sweep.own_methods, finished)
-
-
-def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepResult:
-    """The result of a sweep by methods that are not given now."""
-    if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, _how_much(sweep, record)):
-        given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
-        raise StageError(
-            f"sweep: this study's was begun by study.sweep({given}), and continues only where that is given again; another value of a "
-            "key of [sweep] begins another sweep"
+        Raises:
+            StageError: If no trial came to an annealed end.
+        """
+        record = record or self.record()
+        annealed = self.annealed_runs(record)
+        repetitions = self.repetitions(record, self.finalists(record, annealed))
+        outcomes = self.ledger.outcomes(job.chain for _, job in repetitions)
+        ended = [(annealed, outcomes[job.chain.key]) for annealed, job in repetitions if job.chain.key in outcomes]
+        repeated = pd.DataFrame(
+            [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
+            columns=["trial", "seed", "loss"],
         )
-    return collect(sweep, record)
-
-
-def _how_much(sweep: Sweep, record: Record) -> str:
-    """Key of how much a sweep is to search."""
-    settings = sweep.config.to_dict()["sweep"]
-    return input_key({name: settings.get(name) for name in _HOW_MUCH}, len(record.rounds))
-
-
-def _prune(sweep: Sweep) -> None:
-    """Remove the states that nothing resumes from, unless somebody else is at work on this study."""
-    expired = expired_leases(sweep.ledger)
-    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
-        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
-
-
-def _narrow(sweep: Sweep, record: Record) -> None:
-    """Begin a round in the space around the best region."""
-    search_round = record.rounds[-1]
-    seen = RecordView(record, sweep.plan.top).observations
-    results = pd.DataFrame([{**dict.fromkeys(search_round.space), **one.config, "loss": one.loss} for one in seen])
-    try:
-        narrowed = narrow(search_round.space, results)
-    except SpaceError as error:
-        raise StageError(f"sweep: can't be narrowed: {error}") from error
-    record.begin_round(search_round.searcher, narrowed.space, narrowed.to_dict())
-
-
-def _search(sweep: Sweep, engine: Engine) -> None:
-    """Let Tune run the engine's jobs."""
-    resources = sweep.config.resources
-    require_unchanged(sweep.ledger.directory / CORPUS)
-    with (
-        cluster(resources) as joined,
-        joined.workers(sweep.ledger, resources) as pool,
-        cancellable(sweep.ledger),
-    ):
-        with defer_sigint():
-            from muscale.search.trainable import SweepTrainable
-        run_engine(engine, SweepTrainable, {"plan": sweep.plan, "rank_by": sweep.config.sweep.rank_by}, pool)
-
-
-def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
-    """The sweep's finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
-    jobs = sweep.branches(record)
-    losses = sweep.ledger.run_losses([job.chain.key for _, job in jobs])
-    known = [(annealed, job.chain) for annealed, job in jobs if job.chain.key in losses]
-    rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
-    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
-
-
-def finalists(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) -> list[tuple[int, int]]:
-    """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
-
-    With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
-
-    Args:
-        annealed: As `annealed_runs` gives them; asked for if they are left out.
-    """
-    settings = sweep.config.sweep
-    runs = (annealed_runs(sweep, record) if annealed is None else annealed).dropna()
-    longest = runs[runs["n_tokens"] == runs["n_tokens"].max()]
-    seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
-    score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
-    best = longest.assign(score=score).nsmallest(settings.n_finalists, "score")
-    return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
-
-
-def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
-    """The sweep as the ledger has it, best first; trains nothing.
-
-    Raises:
-        StageError: If no trial came to an annealed end.
-    """
-    record = record or sweep.record()
-    annealed = annealed_runs(sweep, record)
-    repetitions = sweep.repetitions(record, finalists(sweep, record, annealed))
-    outcomes = sweep.ledger.outcomes(job.chain for _, job in repetitions)
-    ended = [(annealed, outcomes[job.chain.key]) for annealed, job in repetitions if job.chain.key in outcomes]
-    repeated = pd.DataFrame(
-        [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
-        columns=["trial", "seed", "loss"],
-    )
-    other_runs = sweep.ledger.runs(but_of=("sweep", "full"))
-    notes = sweep.describe_disagreements(record)
-    notes += [
-        f"its {role} was {identity['name']}, given to study.sweep()" for role, identity in sweep.own_methods.items()
-    ]
-    return make_result(sweep.config, sweep.plan, record, annealed, repeated, other_runs, notes)
+        other_runs = self.ledger.runs(but_of=("sweep", "full"))
+        notes = self.describe_disagreements(record)
+        notes += [
+            f"its {role} was {identity['name']}, given to study.sweep()" for role, identity in self.own_methods.items()
+        ]
+        return make_result(self.config, self.plan, record, annealed, repeated, other_runs, notes)

@@ -24,7 +24,7 @@ from muscale.monitoring.band import Band, registered_band
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
 from muscale.search.record import Record
-from muscale.search.sweep import Sweep, annealed_runs
+from muscale.search.sweep import Sweep
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import NESTED, Ledger
 from muscale.store.lineage import input_key
@@ -50,7 +50,7 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
     record, name = sweep.record(), sweep.config.name
     key, plan = study_key(sweep.ledger.directory), sweep.plan
     given = plan.defaults.to_dict()
-    annealed = annealed_runs(sweep, record).dropna()
+    annealed = sweep.annealed_runs(record).dropna()
     longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")["loss"]
     for trial, values in record.configs.items():
         if record.last_rung(trial) < 0:

@@ -13,7 +13,8 @@ import torch
 from muscale import Study
 from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
-from muscale.search.sweep import Sweep, _prune
+from muscale.search.run_sweep import _prune
+from muscale.search.sweep import Sweep
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.lineage import Chain

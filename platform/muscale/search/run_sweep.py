@@ -1,0 +1,123 @@
+"""Searching: a sweep is begun, continued or narrowed under its lease, by Ray Tune, until its budget is used up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+
+from muscale.actors.cluster import cluster, staying_cluster
+from muscale.actors.corpus_hashes import require_unchanged
+from muscale.errors import StageError
+from muscale.interrupts import defer_sigint
+from muscale.layout import CORPUS
+from muscale.search.engine import Engine
+from muscale.search.own_methods import is_noted_as_finished, note_methods
+from muscale.search.record import Record
+from muscale.search.record_view import RecordView
+from muscale.search.sweep import OnResult, OnRun, Sweep
+from muscale.search.sweep_result import SweepResult
+from muscale.search.tune_run import run_engine
+from muscale.store.cancels import cancellable
+from muscale.store.lease import expired_leases, held_leases, lease
+from muscale.store.retention import prune
+from search_spaces import SpaceError, narrow
+
+
+def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
+    """Start or resume the search, up to the budget; then anneal, then repeat the finalists.
+
+    Another process that runs the same sweep is waited for.
+
+    Args:
+        on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
+        narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
+
+    Raises:
+        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
+        StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
+            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep continues by one that
+            is not given.
+        LeaseLostError: If this process was away for so long that another one continues the sweep.
+    """
+    with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
+        record = Record(sweep.ledger.under(name, token), sweep.key)
+        if sweep.own_methods and not (sweep.searcher or sweep.scheduler):
+            return _finished_before(sweep, record, narrower=narrower)
+        _note_methods(sweep)
+        engine = sweep.engine(record, on_result, on_run)
+        if narrower and engine.is_finished:
+            to_come = replace(record.rounds[-1], first_trial=len(record.configs))
+            engine = sweep.engine(record, on_result, on_run, to_come)
+            if engine.is_finished:
+                raise StageError(
+                    "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
+                    "max_flops or max_device_hours"
+                )
+            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
+                _narrow(sweep, record)
+            engine = sweep.engine(record, on_result, on_run)
+        if not engine.is_finished:
+            _search(sweep, engine)
+            _prune(sweep)
+        elif not record.configs:
+            least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
+            raise StageError(
+                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
+                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the finalists: "
+                "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
+            )
+        _note_methods(sweep, record)
+        return sweep.result(record)
+
+
+def _note_methods(sweep: Sweep, record: Record | None = None) -> None:
+    """Note the user's own methods of a sweep that begins, or with its record of one that is finished."""
+    if sweep.own_methods:
+        finished = sweep.how_much(record) if record else None
+        of = replace(sweep, own_methods={}).key
+        note_methods(sweep.ledger, of, sweep.key, sweep.own_methods, finished)
+
+
+def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepResult:
+    """The result of a sweep by methods that are not given now."""
+    if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, sweep.how_much(record)):
+        given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
+        raise StageError(
+            f"sweep: this study's was begun by study.sweep({given}), and continues only where that is given again; another value of a "
+            "key of [sweep] begins another sweep"
+        )
+    return sweep.result(record)
+
+
+def _prune(sweep: Sweep) -> None:
+    """Remove the states that nothing resumes from, unless somebody else is at work on this study."""
+    expired = expired_leases(sweep.ledger)
+    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
+
+
+def _narrow(sweep: Sweep, record: Record) -> None:
+    """Begin a round in the space around the best region."""
+    search_round = record.rounds[-1]
+    seen = RecordView(record, sweep.plan.top).observations
+    results = pd.DataFrame([{**dict.fromkeys(search_round.space), **one.config, "loss": one.loss} for one in seen])
+    try:
+        narrowed = narrow(search_round.space, results)
+    except SpaceError as error:
+        raise StageError(f"sweep: can't be narrowed: {error}") from error
+    record.begin_round(search_round.searcher, narrowed.space, narrowed.to_dict())
+
+
+def _search(sweep: Sweep, engine: Engine) -> None:
+    """Let Tune run the engine's jobs."""
+    resources = sweep.config.resources
+    require_unchanged(sweep.ledger.directory / CORPUS)
+    with (
+        cluster(resources) as joined,
+        joined.workers(sweep.ledger, resources) as pool,
+        cancellable(sweep.ledger),
+    ):
+        with defer_sigint():
+            from muscale.search.trainable import SweepTrainable
+        run_engine(engine, SweepTrainable, {"plan": sweep.plan, "rank_by": sweep.config.sweep.rank_by}, pool)
