@@ -33,7 +33,7 @@ print("FOUND", sum(node["Alive"] for node in ray.nodes()), int(r.get("CPU", 0)),
 
 
 def diagnose(study: Path | None = None) -> Diagnosis:
-    """Run all checks; they take under ten seconds where nothing has to be waited for.
+    """Run all checks; they take under ten seconds where nothing has to be waited for, and some more to train a study's model.
 
     Args:
         study: A study file, whose directory, storage and resources are looked at; else this directory.
@@ -48,6 +48,10 @@ def diagnose(study: Path | None = None) -> Diagnosis:
         findings = [_python(), *_packages(), *storage_findings(directory, config.storage if config else None)]
         findings += [_tracking(), joined.result(), _token()]
         findings += _devices(met.result(), config.resources.gpus_per_worker if config else 0.0)
+    if config:
+        from muscale.machine.speed import speed_findings  # once nothing else runs here; torch comes with it
+
+        findings += speed_findings(config)
     return Diagnosis(findings=tuple(findings))
 
 

@@ -44,7 +44,7 @@ def test_a_machine_that_runs_the_tests_is_well(make_study: MakeStudy, capfd: pyt
     output = json.loads(done.out)
     status = {finding["what"]: finding["status"] for finding in output["findings"]}
     assert done.code == (0 if output["passed"] else 1)
-    assert {status[name] for name in ("python", "packages", "writing", "ledger", "torch", "workers")} == {"ok"}
+    assert {status[name] for name in ("python", "packages", "writing", "ledger", "torch", "workers", "speed")} == {"ok"}
     assert {"disk", "W&B", "ray", "token", "GPUs", "compiler"} <= status.keys()
     assert sorted(path.parent.rglob("*")) == before, "it leaves nothing behind"
 
