@@ -112,13 +112,7 @@ class Study(Result):
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
-        values = config.to_dict()
-        identity = {
-            **config.data_identity,
-            **{f"model.{name}": value for name, value in values["model"].items()},
-            **{name: values[name] for name in ("parametrization", "depth_exponent", "decay_scaling")},
-        }
-        ledger.claim(identity, values)
+        ledger.claim(config.identity, config.to_dict())
         contents = StudyContents(config=config, ledger=ledger, path=path, overrides=as_set(overrides))
         opened = cls(contents, Display(quiet=quiet))
         opened._record_members()
@@ -135,24 +129,15 @@ class Study(Result):
     @cached_property
     def corpus(self) -> Corpus:
         """The token files, written at first use."""
-        settings, vocab_size = self.config.corpus, self.config.model.vocab_size
+        config, folder = self.config, self.directory / CORPUS
         try:
             with self._display.reading("corpus") as on_progress:
-                if self.config.trainer:
-                    return self.config.trainer.write_corpus(self.directory / CORPUS)
-                corpus = data.write(settings, self.directory, self.directory / CORPUS, vocab_size, on_progress)
+                if config.trainer:
+                    return config.trainer.write_corpus(folder)
+                corpus = data.write(config.corpus, self.directory, folder, config.model.vocab_size, on_progress)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
-        if corpus.vocab_size > vocab_size:
-            raise StageError(
-                f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {vocab_size}"
-            )
-        separator = getattr(self.config.model, "document_separator", None)
-        end = corpus.end_of_document
-        if separator is not None and end is not None and separator != end:
-            raise StageError(
-                f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}"
-            )
+        data.require_fitting_model(corpus, config.model)
         return corpus
 
     @cached_property
@@ -233,7 +218,7 @@ class Study(Result):
             return known
         sweep = self.sweep()
         members = transfer.members(self.config, self._numerics, sweep.best)
-        finish_stage("transfer", transfer.jobs(members), self.ledger, self.config.resources, self._display)
+        self._finish("transfer", transfer.jobs(members))
         verdict = transfer.conclude(members, sweep, self.config, self._numerics, self.ledger)
         self._known = replace(self._known, transfer=verdict)
         return verdict
@@ -245,9 +230,12 @@ class Study(Result):
             StageError: If the transfer check gives no horizon law; the message names what would.
         """
         best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
-        jobs = ladder.ladder_jobs(self.config, self._numerics, best, horizon)
-        finish_stage("ladder", jobs, self.ledger, self.config.resources, self._display)
+        self._finish("ladder", ladder.ladder_jobs(self.config, self._numerics, best, horizon))
         return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self._numerics)
+
+    def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
+        """Train what is not known of a stage's runs."""
+        finish_stage(stage, jobs, self.ledger, self.config.resources, self._display)
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the tuned runs.
@@ -443,16 +431,12 @@ class Study(Result):
             StageError: If there are no variants, or no horizon law, which one size needs none of; or their runs can't be compared.
         """
         config = self.config.at_one_size() if one_size else self.config
-
-        def train(what: str, jobs: Sequence[Job]) -> None:
-            finish_stage(what, jobs, self.ledger, config.resources, self._display)
-
         with staying_cluster(), cancellable(self.ledger):
             best, verdict = self.sweep().best, self.transfer()
             horizon = verdict.horizon if one_size else transfer.horizon_of(verdict)
             with self._display.reading("corpora of the variants") as on_progress:
                 corpora = variant_corpora(config, self.corpus, self.directory, on_progress)
-            return comparison.compare(config, self._numerics, best, horizon, self.ledger, train, corpora)
+            return comparison.compare(config, self._numerics, best, horizon, self.ledger, self._finish, corpora)
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
         """Dry run of `promote` with the gate's state; trains nothing and registers no forecast.

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
+from muscale.errors import StageError
 from muscale.settings.strict import StrictTable
+from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import EMBEDDED, Kind, Source, TokenDtype, at_home
@@ -226,3 +228,18 @@ def write(
     return write_mixture(
         folder, named, proportions, validation_fraction=fraction, tokenizer=chosen, on_progress=on_progress
     )
+
+
+def require_fitting_model(corpus: Corpus, model: Member) -> None:
+    """Refuse a model that can't read the corpus as it was written.
+
+    Raises:
+        StageError: If its vocabulary is too small, or another id than the corpus's separates documents.
+    """
+    if corpus.vocab_size > model.vocab_size:
+        raise StageError(
+            f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {model.vocab_size}"
+        )
+    separator, end = getattr(model, "document_separator", None), corpus.end_of_document
+    if separator is not None and end is not None and separator != end:
+        raise StageError(f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}")

@@ -204,9 +204,13 @@ class StudyTables(StrictTable):
         return self.model_copy(update={"compare": self.compare.model_copy(update={"stems": (stem,)})})
 
     @property
-    def data_identity(self) -> dict[str, Any]:
-        """What identifies the data: the settings of the corpus, or the name of what a trainer reads itself."""
-        return {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
+    def identity(self) -> dict[str, Any]:
+        """What identifies the study: its corpus, or the name of what a trainer reads itself, its base and its parametrization."""
+        values = self.to_dict()
+        data = {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
+        model = {f"model.{name}": value for name, value in values["model"].items()}
+        rules = {name: values[name] for name in ("parametrization", "depth_exponent", "decay_scaling")}
+        return {**data, **model, **rules}
 
     @property
     def can_generate(self) -> bool:
