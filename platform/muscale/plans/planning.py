@@ -189,7 +189,6 @@ def make_plan(
     decision = size_for(
         config.plan, fit, config.family, corpus, proxies=config.precision, precision=config.full_run_precision
     )
-    flops = config.plan.budget.compute_flops
     explicit = config.plan.explicit
     batch = choose_batch(
         best,
@@ -206,50 +205,19 @@ def make_plan(
     by_policy = batch.transfer(by_policy) if batch else by_policy
     hyperparameters = with_explicit(by_policy, explicit)
     model = model_with_explicit(decision.config, explicit)
-    beyond = _beyond(n_tokens, horizon, config.transfer.n_tokens)
-    rules = {
-        name: "muP across width; timescale fixed across tokens"
-        if name == "weight_decay_tau"
-        else "muP across width; fixed across tokens"
-        for name in config.sweep.space
-    }
-    rules["learning_rate"] = (
-        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
-        f"measured on {', '.join(horizon.measured_on)}{beyond}"
-    )
-    if best.stages:
-        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
-        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
-    if batch and by_batch:
-        rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
-        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "transferred to the batch")
-    rules |= dict.fromkeys(explicit, "explicit")
     trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
-    evidence = fit.rows.to_dict("list")
-    key = input_key(
-        config.model.to_dict(),
-        hyperparameters.to_dict(),
-        n_tokens,
-        config.promote.seed,
-        config.full_run_precision,
-        config.plan.level,
-        config.fit.n_bootstrap,
-        config.fit.seed,
-        {k: list(map(str, v)) for k, v in evidence.items()},
-        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
-        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [model.to_dict()]),
-        *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
-    )
     return Plan(
-        key=key,
+        key=_key(config, fit, model, hyperparameters, n_tokens),
         model=model,
         n_tokens=n_tokens,
         seed=config.promote.seed,
         precision=config.full_run_precision,
         spike_handling=config.promote.spike_handling,
         hyperparameters=hyperparameters,
-        rules=rules,
-        wanted_n_params=decision.n_params if decision.stated_ratio else fit.ensemble.law.allocate(flops).n_params,
+        rules=_rules(config, best, horizon, n_tokens, batch, by_batch, winner),
+        wanted_n_params=decision.n_params
+        if decision.stated_ratio
+        else fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params,
         forecast=_off_policy(
             _forecast(fit, model, n_tokens, config, decision.epochs),
             {
@@ -272,6 +240,55 @@ def make_plan(
         ),
         batch=batch,
         data={} if corpus is None else data_hashes(corpus),
+    )
+
+
+def _rules(
+    config: StudyConfig,
+    best: Hyperparameters,
+    horizon: HorizonLaw,
+    n_tokens: int,
+    batch: BatchChoice | None,
+    by_batch: frozenset[str],
+    winner: int | None,
+) -> dict[str, str]:
+    """For each tuned hyperparameter, and each that is stated or follows the batch, the rule that transfers it, in words."""
+    rules = {
+        name: "muP across width; timescale fixed across tokens"
+        if name == "weight_decay_tau"
+        else "muP across width; fixed across tokens"
+        for name in config.sweep.space
+    }
+    rules["learning_rate"] = (
+        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
+        f"measured on {', '.join(horizon.measured_on)}{_beyond(n_tokens, horizon, config.transfer.n_tokens)}"
+    )
+    if best.stages:
+        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
+        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
+    if batch and by_batch:
+        rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
+        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "transferred to the batch")
+    return rules | dict.fromkeys(config.plan.explicit, "explicit")
+
+
+def _key(config: StudyConfig, fit: ScalingFit, model: Member, hyperparameters: Hyperparameters, n_tokens: int) -> str:
+    """Key of a plan: what determines the run, and its forecast."""
+    evidence = fit.rows.to_dict("list")
+    chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
+    return input_key(
+        config.model.to_dict(),
+        hyperparameters.to_dict(),
+        n_tokens,
+        config.promote.seed,
+        config.full_run_precision,
+        config.plan.level,
+        config.fit.n_bootstrap,
+        config.fit.seed,
+        {k: list(map(str, v)) for k, v in evidence.items()},
+        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
+        *([] if model == chosen_by_law else [model.to_dict()]),
+        *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
     )
 
 
