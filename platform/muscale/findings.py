@@ -15,7 +15,8 @@ from muscale.proxies import ladder, transfer
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
+from muscale.store.statements import find
 from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST

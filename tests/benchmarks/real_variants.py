@@ -24,7 +24,7 @@ import pandas as pd
 from muscale import Study
 from muscale.proxies.comparison import Comparison
 from muscale.settings.compare import BASELINE
-from muscale.store.ledger import find
+from muscale.store.statements import find
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.sources import EMBEDDED, Source
 from scaling import compare_variants

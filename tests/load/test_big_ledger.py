@@ -23,8 +23,9 @@ from muscale.pages.live_page import LivePage
 from muscale.search.sweep import Sweep
 from muscale.store import retention
 from muscale.store.lease import expired_leases
-from muscale.store.ledger import KEYS_AT_ONCE, NESTED
+from muscale.store.ledger import NESTED
 from muscale.store.run_selection import Selection
+from muscale.store.statements import KEYS_AT_ONCE
 from muscale.store.tables import rungs
 from muscale.study import Study
 from tests.load import big_ledger

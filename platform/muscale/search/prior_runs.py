@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from muscale.errors import StudyDirectoryError
-from muscale.store.ledger import find_runs, runs_table
 from muscale.store.read_only import open_read_only
+from muscale.store.statements import find_runs, runs_table
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics

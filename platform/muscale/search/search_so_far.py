@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 
 from muscale.search.record import Record
 from muscale.search.sweep_figures import draw_survivors
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
+from muscale.store.statements import find
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ import psutil
 import sqlalchemy as sa
 
 from muscale.errors import MuscaleError
-from muscale.store.ledger import Ledger, check_token, find, insert_once, stamped
+from muscale.store.ledger import Ledger, stamped
+from muscale.store.statements import check_token, find, insert_once
 from muscale.store.storage import P, T
 from muscale.store.tables import leases, segments
 

@@ -10,49 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import fields
-from datetime import UTC, datetime, timedelta
-from functools import cache
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, cast
 
 import pandas as pd
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
-from muscale.errors import LeaseLostError, StudyDirectoryError
+from muscale.errors import StudyDirectoryError
+from muscale.store import statements
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
-from muscale.store.tables import (
-    ResultKind,
-    forecasts,
-    leases,
-    metadata,
-    results,
-    revisions,
-    runs,
-    segments,
-    studies,
-)
+from muscale.store.tables import ResultKind, forecasts, results
 
 _LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
-_EVENTS = ("rungs", "decisions")  # tables that share the sequence numbers of a sweep
-_OUTCOME = (
-    "loss",
-    "source_losses",
-    "diverged_at_step",
-    "diverged_because",
-    "seconds",
-    "numerics",
-    "segment",
-    "environment",
-)
-
-
 NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
 """Columns of the table of runs that are JSON."""
-KEYS_AT_ONCE = 500  # in one statement
 
 
 def now() -> str:
@@ -110,7 +84,7 @@ class Ledger:
         """Run a module's function in an exclusive transaction; running it twice must have the effect of once."""
         if self._held:
             write: Any = self.storage.write
-            return cast(T, write(_fenced, *self._held, function, *args, **kwargs))
+            return cast(T, write(statements.fenced, *self._held, function, *args, **kwargs))
         return self.storage.write(function, *args, **kwargs)
 
     def insert(self, table: sa.Table, **values: Any) -> None:
@@ -120,11 +94,11 @@ class Ledger:
         decision get the sweep's next sequence number.
         """
         if table.name in _LATEST:
-            self.write(_insert_latest, table.name, stamped(table, values))
-        elif table.name in _EVENTS:
-            self.write(_insert_event, table.name, stamped(table, values))
+            self.write(statements.insert_latest, table.name, stamped(table, values))
+        elif table.name in statements.EVENTS:
+            self.write(statements.insert_event, table.name, stamped(table, values))
         else:
-            self.write(insert_once, table.name, [stamped(table, values)])
+            self.write(statements.insert_once, table.name, [stamped(table, values)])
 
     # The study
 
@@ -136,7 +110,7 @@ class Ledger:
         Raises:
             StudyDirectoryError: If it is another study's; the message lists what differs.
         """
-        found = self.write(_claim, dict(identity), dict(config), now())
+        found = self.write(statements.claim, dict(identity), dict(config), now())
         if found != identity:
             raise StudyDirectoryError(
                 f"{self.directory}: the directory belongs to another study: {differences(identity, found)}: keep this one in a "
@@ -145,20 +119,20 @@ class Ledger:
 
     def identity(self) -> dict[str, Any] | None:
         """The study's identity, or None before it was claimed."""
-        return next((row["identity"] for row in self.read(find, "studies")), None)
+        return next((row["identity"] for row in self.read(statements.find, "studies")), None)
 
     def result(self, kind: ResultKind, key: str) -> dict[str, Any] | None:
         """The result of a kind for these inputs, or None."""
-        rows = self.read(find, "results", {"kind": kind.value, "key": key})
+        rows = self.read(statements.find, "results", {"kind": kind.value, "key": key})
         return next((row["payload"] for row in rows), None)
 
     def results(self, kind: ResultKind) -> list[dict[str, Any]]:
         """The rows of all results of a kind, oldest first."""
-        return self.read(find, "results", {"kind": kind.value}, ["created_at", "key"])
+        return self.read(statements.find, "results", {"kind": kind.value}, ["created_at", "key"])
 
     def latest_result(self, kind: ResultKind) -> dict[str, Any] | None:
         """The row of the latest result of a kind, whatever its inputs, or None."""
-        return next(iter(self.read(find, "results", {"kind": kind.value}, ["-created_at"], limit=1)), None)
+        return next(iter(self.read(statements.find, "results", {"kind": kind.value}, ["-created_at"], limit=1)), None)
 
     def record_result(self, kind: ResultKind, key: str, payload: Mapping[str, Any]) -> None:
         """Keep the result of a kind for these inputs."""
@@ -168,11 +142,11 @@ class Ledger:
 
     def segment(self, key: str) -> dict[str, Any] | None:
         """The trained segment with this key, or None."""
-        return next(iter(self.read(find, "segments", {"key": key})), None)
+        return next(iter(self.read(statements.find, "segments", {"key": key})), None)
 
     def line(self, line: str) -> list[dict[str, Any]]:
         """All trained segments of one line, the longest first."""
-        return self.read(find, "segments", {"line": line}, ["-tokens"])
+        return self.read(statements.find, "segments", {"line": line}, ["-tokens"])
 
     def outcome(self, chain: Chain) -> Outcome | None:
         """The outcome of a chain, or None if it is unknown; a divergence at an earlier segment is its end."""
@@ -183,7 +157,7 @@ class Ledger:
         beginnings = {chain.key: [*_beginnings(chain)] for chain in chains}
         prefixes = [prefix for some in beginnings.values() for prefix in some]
         keys, lines = (dict.fromkeys(names) for names in ((p.key for p in prefixes), (p.line for p in prefixes)))
-        ended, diverged = self.read(_outcomes, [*keys], [*lines])
+        ended, diverged = self.read(statements.outcomes, [*keys], [*lines])
         found = {}
         for key, (chain, *before) in beginnings.items():
             for prefix in (chain, *before):
@@ -197,11 +171,11 @@ class Ledger:
 
     def forget_states(self, keys: Sequence[str]) -> None:
         """Note that the training states of these segments are no longer kept."""
-        self.write(_forget_states, list(keys))
+        self.write(statements.forget_states, list(keys))
 
     def retrained(self) -> list[dict[str, Any]]:
         """Every training that was repeated to get a pruned state back, in order of time."""
-        return self.read(find, "retrained", {}, ["created_at"])
+        return self.read(statements.find, "retrained", {}, ["created_at"])
 
     def runs(self, *, without: Collection[str] = (), but_of: Collection[str] = ()) -> pd.DataFrame:
         """Every run with its result: a row each, oldest first.
@@ -212,45 +186,45 @@ class Ledger:
         Args:
             without: Columns to leave out: of many runs, nested ones take most of the time (`NESTED`).
         """
-        return runs_table(self.read(find_runs, sorted(without), sorted(but_of)), without)
+        return statements.runs_table(self.read(statements.find_runs, sorted(without), sorted(but_of)), without)
 
     def least_losses(self) -> dict[str, tuple[int, float]]:
         """Number of runs of each purpose, and their least loss, NaN where all diverged."""
-        found = self.read(_least_losses)
+        found = self.read(statements.least_losses)
         return {purpose: (n, math.nan if loss is None else loss) for purpose, n, loss in found}
 
     # Sweeps
 
     def rounds(self, sweep: str) -> list[dict[str, Any]]:
         """The rounds of the sweep: the space of the first, and of each narrowing."""
-        return self.read(find, "rounds", {"sweep": sweep}, ["round"])
+        return self.read(statements.find, "rounds", {"sweep": sweep}, ["round"])
 
     def trials(self, sweep: str) -> list[dict[str, Any]]:
         """Every suggestion ever made for the sweep, by number."""
-        return self.read(find, "trials", {"sweep": sweep}, ["number"])
+        return self.read(statements.find, "trials", {"sweep": sweep}, ["number"])
 
     def rungs(self, sweep: str) -> list[dict[str, Any]]:
         """Every result at a rung of the sweep, in order of arrival."""
-        return self.read(find, "rungs", {"sweep": sweep}, ["sequence"])
+        return self.read(statements.find, "rungs", {"sweep": sweep}, ["sequence"])
 
     def decisions(self, sweep: str) -> list[dict[str, Any]]:
         """Every decision of the sweep to continue a trial, in order."""
-        return self.read(find, "decisions", {"sweep": sweep}, ["sequence"])
+        return self.read(statements.find, "decisions", {"sweep": sweep}, ["sequence"])
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
         """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
-        found = dict(self.read(_run_losses, list(keys)))
+        found = dict(self.read(statements.run_losses, list(keys)))
         return {key: math.nan if loss is None else loss for key, loss in found.items()}
 
     # Forecasts
 
     def latest_forecast(self) -> dict[str, Any] | None:
         """The forecast registered last, or None."""
-        return next(iter(self.read(find, "forecasts", {}, ["-registered_at"], limit=1)), None)
+        return next(iter(self.read(statements.find, "forecasts", {}, ["-registered_at"], limit=1)), None)
 
     def forecast(self, plan: str) -> dict[str, Any] | None:
         """The forecast registered for a plan, or None; the database refuses to change or delete one."""
-        return next(iter(self.read(find, "forecasts", {"plan": plan})), None)
+        return next(iter(self.read(statements.find, "forecasts", {"plan": plan})), None)
 
 
 def _beginnings(chain: Chain) -> Iterator[Chain]:
@@ -273,160 +247,3 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         for name in sorted({*there, *here})
         if there.get(name) != here.get(name)
     )
-
-
-def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
-    """Table of `Ledger.runs` from the rows of `find_runs`."""
-    table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
-    table["loss"] = table["loss"].astype(float)
-    table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
-    return table
-
-
-# What storages run: functions of a connection with plain arguments
-
-
-def find(
-    connection: sa.Connection,
-    table: str,
-    where: Mapping[str, Any] | None = None,
-    order: Sequence[str] = (),
-    *,
-    limit: int | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of a table whose columns have these values, ordered by columns, from the largest where one is written `-name`."""
-    columns = metadata.tables[table].c
-    query = sa.select(metadata.tables[table])
-    for name, value in (where or {}).items():
-        query = query.where(columns[name] == value)
-    for name in order:
-        query = query.order_by(columns[name[1:]].desc() if name.startswith("-") else columns[name])
-    return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
-
-
-def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Insert rows, but those whose keys are there already; returns how many were new."""
-    statement = _insert_once(connection.dialect.name, table)
-    return sum(connection.execute(statement, dict(row)).rowcount for row in rows)
-
-
-@cache
-def _insert_once(dialect: str, table: str) -> sa.Insert:
-    insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
-    statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
-    return statement.execution_options(preserve_rowcount=True)
-
-
-def _insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]) -> None:
-    """Insert a row at its time, or right after the latest one, if a clock that was set back or is another's says less."""
-    stamp = "registered_at" if table == forecasts.name else "created_at"
-    last = connection.execute(sa.select(sa.func.max(metadata.tables[table].c[stamp]))).scalar()
-    if last and last >= row[stamp]:
-        after = datetime.fromisoformat(last) + timedelta(microseconds=1)
-        row = {**row, stamp: after.isoformat(timespec="microseconds")}
-    insert_once(connection, table, [row])
-
-
-def check_token(connection: sa.Connection, name: str, token: int) -> None:
-    """Refuse a token that the lease no longer has, inside a writing transaction.
-
-    Raises:
-        LeaseLostError: If another owner has taken the lease since.
-    """
-    current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
-    if current != token:
-        raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")
-
-
-def _fenced(
-    connection: sa.Connection, lease: str, token: int, function: Callable[..., T], *args: Any, **kwargs: Any
-) -> T:
-    check_token(connection, lease, token)
-    return function(connection, *args, **kwargs)
-
-
-def _claim(
-    connection: sa.Connection, identity: dict[str, Any], config: dict[str, Any], created_at: str
-) -> dict[str, Any]:
-    found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
-    if found is None:
-        insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
-    elif found != identity and not _is_begun(connection):
-        connection.execute(sa.update(studies).values(identity=identity))
-    elif found != identity:
-        return found
-    latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc()).limit(1)).scalar()
-    if latest != config:
-        insert_once(connection, "revisions", [{"config": config, "created_at": created_at}])
-    return identity
-
-
-def _is_begun(connection: sa.Connection) -> bool:
-    """Whether anything but a coordinate check was recorded, or is at work."""
-    rows = [
-        *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
-        sa.select(sa.literal(1)).where(results.c.kind != ResultKind.CHECK.value),
-        sa.select(sa.literal(1)).where(leases.c.owner.is_not(None)),
-    ]
-    return any(connection.execute(query.limit(1)).first() for query in rows)
-
-
-def _forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
-    for key in keys:
-        connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
-
-
-def find_runs(
-    connection: sa.Connection, without: Sequence[str] = (), but_of: Sequence[str] = ()
-) -> list[tuple[Any, ...]]:
-    """Every run with its result, oldest first: the columns of `runs_table`."""
-    query = (
-        sa.select(*_run_columns(without))
-        .join_from(runs, segments, runs.c.key == segments.c.key)
-        .where(runs.c.purpose.not_in(but_of))
-        .order_by(runs.c.created_at, runs.c.key)
-    )
-    return [tuple(row) for row in connection.execute(query)]
-
-
-def _least_losses(connection: sa.Connection) -> list[tuple[str, int, float | None]]:
-    query = sa.select(runs.c.purpose, sa.func.count(), sa.func.min(segments.c.loss)).group_by(runs.c.purpose)
-    return [tuple(row) for row in connection.execute(query.join(segments, runs.c.key == segments.c.key))]
-
-
-def _run_columns(without: Collection[str]) -> list[sa.Column[Any]]:
-    return [column for column in (*runs.c, *(segments.c[name] for name in _OUTCOME)) if column.name not in without]
-
-
-def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[Any], keys: Sequence[str]) -> list[Any]:
-    """The rows of a query whose column is one of these keys, however many they are."""
-    found: list[Any] = []
-    for start in range(0, len(keys), KEYS_AT_ONCE):
-        found += connection.execute(query.where(column.in_(keys[start : start + KEYS_AT_ONCE])))
-    return found
-
-
-def _outcomes(
-    connection: sa.Connection, keys: Sequence[str], lines: Sequence[str]
-) -> tuple[dict[str, Outcome], dict[str, list[Outcome]]]:
-    """Segments by key, and those that diverged by line, the longest first."""
-    names = [field.name for field in fields(Outcome)]
-    query = sa.select(*(segments.c[name] for name in names), segments.c.line)
-    diverged = query.where(segments.c.diverged_because.is_not(None)).order_by(segments.c.tokens.desc())
-    by_line: dict[str, list[Outcome]] = {}
-    for *values, line in by_key(connection, diverged, segments.c.line, lines):
-        by_line.setdefault(line, []).append(Outcome(**dict(zip(names, values, strict=True))))
-    ended = by_key(connection, query, segments.c.key, keys)
-    return {row.key: Outcome(**dict(zip(names, row[:-1], strict=True))) for row in ended}, by_line
-
-
-def _run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str, float | None]]:
-    query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
-    return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
-
-
-def _insert_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
-    tables = [metadata.tables[name].c for name in _EVENTS]
-    lasts = [sa.select(sa.func.max(of.sequence)).where(of.sweep == values["sweep"]) for of in tables]
-    sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1
-    insert_once(connection, table, [{**values, "sequence": sequence}])

@@ -20,7 +20,8 @@ import sqlalchemy as sa
 
 from muscale.layout import CURVES, STATES
 from muscale.store.lease import Standing, expired_leases, is_held, process_of, taken_leases
-from muscale.store.ledger import KEYS_AT_ONCE, Ledger, by_key
+from muscale.store.ledger import Ledger
+from muscale.store.statements import KEYS_AT_ONCE, by_key
 from muscale.store.tables import decisions, retrained, rungs, runs, segments, trials
 from scaling.presentation import Result
 

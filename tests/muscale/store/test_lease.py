@@ -18,7 +18,8 @@ from muscale.layout import LEDGER
 from muscale.search.record import Record, RungResult
 from muscale.store import lease as leases
 from muscale.store import tables
-from muscale.store.ledger import Ledger, check_token, insert_once
+from muscale.store.ledger import Ledger
+from muscale.store.statements import check_token, insert_once
 from muscale.store.storage import SqliteStorage
 
 

@@ -11,7 +11,8 @@ from muscale import StudyDirectoryError
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.store import lease as leases
-from muscale.store.ledger import Ledger, insert_once
+from muscale.store.ledger import Ledger
+from muscale.store.statements import insert_once
 from muscale.store.storage import file_system
 from muscale.store.tables import SCHEMA, ResultKind, forecasts, rungs, trials
 

@@ -16,9 +16,10 @@ from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER, LEDGER_PLACE
 from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
-from muscale.store.ledger import Ledger, check_token
+from muscale.store.ledger import Ledger
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
+from muscale.store.statements import check_token
 from muscale.store.tables import ResultKind, forecasts, retrained, rungs, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")

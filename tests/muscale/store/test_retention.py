@@ -16,9 +16,10 @@ from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.search.run_sweep import _prune
 from muscale.search.sweep import Sweep
 from muscale.store import lease as leases
-from muscale.store.ledger import Ledger, insert_once
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
+from muscale.store.statements import insert_once
 from muscale.store.tables import decisions, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pandas as pd
 
 from muscale.serialization import Recorded
-from muscale.store.ledger import Ledger, insert_once, stamped
+from muscale.store.ledger import Ledger, stamped
+from muscale.store.statements import insert_once
 from muscale.store.tables import ResultKind, results
 
 OUTSIDE = ("above", "below")

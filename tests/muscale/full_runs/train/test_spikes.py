@@ -16,9 +16,10 @@ from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.promote import SpikePolicy
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident, SpikeHandling
+from muscale.store.statements import find
 from proxy_models.training.guard_settings import GuardSettings
 from tests.muscale.planted import planted_fit, planted_horizon
 from tests.muscale.planted_ladder import numerics_of

@@ -1,0 +1,204 @@
+"""What a storage runs for the ledger: functions of a connection with plain arguments, so that another process can run them.
+
+Each may be run twice when its answer was lost, with the effect of once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime, timedelta
+from functools import cache
+from typing import Any
+
+import pandas as pd
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from muscale.errors import LeaseLostError
+from muscale.store.outcome import Outcome
+from muscale.store.storage import T
+from muscale.store.tables import (
+    ResultKind,
+    forecasts,
+    leases,
+    metadata,
+    results,
+    revisions,
+    runs,
+    segments,
+    studies,
+)
+
+EVENTS = ("rungs", "decisions")  # tables that share the sequence numbers of a sweep
+KEYS_AT_ONCE = 500  # in one statement
+_OUTCOME = (
+    "loss",
+    "source_losses",
+    "diverged_at_step",
+    "diverged_because",
+    "seconds",
+    "numerics",
+    "segment",
+    "environment",
+)
+
+
+def find(
+    connection: sa.Connection,
+    table: str,
+    where: Mapping[str, Any] | None = None,
+    order: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a table whose columns have these values, ordered by columns, from the largest where one is written `-name`."""
+    columns = metadata.tables[table].c
+    query = sa.select(metadata.tables[table])
+    for name, value in (where or {}).items():
+        query = query.where(columns[name] == value)
+    for name in order:
+        query = query.order_by(columns[name[1:]].desc() if name.startswith("-") else columns[name])
+    return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
+
+
+def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Insert rows, but those whose keys are there already; returns how many were new."""
+    statement = _insert_once(connection.dialect.name, table)
+    return sum(connection.execute(statement, dict(row)).rowcount for row in rows)
+
+
+@cache
+def _insert_once(dialect: str, table: str) -> sa.Insert:
+    insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
+    statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
+    return statement.execution_options(preserve_rowcount=True)
+
+
+def insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row at its time, or right after the latest one, if a clock that was set back or is another's says less."""
+    stamp = "registered_at" if table == forecasts.name else "created_at"
+    last = connection.execute(sa.select(sa.func.max(metadata.tables[table].c[stamp]))).scalar()
+    if last and last >= row[stamp]:
+        after = datetime.fromisoformat(last) + timedelta(microseconds=1)
+        row = {**row, stamp: after.isoformat(timespec="microseconds")}
+    insert_once(connection, table, [row])
+
+
+def check_token(connection: sa.Connection, name: str, token: int) -> None:
+    """Refuse a token that the lease no longer has, inside a writing transaction.
+
+    Raises:
+        LeaseLostError: If another owner has taken the lease since.
+    """
+    current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
+    if current != token:
+        raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")
+
+
+def fenced(
+    connection: sa.Connection, lease: str, token: int, function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """The function's result, under a lease's current token."""
+    check_token(connection, lease, token)
+    return function(connection, *args, **kwargs)
+
+
+def claim(
+    connection: sa.Connection, identity: dict[str, Any], config: dict[str, Any], created_at: str
+) -> dict[str, Any]:
+    """Claim the ledger, as `Ledger.claim` describes it; returns the identity that it has now."""
+    found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
+    if found is None:
+        insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
+    elif found != identity and not _is_begun(connection):
+        connection.execute(sa.update(studies).values(identity=identity))
+    elif found != identity:
+        return found
+    latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc()).limit(1)).scalar()
+    if latest != config:
+        insert_once(connection, "revisions", [{"config": config, "created_at": created_at}])
+    return identity
+
+
+def _is_begun(connection: sa.Connection) -> bool:
+    """Whether anything but a coordinate check was recorded, or is at work."""
+    rows = [
+        *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
+        sa.select(sa.literal(1)).where(results.c.kind != ResultKind.CHECK.value),
+        sa.select(sa.literal(1)).where(leases.c.owner.is_not(None)),
+    ]
+    return any(connection.execute(query.limit(1)).first() for query in rows)
+
+
+def forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
+    """Note that the states of these segments are no longer kept."""
+    for key in keys:
+        connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
+
+
+def find_runs(
+    connection: sa.Connection, without: Sequence[str] = (), but_of: Sequence[str] = ()
+) -> list[tuple[Any, ...]]:
+    """Every run with its result, oldest first: the columns of `runs_table`."""
+    query = (
+        sa.select(*_run_columns(without))
+        .join_from(runs, segments, runs.c.key == segments.c.key)
+        .where(runs.c.purpose.not_in(but_of))
+        .order_by(runs.c.created_at, runs.c.key)
+    )
+    return [tuple(row) for row in connection.execute(query)]
+
+
+def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
+    """Table of `Ledger.runs` from the rows of `find_runs`."""
+    table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
+    table["loss"] = table["loss"].astype(float)
+    table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
+    return table
+
+
+def least_losses(connection: sa.Connection) -> list[tuple[str, int, float | None]]:
+    """Purpose, number of runs and least loss."""
+    query = sa.select(runs.c.purpose, sa.func.count(), sa.func.min(segments.c.loss)).group_by(runs.c.purpose)
+    return [tuple(row) for row in connection.execute(query.join(segments, runs.c.key == segments.c.key))]
+
+
+def _run_columns(without: Collection[str]) -> list[sa.Column[Any]]:
+    return [column for column in (*runs.c, *(segments.c[name] for name in _OUTCOME)) if column.name not in without]
+
+
+def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[Any], keys: Sequence[str]) -> list[Any]:
+    """The rows of a query whose column is one of these keys, however many they are."""
+    found: list[Any] = []
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        found += connection.execute(query.where(column.in_(keys[start : start + KEYS_AT_ONCE])))
+    return found
+
+
+def outcomes(
+    connection: sa.Connection, keys: Sequence[str], lines: Sequence[str]
+) -> tuple[dict[str, Outcome], dict[str, list[Outcome]]]:
+    """Segments by key, and those that diverged by line, the longest first."""
+    names = [field.name for field in fields(Outcome)]
+    query = sa.select(*(segments.c[name] for name in names), segments.c.line)
+    diverged = query.where(segments.c.diverged_because.is_not(None)).order_by(segments.c.tokens.desc())
+    by_line: dict[str, list[Outcome]] = {}
+    for *values, line in by_key(connection, diverged, segments.c.line, lines):
+        by_line.setdefault(line, []).append(Outcome(**dict(zip(names, values, strict=True))))
+    ended = by_key(connection, query, segments.c.key, keys)
+    return {row.key: Outcome(**dict(zip(names, row[:-1], strict=True))) for row in ended}, by_line
+
+
+def run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str, float | None]]:
+    """Key and loss of those of these segments that are recorded as runs."""
+    query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
+    return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
+
+
+def insert_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
+    """Insert a rung's result or a decision with the sweep's next sequence number."""
+    tables = [metadata.tables[name].c for name in EVENTS]
+    lasts = [sa.select(sa.func.max(of.sequence)).where(of.sweep == values["sweep"]) for of in tables]
+    sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1
+    insert_once(connection, table, [{**values, "sequence": sequence}])
