@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from proxy_models.architecture.parametrization import Parametrization, parametrization_of, parametrize
     from proxy_models.coordinates.check import CoordinateCheck
     from proxy_models.coordinates.measurement import coordinate_check
-    from proxy_models.data.corpus import Corpus, write_corpus
+    from proxy_models.data.corpus import Corpus
+    from proxy_models.data.corpus_writing import write_corpus
     from proxy_models.recipes.hyperparameters import Hyperparameters
     from proxy_models.training.optimizer import initialize, make_optimizer
     from proxy_models.training.trainer import Trainer
@@ -68,7 +69,7 @@ _HOMES = {
     "module_shapes": "architecture.base_shapes",
     "parametrization_of": "architecture.parametrization",
     "parametrize": "architecture.parametrization",
-    "write_corpus": "data.corpus",
+    "write_corpus": "data.corpus_writing",
 }
 
 __getattr__ = lazily("proxy_models", _HOMES)

@@ -5,51 +5,30 @@
     folder/tokenizer.json, tokenizer.manifest.json         where the tokenizer is not bytes
     folder/manifest.json                                   without token files: data that a training program reads itself
 
-A finished corpus is not written again but compared with the request, so that a folder never stands for another source.
+`corpus_writing` writes one.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import pandas as pd
 
-from proxy_models.data.kept_tokenizer import (
-    TrainingText,
-    discard_tokenizer,
-    kept_name,
-    kept_tokenizer,
-    make_tokenizer,
-    tokenizer_name,
-)
+from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.mixture import MAX_EPOCHS, Mixture
-from proxy_models.data.sources import CorpusError, Source
-from proxy_models.data.token_files import (
-    FORMAT,
-    MANIFEST,
-    STATED,
-    OnProgress,
-    PassProgress,
-    TokenFiles,
-    read_manifest,
-    recorded_files,
-    write_manifest,
-    write_token_files,
-)
-from proxy_models.data.tokenizer import BYTES, Tokenizer, TokenizerSettings, Tokens
-from proxy_models.files import folder_lock
+from proxy_models.data.sources import CorpusError
+from proxy_models.data.token_files import MANIFEST, STATED, TokenFiles, read_manifest
+from proxy_models.data.tokenizer import Tokenizer, Tokens
 from proxy_models.hashing import content_key
 
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"
 OWN_DATA = "own_data"
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_NAMED = "a source's name must be of letters, digits, - and _"  # as it names its folder
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+NAMED = "a source's name must be of letters, digits, - and _"  # as it names its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +49,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open what `write_corpus` or `write_mixture` finished.
+        """Open what was written by `corpus_writing`.
 
         Raises:
             CorpusError: If a manifest is missing or broken, or the size of a token file differs from it.
@@ -89,8 +68,8 @@ class Corpus:
             _ = str(manifest["key"])
         except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(f"{folder / MANIFEST}: not a mixture's manifest ({error})") from error
-        if odd := [name for name in keys if not _NAME.fullmatch(name)]:
-            raise CorpusError(f"{folder / MANIFEST}: {_NAMED}, got {odd[0]!r}")
+        if odd := [name for name in keys if not NAME.fullmatch(name)]:
+            raise CorpusError(f"{folder / MANIFEST}: {NAMED}, got {odd[0]!r}")
         sources = {name: TokenFiles.open(folder / SOURCES / name) for name in keys}
         for name, files in sources.items():
             if files.key != keys[name]:
@@ -230,206 +209,3 @@ class Corpus:
             formatters=dict.fromkeys(("training", "validation"), "{:,}".format),
         )
         return str(shown)
-
-
-def write_corpus(
-    folder: Path,
-    source: str | Source,
-    *,
-    validation_fraction: float = 0.1,
-    tokenizer: TokenizerSettings = BYTES,
-    on_progress: OnProgress | None = None,
-) -> Corpus:
-    """Write the token files and the manifest of one source into `folder`, or open them if they are finished.
-
-    An interrupted folder is written again; a finished one is compared with the source, by sizes and hashes.
-
-    Args:
-        source: The source to read; a string is the path of text.
-        tokenizer: Not used for a source of tokens.
-        on_progress: Called with the bytes done and all bytes; BPE reads the source twice, and both passes count.
-
-    Raises:
-        CorpusError: If the source can't be read, a split would be empty, or the folder holds another corpus. Nothing
-            is written then.
-    """
-    source = source if isinstance(source, Source) else Source(path=source)
-    return _Request(
-        sources={ONE_SOURCE: source},
-        mixture=None,
-        tokenizer=tokenizer,
-        validation_fraction=validation_fraction,
-    ).fulfil(folder, on_progress)
-
-
-def write_mixture(
-    folder: Path,
-    sources: Mapping[str, Source],
-    mixture: Mixture,
-    *,
-    validation_fraction: float = 0.1,
-    tokenizer: TokenizerSettings = BYTES,
-    on_progress: OnProgress | None = None,
-) -> Corpus:
-    """Write several sources, tokenized alike, and their proportions into `folder`, or open them if they are finished.
-
-    Sources that were finished before an interruption or an error are kept, and compared in the same way.
-
-    Args:
-        mixture: Weights of the same names.
-        tokenizer: Not used for sources of tokens; BPE is trained on all others together.
-        on_progress: Called as in `write_corpus`, over all sources.
-
-    Raises:
-        ValueError: If the names are not those of the mixture, or can't name folders.
-        CorpusError: As in `write_corpus`, or if the sources' vocabularies differ in size.
-    """
-    if set(sources) != set(mixture.names):
-        raise ValueError(
-            f"the mixture must weigh the sources {', '.join(sorted(sources))}, got {', '.join(mixture.names)}"
-        )
-    for name in sources:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{_NAMED}, got {name!r}")
-    return _Request(
-        sources=dict(sources),
-        mixture=mixture,
-        tokenizer=tokenizer,
-        validation_fraction=validation_fraction,
-    ).fulfil(folder, on_progress)
-
-
-def write_own_data(folder: Path, name: str) -> Corpus:
-    """Write or open the corpus of a training program that reads its own data; the name is all that identifies them.
-
-    Raises:
-        CorpusError: If the folder holds another corpus.
-    """
-    if (folder / MANIFEST).exists():
-        corpus = Corpus.open(folder)
-        if corpus.manifest.get(OWN_DATA) != name:
-            raise CorpusError(
-                f"{folder}: holds another corpus than the trainer's own data {name!r}; choose another folder"
-            )
-        return corpus
-    folder.mkdir(parents=True, exist_ok=True)
-    write_manifest(folder, {"format": FORMAT, "key": content_key({OWN_DATA: name}), OWN_DATA: name})
-    return Corpus.open(folder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Request for the content of a folder."""
-
-    sources: dict[str, Source]
-    mixture: Mixture | None
-    tokenizer: TokenizerSettings
-    validation_fraction: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
-        if self.tokenizer.kind != "bytes" and all(source.kind == "tokens" for source in self.sources.values()):
-            raise ValueError(f"sources of tokens take no tokenizer, got {self.tokenizer.kind!r}")
-
-    def folder_of(self, folder: Path, name: str) -> Path:
-        return folder / SOURCES / name if self.mixture else folder
-
-    def fulfil(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
-        if (folder / MANIFEST).exists():
-            return self._reopen(folder)
-        with folder_lock(folder):
-            if (folder / MANIFEST).exists():  # written while we waited
-                return self._reopen(folder)
-            return self._write(folder, on_progress)
-
-    def _reopen(self, folder: Path) -> Corpus:
-        corpus = Corpus.open(folder)
-        if corpus.mixture != self.mixture:
-            raise CorpusError(
-                f"{folder}: holds {_described(corpus.mixture)}, not {_described(self.mixture)}; choose another folder, or "
-                f"remove its {MANIFEST} to keep the tokenized sources"
-            )
-        made_by = tokenizer_name(self.tokenizer)
-        if (there := kept_name(folder)) != made_by:
-            raise CorpusError(f"{folder}: holds a corpus in tokens of {there}, not of {made_by}; choose another folder")
-        for name, files in corpus.sources.items():
-            self._compare(files, name)
-        return corpus
-
-    def _compare(self, files: TokenFiles, name: str) -> None:
-        """Refuse token files of another source."""
-        source, manifest = self.sources[name], files.manifest
-        try:
-            there, recorded = Source(**manifest["source"]), recorded_files(manifest)
-        except (ValueError, TypeError) as error:
-            raise CorpusError(f"{files.folder / MANIFEST}: source: not a valid source ({error})") from error
-        found = {file.path: file.content for file in source.fingerprint(recorded)}
-        before = {file.path: file.content for file in recorded}
-        changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))
-        differences = [
-            f"{key} is {source.to_dict().get(key)!r} here but {there.to_dict().get(key)!r} there"
-            for key in ("kind", "field", "dtype", "vocab_size")
-            if source.to_dict().get(key) != there.to_dict().get(key)
-        ]
-        if manifest["validation_fraction"] != self.validation_fraction:
-            differences.append(
-                f"validation_fraction is {self.validation_fraction} here but {manifest['validation_fraction']} there"
-            )
-        if changed:
-            differences.append(f"{len(changed)} of {len({*found, *before})} files differ, the first is {changed[0]}")
-        if differences:
-            raise CorpusError(
-                f"{files.folder}: holds the corpus of {there}, not of {source} as it is now: {'; '.join(differences)}; "
-                "choose another folder or remove this one"
-            )
-
-    def _write(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
-        prints = {name: source.fingerprint() for name, source in self.sources.items()}
-        progress = PassProgress(on_progress, prints, passes=2 if self.tokenizer.kind == "bpe" else 1)
-        text = TrainingText(sources=self.sources, files=prints, validation_fraction=self.validation_fraction)
-        try:
-            tokenizer = make_tokenizer(folder, self.tokenizer, text, progress)
-            progress.start_last_pass()
-            sizes = {n: source.vocab_size or tokenizer.vocab_size for n, source in self.sources.items()}
-            if len(set(sizes.values())) > 1:
-                raise CorpusError(
-                    "the sources of a mixture must have one vocabulary, got "
-                    + ", ".join(f"{size} ids in {name}" for name, size in sizes.items())
-                )
-            for name, source in self.sources.items():
-                place = self.folder_of(folder, name)
-                if place != folder and (place / MANIFEST).exists():
-                    self._compare(kept := TokenFiles.open(place), name)
-                    if source.kind == "tokens" or kept.manifest["tokenizer"] == tokenizer.key:
-                        continue
-                    (place / MANIFEST).unlink()  # finished with a tokenizer that is gone
-                place.mkdir(parents=True, exist_ok=True)
-                write_token_files(
-                    place,
-                    source,
-                    tokenizer,
-                    prints[name],
-                    validation_fraction=self.validation_fraction,
-                    on_progress=progress.of(name),
-                )
-        except CorpusError:
-            discard_tokenizer(folder)
-            for name in self.sources:
-                _remove_if_empty(self.folder_of(folder, name), below=folder)
-            raise
-        if self.mixture:
-            keys = {name: TokenFiles.open(self.folder_of(folder, name)).key for name in self.sources}
-            identity = {SOURCES: keys, "mixture": self.mixture.to_dict()}
-            write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
-        return Corpus.open(folder)
-
-
-def _described(mixture: Mixture | None) -> str:
-    return f"the mixture {json.dumps(mixture.to_dict()['stages'])}" if mixture else "one source"
-
-
-def _remove_if_empty(place: Path, *, below: Path) -> None:
-    while place != below and place.is_dir() and not any(place.iterdir()):
-        place.rmdir()
-        place = place.parent

@@ -27,7 +27,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics

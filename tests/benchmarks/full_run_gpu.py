@@ -21,7 +21,7 @@ import torch
 from muscale.machine.gpu.training import WARM_STEPS, Case, Measurement, measure
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Checkpointing
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 
 VOCAB_SIZE, CONTEXT, PASSES = 50_304, 2048, 4

@@ -33,7 +33,8 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.products import MKL_IS_SLOW, Linear, product
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 from proxy_models.data.tokenizer import Tokens
 from proxy_models.importable import mend_torchvision

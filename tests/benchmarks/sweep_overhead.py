@@ -325,7 +325,7 @@ def _prepare(place: Path) -> None:
 def prepare(folder: Path) -> None:
     """The study's own corpus, and the same for the other ways."""
     import muscale
-    from proxy_models.data.corpus import write_corpus
+    from proxy_models.data.corpus_writing import write_corpus
     from proxy_models.data.sources import EMBEDDED
 
     _ = muscale.Study.open(folder / "study.toml", quiet=True).corpus

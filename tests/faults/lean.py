@@ -18,7 +18,7 @@ from muscale.layout import CORPUS, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics

@@ -14,7 +14,7 @@ from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from tests.faults.conftest import SmallDisk
 from tests.faults.lean import assert_kept, begin, chains, losses, rows
 from tests.muscale.conftest import write_text

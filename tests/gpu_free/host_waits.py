@@ -32,7 +32,8 @@ from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain

@@ -21,7 +21,8 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -23,7 +23,8 @@ from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch, stem
 from proxy_models.training.numerics import SEMANTICS, Numerics

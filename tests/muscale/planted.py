@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from scaling import HorizonLaw, ScalingFit, fit, fit_horizon_law

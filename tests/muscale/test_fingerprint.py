@@ -21,7 +21,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics

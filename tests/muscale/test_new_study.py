@@ -9,7 +9,7 @@ import pytest
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.new_study import write_study
 from muscale.settings.config import StudyConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.documents import in_validation
 from proxy_models.data.sources import Source
 

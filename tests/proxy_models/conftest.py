@@ -10,7 +10,8 @@ import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.trainer import SegmentResult, Trainer

@@ -13,7 +13,7 @@ from muscale.errors import last_line
 from muscale.formatting import format_duration
 from muscale.machine.diagnosis import Finding
 from muscale.plans.costs import estimate
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain

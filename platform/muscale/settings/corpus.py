@@ -11,7 +11,8 @@ from pydantic import Field, PositiveInt
 from muscale.errors import StageError
 from muscale.settings.strict import StrictTable
 from proxy_models.architecture.member import Member
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import EMBEDDED, Kind, Source, TokenDtype, at_home
 from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings

@@ -15,7 +15,8 @@ from muscale.settings.own_model import OwnModel
 from muscale.settings.strict import StrictTable
 from proxy_models.architecture.family import qualified_name
 from proxy_models.architecture.member import Member
-from proxy_models.data.corpus import Corpus, write_own_data
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_own_data
 
 
 class TrainerSettings(StrictTable):

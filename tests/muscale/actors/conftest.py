@@ -11,7 +11,7 @@ import torch
 from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, LEDGER
 from muscale.store.ledger import Ledger
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 
 
 @pytest.fixture

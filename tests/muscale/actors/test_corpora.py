@@ -11,7 +11,7 @@ from muscale.layout import CORPORA
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, stem
 from proxy_models.training import compilation, fsdp

@@ -16,7 +16,7 @@ from muscale.layout import CORPUS, CURVES, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus, write_mixture
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -39,7 +39,7 @@ from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
 from proxy_models.architecture.family import Family
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
 from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -17,7 +17,7 @@ from muscale.pages.report import write_report
 from muscale.pages.sections import Section, with_code
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan, register
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.planted import large_and_small, planted_fit, planted_horizon
 

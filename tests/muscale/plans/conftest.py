@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
 

@@ -29,7 +29,8 @@ from muscale.plans.gate import (
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from tests.muscale.conftest import write_text
 from tests.muscale.planted import planted_check, planted_fit
 

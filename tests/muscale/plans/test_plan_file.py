@@ -15,7 +15,8 @@ from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import as_decoder
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text

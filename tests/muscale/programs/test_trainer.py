@@ -26,7 +26,7 @@ from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
-from proxy_models.data.corpus import write_own_data
+from proxy_models.data.corpus_writing import write_own_data
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics

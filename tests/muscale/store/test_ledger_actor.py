@@ -21,7 +21,7 @@ from muscale.store.open_ledger import open_ledger
 from muscale.store.statements import check_token
 from muscale.store.tables import ResultKind, rungs
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics

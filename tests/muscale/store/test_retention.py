@@ -22,7 +22,7 @@ from muscale.store.retention import prune
 from muscale.store.statements import insert_once
 from muscale.store.tables import decisions, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics

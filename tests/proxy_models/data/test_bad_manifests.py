@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import MANIFEST

@@ -17,7 +17,8 @@ from proxy_models.data.batches import (
     permute,
     training_stream,
 )
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Source
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.documents import in_validation
 from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import EMBEDDED, CorpusError, Source

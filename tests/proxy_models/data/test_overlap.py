@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from proxy_models.data.batches import evaluation_sets
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.overlap import overlap
 
 

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.training.attended import attended_length, mean_length
 from tests.proxy_models.families import Recurrent
 

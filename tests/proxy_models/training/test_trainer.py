@@ -16,7 +16,8 @@ from proxy_models.architecture.decoder import Decoder, next_token_loss, training
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream, evaluation_sequences
-from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters

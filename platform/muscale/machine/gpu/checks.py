@@ -31,7 +31,7 @@ from muscale.plans.step_time import step_time
 from muscale.secrets import redacted
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch, training_memory
-from proxy_models.data.corpus import write_corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 
 LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}

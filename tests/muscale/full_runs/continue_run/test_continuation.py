@@ -25,7 +25,8 @@ from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings
 from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import MICRO, write_text

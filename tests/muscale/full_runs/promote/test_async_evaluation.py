@@ -23,7 +23,8 @@ from muscale.full_runs.train.attempt import train
 from muscale.layout import EVALUATIONS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_run
 

@@ -22,7 +22,8 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import training_memory
 from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_transfer
 from tests.muscale.planted import planted_check, planted_fit, planted_horizon

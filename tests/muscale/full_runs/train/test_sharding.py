@@ -24,7 +24,8 @@ from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import build
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
