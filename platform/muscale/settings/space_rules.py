@@ -1,0 +1,112 @@
+"""Rules of [sweep.space]: what the trials of a study can search, given its hyperparameters and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from muscale.settings.tables import StudyTables
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from search_spaces import Choice, Fixed, Ordinal, Space
+
+_FIXED_IN_A_SWEEP = (
+    "batch_doublings",
+    "batch_ramp_tokens",
+    "schedule",
+    "cooldown_fraction",
+    "stages",
+)
+_NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
+
+
+def invalid_batches(config: StudyTables) -> Iterator[str]:
+    """Values of the sweep's batch that are not numbers of tokens."""
+    match config.sweep.space.get("batch_tokens"):
+        case Choice(values=values) | Ordinal(values=values):
+            offered = values
+        case Fixed(value=value):
+            offered = (value,)
+        case _:
+            return
+    for value in offered:
+        if type(value) is not int or value < 1:
+            yield f"sweep.space.batch_tokens: a batch must be a whole number of tokens, at least 1, got {value!r}"
+
+
+def space_errors(config: StudyTables) -> Iterator[str]:
+    """What [sweep.space] can't search."""
+    h, space = config.hyperparameters, config.sweep.space
+    for name in space:
+        if name not in {field.name for field in fields(Hyperparameters)}:
+            yield f"sweep.space.{name}: not a hyperparameter of the training"
+        elif name in _FIXED_IN_A_SWEEP:
+            yield f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]"
+        elif name in h.set_by_stages:
+            yield f"sweep.space.{name}: hyperparameters.stages change it during the run; remove it from one of the two"
+        elif name.startswith("swap_"):
+            yield f"sweep.space.{name}: {_NO_SWAP}"
+        else:
+            yield from _unsearchable(h, name, space)
+    if h.swap_optimizer:
+        yield f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}"
+
+
+def unordered_errors(config: StudyTables) -> Iterator[str]:
+    """Values of zero_readout and optimizer, given or searched, that the study's model or rules exclude."""
+    tied = isinstance(config.model, ModelConfig) and config.model.tied
+    for key, values in _given(config, "zero_readout").items():
+        if tied and True in values:
+            yield f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
+    for key, values in _given(config, "optimizer").items():
+        if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
+            yield f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}'
+
+
+def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
+    """The values of a hyperparameter without an order, by the key of the file that gives them."""
+    given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
+    match config.sweep.space.get(name):
+        case Choice(values=values):
+            given[f"sweep.space.{name}"] = values
+        case Fixed(value=value):
+            given[f"sweep.space.{name}"] = (value,)
+    return given
+
+
+def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
+    """Reasons why a hyperparameter can't take its space's bounds, or each of its choices, under an optimizer of its trials."""
+    offered = space["optimizer"].grid(2) if "optimizer" in space and name != "optimizer" else [h.optimizer]
+    for optimizer in offered:
+        if not _may_be_active(name, optimizer, space) or (optimizer != h.optimizer and _reason(h, optimizer=optimizer)):
+            continue
+        for value in space[name].grid(2):  # both bounds, or every value
+            if reason := _reason(h, **{"optimizer": optimizer, name: value}):
+                remedy = (
+                    '; give it a "when" with the optimizers that read it'
+                    if "would ignore" in reason and len(offered) > 1
+                    else ""
+                )
+                return [f"sweep.space.{name}: {reason}{remedy}"]
+    return []
+
+
+def _reason(h: Hyperparameters, **given: Any) -> str:
+    """Why hyperparameters can't have these values, "" if they can."""
+    try:
+        replace(h, **given)
+    except ValueError as error:
+        return str(error)
+    except TypeError:
+        return f"each of its values must be one that [hyperparameters] takes, got {list(given.values())[-1]!r}"
+    return ""
+
+
+def _may_be_active(name: str, optimizer: Any, space: Space) -> bool:
+    """Whether some trial with this optimizer has the hyperparameter."""
+    condition = space[name].when
+    return condition is None or all(
+        allowed.holds(optimizer) if parent == "optimizer" else _may_be_active(parent, optimizer, space)
+        for parent, allowed in condition.parents
+    )
