@@ -136,5 +136,6 @@ class ActorStorage(Storage):
 
 
 def _connected() -> bool:
-    """Whether this process is connected to Ray, without importing it."""
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+    """Whether this process is connected to Ray, without importing it; while another thread does, it has no functions yet."""
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())

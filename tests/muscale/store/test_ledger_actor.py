@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,6 +109,36 @@ def test_a_moved_or_missing_ledger_is_reported(ledger: Ledger, tmp_path: Path) -
     (lost / LEDGER_PLACE).write_text("{}")
     with pytest.raises(StudyDirectoryError, match="does not say where the ledger lies"):
         open_ledger(actor, lost, "s")
+
+
+_READS_WHILE_RAY_IS_IMPORTED = """
+import sys, threading
+from pathlib import Path
+from muscale.settings.tables import StorageSettings
+from muscale.store.open_ledger import open_ledger
+
+folder = Path(sys.argv[1])
+ledger = open_ledger(StorageSettings(ledger="actor", path=str(folder / "s.sqlite")), folder, "s")
+imported, ended = threading.Event(), []
+
+def read():
+    while not imported.is_set():
+        ledger.trials("s")
+    ended.append(ledger.trials("s"))
+
+reader = threading.Thread(target=read)
+reader.start()
+import ray
+imported.set()
+reader.join(60)
+assert ended == [[]], ended
+"""
+
+
+def test_a_heartbeat_outlasts_the_import_of_ray_in_another_thread(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", _READS_WHILE_RAY_IS_IMPORTED, str(tmp_path)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.usefixtures("postgres", "free_cluster")
