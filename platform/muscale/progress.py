@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from muscale import json_lines
@@ -18,10 +19,20 @@ from muscale.formatting import format_duration
 
 _WORTH_TELLING_SECONDS = 10
 _AT_ONCE_SECONDS = 1.0
-Update = Callable[[float, float, str], None]  # done, total, note
 
 
-def silent(_done: float, _total: float, _note: str = "") -> None:
+class Update(Protocol):
+    """Moves the bar of a stage."""
+
+    def __call__(self, done: float, total: float, note: str, /, *, share: float | None = None) -> None:
+        """Show `done` of `total`, and the note.
+
+        Args:
+            share: Of the work that is done, where what is counted differs in size; by default done / total.
+        """
+
+
+def silent(_done: float, _total: float, _note: str = "", *, share: float | None = None) -> None:
     """An update that shows nothing."""
 
 
@@ -38,9 +49,12 @@ class Pace:
         self._arrives: float | None = None
 
     def update(self, done: float, total: float) -> None:
-        """Note what is done of the way; less than before, or of another total, is a new way."""
+        """Note what is done of the way; less than before, or of another total, is a new way.
+
+        Time counts from the last update before the first progress: workers start before it.
+        """
         now = self._clock()
-        if self._begun is None or done < self._last[0] or total != self._last[1]:
+        if self._begun is None or done < self._last[0] or total != self._last[1] or done == self._begun[1]:
             self._begun, self._arrives = (now, done), None
         self._last = done, total
         since, first = self._begun
@@ -83,20 +97,23 @@ class Display:
     def _lines(self, name: str) -> Update:
         """An update for logs: a line for every tenth of the way, and again of the next where one stage has several.
 
-        A way that is at its end as soon as it begins was known already, and is not worth a line.
+        A way that is at its end as soon as it begins was known already, and is not worth a line. Between its first line and its
+        last there is at most one a second.
         """
         shown, before, pace = -1, (0.0, 0.0), Pace(self._clock)
-        begun = self._clock()
+        begun = printed = self._clock()
 
-        def update(done: float, total: float, note: str) -> None:
-            nonlocal shown, before, begun
+        def update(done: float, total: float, note: str, *, share: float | None = None) -> None:
+            nonlocal shown, before, begun, printed
+            now, share = self._clock(), done / total if share is None or done == total else share
             if done < before[0] or total != before[1]:
-                shown = 10 if done == total and self._clock() - begun < _AT_ONCE_SECONDS else -1
+                shown = 10 if done == total and now - begun < _AT_ONCE_SECONDS else -1
             before = done, total
-            begun = self._clock() if done == total else begun
-            pace.update(done, total)
-            if (tenth := int(10 * done / total)) > shown:
-                shown = tenth
+            begun = now if done == total else begun
+            pace.update(share * total, total)
+            is_due = shown < 0 or done == total or now - printed >= _AT_ONCE_SECONDS
+            if (tenth := int(10 * share)) > shown and is_due:
+                shown, printed = tenth, now
                 left = (
                     f", {format_duration(pace.left)} left" if pace.left and pace.left >= _WORTH_TELLING_SECONDS else ""
                 )
@@ -117,17 +134,18 @@ class Display:
         columns = (
             TextColumn("[bold]{task.fields[stage]:<9}"),
             BarColumn(bar_width=28),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", style="progress.download"),
             TimeElapsedColumn(),
             _Left(pace),
             TextColumn("{task.description}"),
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("", stage=name, total=None)
+            task = progress.add_task("", stage=name, total=None, count="")
 
-            def update(done: float, total: float, note: str) -> None:
-                pace.update(done, total)
-                progress.update(task, completed=done, total=total, description=note)
+            def update(done: float, total: float, note: str, *, share: float | None = None) -> None:
+                way = done if share is None or done == total else share * total
+                pace.update(way, total)
+                progress.update(task, completed=way, total=total, description=note, count=f"{done:,.0f}/{total:,.0f}")
 
             yield update
 

@@ -204,6 +204,7 @@ class Study(Result):
             progress = SweepProgress(sweep, update)
             for line in describe_sources(sweep):
                 self._display.line(line)
+            progress.begin()
             with self._tracking.during_sweep(sweep):
                 result = run_sweep(sweep, progress.on_result, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):

@@ -352,7 +352,7 @@ def flat(folder: Path, trials: int, block: int = 500) -> None:
     class Marking(Display):
         @contextmanager
         def stage(self, name: str) -> Iterator[Update]:
-            def update(done: float, total: float, note: str) -> None:
+            def update(done: float, total: float, note: str, *, share: float | None = None) -> None:
                 if name == "sweep" and len(marks) < trials:
                     marks.append(
                         Mark(wall=time.perf_counter(), driver_cpu=time.process_time(), rss=me.memory_info().rss)

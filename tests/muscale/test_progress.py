@@ -7,15 +7,21 @@ from muscale.progress import Display, Pace
 
 
 def test_a_log_has_a_line_for_every_tenth_of_each_pass_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display().stage("sweep") as update:
+    clock = Clock()
+    with Display(clock=clock).stage("sweep") as update:
+
+        def step(done: float, total: float, note: str) -> None:
+            clock.now += 1.0
+            update(done, total, note)
+
         for done in range(1, 41):
-            update(done, 40, "trials")
+            step(done, 40, "trials")
         for done in (20, 21):
-            update(done, 21, "annealed")
-        update(31, 60, "a further round")
-        update(36, 60, "a further round")
-        update(30, 60, "again")
-    lines = capsys.readouterr().err.splitlines()
+            step(done, 21, "annealed")
+        for done in (31, 36):
+            step(done, 60, "a further round")
+        step(30, 60, "again")
+    lines = [line.split(", ")[0] for line in capsys.readouterr().err.splitlines()]
     assert len(lines) == 11 + 5
     assert lines[:2] == ["sweep     1 of 40  trials", "sweep     4 of 40  trials"]
     assert lines[11:] == [
@@ -24,6 +30,35 @@ def test_a_log_has_a_line_for_every_tenth_of_each_pass_of_a_stage(capsys: pytest
         "sweep     31 of 60  a further round",
         "sweep     36 of 60  a further round",
         "sweep     30 of 60  again",
+    ]
+
+
+def test_what_is_over_within_a_second_is_two_lines_of_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(clock=Clock()).stage("corpus") as update:
+        for done in range(1, 41):
+            update(done, 40, "bytes read")
+    assert capsys.readouterr().err.splitlines() == ["corpus    1 of 40  bytes read", "corpus    40 of 40  bytes read"]
+
+
+def test_runs_of_different_size_are_counted_and_their_compute_tells_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with Display(clock=clock).stage("ladder") as update:
+        update(0, 4, "runs; waiting for workers", share=0.0)
+        clock.now = 50.0  # they start, which is no part of the pace
+        update(0, 4, "runs; training", share=0.0)
+        clock.now = 110.0
+        update(1, 4, "runs", share=0.5)
+        clock.now = 170.0
+        update(3, 4, "runs", share=0.8)
+        clock.now = 200.0
+        update(4, 4, "runs", share=1.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "ladder    0 of 4  runs; waiting for workers",
+        "ladder    1 of 4  runs, 60 s left",
+        "ladder    3 of 4  runs, 30 s left",
+        "ladder    4 of 4  runs",
     ]
 
 

@@ -58,7 +58,9 @@ class Job:
 def finish_stage(
     stage: str, jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, display: Display
 ) -> None:
-    """Train what the ledger does not know of these runs, the largest first, and note every one; the bar moves by compute.
+    """Train what the ledger does not know of these runs, the largest first, and note every one.
+
+    Progress counts all the runs of the stage, and its bar moves by their compute.
 
     Runs that share a stem are trained by one actor, the shortest first. Ray starts only where there is something to train.
     """
@@ -71,19 +73,19 @@ def finish_stage(
         return
     require_unchanged(ledger.directory / CORPUS)
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
-    total, done, best = sum(chain.compute_flops for chain in unknown), 0.0, math.inf
-    with (
-        display.stage(stage) as update,
-        cluster(resources) as joined,
-        joined.workers(ledger, resources) as pool,
-        cancellable(ledger),
-    ):
-        for chain, outcome in _train(groups, wanted, pool):
-            job = wanted[chain.key]
-            ledger.insert(runs, **job.row(outcome))
-            done += chain.compute_flops
-            best = min(best, outcome.loss if outcome.loss is not None else best)
-            update(round(done / total * 100), 100, f"per cent of the compute; last {job.label}, best loss {best:.4f}")
+    total = sum(job.chain.compute_flops for job in wanted.values())
+    left, n_done, best = sum(chain.compute_flops for chain in unknown), len(known), math.inf
+    with display.stage(stage) as update:
+        update(n_done, len(wanted), "runs; waiting for workers", share=1 - left / total)
+        with cluster(resources) as joined, joined.workers(ledger, resources) as pool, cancellable(ledger):
+            update(n_done, len(wanted), "runs; training", share=1 - left / total)
+            for chain, outcome in _train(groups, wanted, pool):
+                job = wanted[chain.key]
+                ledger.insert(runs, **job.row(outcome))
+                left, n_done = left - chain.compute_flops, n_done + 1
+                best = min(best, outcome.loss if outcome.loss is not None else best)
+                note = f"runs; last {job.label}" + (f", best loss {best:.4f}" if best < math.inf else "")
+                update(n_done, len(wanted), note, share=1 - left / total)
 
 
 def _train(

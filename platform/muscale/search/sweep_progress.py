@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muscale.importers.imported_space import place_of
 from muscale.importers.results import describe_results, is_outside, record_results
-from muscale.progress import Update
 from muscale.search.prior_runs import describe_prior_runs
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
@@ -20,7 +19,7 @@ class SweepProgress:
     Members of a population all begin in the first generation, so there each generation of a member counts.
     """
 
-    def __init__(self, sweep: Sweep, update: Update) -> None:
+    def __init__(self, sweep: Sweep, update: Callable[[float, float, str], None]) -> None:
         record = sweep.record()
         settings = sweep.config.sweep
         self._update, self._generations = update, settings.rungs if settings.is_population else 1
@@ -30,13 +29,20 @@ class SweepProgress:
         self._wanted = self._round + (record.rounds[-1].first_trial if record.rounds else 0)
         self._begun: set[str] = set()
 
+    def begin(self) -> None:
+        """Show how many trials have begun before; workers start now, and the first result may be long in coming."""
+        wanted = self._wanted * self._generations
+        if len(self._seen) < wanted:
+            self._update(len(self._seen), wanted, "trials; waiting for workers")
+
     def on_result(self, result: RungResult) -> None:
         """A trial came to a rung."""
         self._seen.add(self._step(result.trial, result.rung))
         self._best = min(self._best, math.inf if result.loss is None else result.loss)
         if result.trial >= self._wanted:  # a round was begun
             self._wanted += self._round
-        note = f"trial {result.trial} at rung {result.rung}, best {self._best:.4f}"
+        best = f", best {self._best:.4f}" if self._best < math.inf else ""
+        note = f"trials; last trial {result.trial} at rung {result.rung}{best}"
         self._update(len(self._seen), self._wanted * self._generations, note)
 
     def _step(self, trial: int, rung: int) -> tuple[int, int]:
