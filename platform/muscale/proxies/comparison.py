@@ -15,7 +15,8 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
-from muscale.proxies.variants import MAX_STEPS, Variant, first_steps, next_step, policy, stems_of, variants, widths_of
+from muscale.proxies.variant_rates import MAX_STEPS, Train, first_steps, tune_rates
+from muscale.proxies.variants import Variant, policy, stems_of, variants, widths_of
 from muscale.settings.compare import BASELINE
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
@@ -31,9 +32,6 @@ from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-Train = Callable[[str, Sequence[Job]], None]
-"""Trains what the ledger does not know of the runs, under a name that is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +94,7 @@ def compare(
     """
     if not config.variants:
         raise StageError("compare: the study file has no variants; add a table [variants.NAME] with what differs")
-    found, rates = _tuned(config, variants(config, numerics, best, corpora), ledger, train)
+    found, rates = tune_rates(config, variants(config, numerics, best, corpora), ledger, train)
     study, *others = found
     if study.log2_rate is None:
         raise StageError("compare: no rate of the study's own grid trains at every width; see `muscale transfer`")
@@ -171,51 +169,6 @@ def most_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) ->
         for stem in stems_of(config):
             for seed in config.compare.seeds:
                 yield variant.name, _size(stem), variant.size_job(stem, seed, lambda _: best.learning_rate)
-
-
-def _tuned(
-    config: StudyConfig, found: list[Variant], ledger: Ledger, train: Train
-) -> tuple[list[Variant], dict[str, int]]:
-    """The variants with their best rates, and how many rates were tried for each; grids grow at the end they lean to."""
-    widths, first = widths_of(config), first_steps(config)
-    steps = {variant.name: list(first) for variant in found}
-    losses: dict[str, dict[float, list[float]]] = {variant.name: {} for variant in found}
-    open_ones = list(found)
-    while open_ones:
-        jobs = {
-            (v.name, step, width): v.grid_job(config, width, step)
-            for v in open_ones
-            for step in steps[v.name]
-            for width in widths
-        }
-        train("compare, rates", list(jobs.values()))
-        outcomes = ledger.outcomes(job.chain for job in jobs.values())
-        for variant in list(open_ones):
-            own = losses[variant.name]
-            for step in steps[variant.name]:
-                ends = [outcomes[jobs[variant.name, step, width].chain.key].loss for width in widths]
-                own[step] = [math.nan if loss is None else loss for loss in ends]
-            tried = steps[variant.name]
-            wanted = next_step(tried, [own[step] for step in tried], first)
-            if wanted is None:
-                open_ones.remove(variant)
-            else:
-                steps[variant.name] = sorted([*tried, wanted])
-    tuned = []
-    for variant in found:
-        tried = steps[variant.name]
-        rates = [
-            variant.grid_job(config, width, step).hyperparameters.learning_rate for step in tried for width in widths
-        ]
-        try:
-            tuned.append(
-                variant.tuned(
-                    rates, [loss for step in tried for loss in losses[variant.name][step]], [*widths] * len(tried)
-                )
-            )
-        except ScalingError:
-            tuned.append(variant)
-    return tuned, {name: len(tried) for name, tried in steps.items()}
 
 
 def _size(stem: Stem) -> str:

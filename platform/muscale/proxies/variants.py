@@ -6,8 +6,7 @@ across size and the horizon law across tokens, moved by the octaves between its 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import SupportsFloat
@@ -24,11 +23,8 @@ from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
-from scaling import ScalingError, fit_optimum
 
 PURPOSE = "compare"
-MAX_STEPS = 2
-"""Rates that a grid is widened by on either side, where its best rate lies at an end (assumed: a factor of 2 to 4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +76,6 @@ class Variant:
         (job,) = branches(member, h, [stem.n_tokens], tuned_at=middle, purpose=PURPOSE, label=label)
         return job
 
-    def tuned(self, rates: Sequence[float], losses: Sequence[float], widths: Sequence[int]) -> Variant:
-        """The variant with the minimum of one parabola through its grids, each width at a level of its own.
-
-        Raises:
-            ScalingError: Fewer than three rates trained at every width.
-        """
-        found = fit_optimum(rates, losses, seeds=widths)
-        return replace(self, log2_rate=found.log2_rate, at_end=found.log2_rate in found.tested)
-
 
 def variants(
     config: StudyConfig, numerics: Numerics, best: Hyperparameters, corpora: Mapping[str, Corpus] = MappingProxyType({})
@@ -128,32 +115,3 @@ def stems_of(config: StudyConfig) -> list[Stem]:
 def widths_of(config: StudyConfig) -> tuple[int, ...]:
     """Widths of the rate grids."""
     return config.compare.widths or tuple(sorted(config.transfer.widths)[:2])
-
-
-def first_steps(config: StudyConfig) -> list[float]:
-    """The rates that every grid begins with, in spacings of [transfer]'s from its centre, whose runs the study has already."""
-    points = config.compare.rates + (config.transfer.rates - config.compare.rates) % 2
-    return [float(step) for step in np.arange(points) - (points - 1) / 2]
-
-
-def next_step(steps: Sequence[float], losses: Sequence[Sequence[float]], first: Sequence[float]) -> float | None:
-    """The rate to add to a grid, or None where its best rate lies inside, or it was widened as far as it may be.
-
-    Args:
-        steps: Tried so far, ascending.
-        losses: Of each rate at each width, NaN where a run diverged.
-        first: Those that it began with.
-    """
-    try:
-        rates = np.repeat(2.0 ** np.asarray(steps), [len(row) for row in losses])
-        found = fit_optimum(rates, np.concatenate(losses), seeds=[i for row in losses for i in range(len(row))])
-    except ScalingError:  # too few rates train: lower ones may
-        wanted = steps[0] - 1
-    else:
-        if found.log2_rate not in found.tested:
-            return None
-        lowest = math.isclose(found.log2_rate, found.tested[0])
-        wanted = steps[0] - 1 if lowest else steps[-1] + 1
-        if not lowest and not math.isclose(found.log2_rate, steps[-1]):
-            return None  # the next higher one was tried, and diverged
-    return wanted if first[0] - MAX_STEPS <= wanted <= first[-1] + MAX_STEPS else None

@@ -18,7 +18,8 @@ from muscale.cli import app
 from muscale.plans.costs import cost_of, estimate, with_device_hours, with_total
 from muscale.proxies import ladder
 from muscale.proxies.comparison import Comparison, compare, latest_comparison
-from muscale.proxies.variants import first_steps, next_step, policy, stems_of, variants, widths_of
+from muscale.proxies.variant_rates import first_steps, next_step
+from muscale.proxies.variants import policy, stems_of, variants, widths_of
 from muscale.store.statements import find
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.training.numerics import Numerics
