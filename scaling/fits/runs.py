@@ -239,28 +239,16 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         raise ValueError(
             f"loss must be at least {LEAST_LOSS:g}, got {table['loss'][first]:g} in row {row_name(runs, first)}"
         )
-    stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
-    if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
-        raise ValueError(f"stem must be the name of a training run, got {odd[0]!r}")
-    if "stem" in runs:
-        require_filled(considered, "stem")
-    rows = pd.DataFrame({**table, "stem": stem.array}, index=runs.index)
+    rows = pd.DataFrame({**table, "stem": _stems(runs, considered).array}, index=runs.index)
 
     if "regret" in runs:
         regret = floats("regret", inclusive=True)
         for i in np.flatnonzero(open_ & (regret > max_regret)):
             reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
     if "annealed" in runs:
-        annealed = runs["annealed"]
-        sound = all(pd.api.types.is_hashable(value) for value in annealed[open_])
-        if not sound or not annealed[open_].isin([True, False]).all():
-            raise ValueError(
-                f"annealed must be True or False in every row, got {annealed[open_].astype(str).unique().tolist()[:5]}"
-            )
-        reason[open_ & ~annealed.isin([True]).to_numpy()] = UNANNEALED
+        reason[np.flatnonzero(open_)[_unannealed(considered["annealed"])]] = UNANNEALED
 
     notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
-
     kept = np.flatnonzero(reason == "")
     left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
     kept = kept[np.lexsort([table[name][kept] for name in ("loss", "n_tokens", "n_params")])]
@@ -278,6 +266,26 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
             *(text for column, text in ASSUMED.items() if column not in runs),
         ),
     )
+
+
+def _stems(runs: pd.DataFrame, considered: pd.DataFrame) -> pd.Series:
+    """The training run of each row, [K]; a run of its own where the table does not say."""
+    if "stem" not in runs:
+        return pd.Series(np.arange(len(runs)))
+    if odd := [name for name in runs["stem"] if not pd.api.types.is_hashable(name)]:
+        raise ValueError(f"stem must be the name of a training run, got {odd[0]!r}")
+    require_filled(considered, "stem")
+    return runs["stem"]
+
+
+def _unannealed(annealed: pd.Series) -> NDArray[np.bool_]:
+    """Whether each run ended before its schedule did, [K]."""
+    sound = all(pd.api.types.is_hashable(value) for value in annealed)
+    if not sound or not annealed.isin([True, False]).all():
+        raise ValueError(
+            f"annealed must be True or False in every row, got {annealed.astype(str).unique().tolist()[:5]}"
+        )
+    return np.asarray(~annealed.isin([True]))
 
 
 def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
