@@ -1,4 +1,4 @@
-"""What is known of a study: where it lies, and what its finished trainings say. Nothing here trains."""
+"""A study as far as it is known: its place, and the results of its finished trainings. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scaling import ScalingFit, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class StudyContents:
-    """What pages, bundles and trackers read of a study.
+    """The parts of a study that pages, bundles and trackers read.
 
     Attributes:
         ledger: Everything that the study knows; it lies in, or points from, the study's directory.

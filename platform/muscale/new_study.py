@@ -35,7 +35,7 @@ _SHOWN_FILES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class NewStudy:
-    """What was written, and how the text compares with what the file's budgets ask for.
+    """The files written, and the text's size beside what the study file's budgets ask for.
 
     Attributes:
         source: Of the corpus; None where the file's own was kept.

@@ -196,7 +196,7 @@ def format_resources(amounts: Mapping[str, float]) -> str:
 
 
 def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """How many workers nodes have room for, by all that they have, as Ray Train reckons.
+    """Number of workers that nodes have room for, by all that they have, as Ray Train reckons.
 
     Args:
         each: Resources of a worker; of one at least more than 0.

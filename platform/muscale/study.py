@@ -287,7 +287,7 @@ class Study(Result):
         return registered
 
     def _band(self, plan: Plan) -> Band:
-        """What is expected of a registered plan's loss along its run; registered with it, before the first step."""
+        """Band of a registered plan's loss along its run; registered with it, before the first step."""
         known = registered_band(plan.key, self.ledger)
         return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
 

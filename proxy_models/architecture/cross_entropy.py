@@ -118,7 +118,7 @@ for _schema in (
 
 
 def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, first: int | None, summed: bool) -> Tensor:
-    """Of each position, in fp32: its logits' log-sum-exp, that of the target (0 on a rank without it), and the logits' sum."""
+    """Numbers of each position, in fp32: its logits' log-sum-exp, the target's logit (0 on a rank without it), and the logits' sum."""
     statistics = hidden.new_empty((2 + summed, len(hidden)), dtype=torch.float32)
     for part in _chunks(len(hidden), len(weight)):
         logits = multiply(hidden[part], weight.t()).float()

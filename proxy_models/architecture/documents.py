@@ -53,7 +53,7 @@ def document_blocks(documents: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and which, those first; for all heads."""
+    """Number of the key blocks of each block of queries, and which, those first; for all heads."""
     blocks = blocks[:, None].int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 

@@ -149,7 +149,7 @@ def parameter_shapes(member: Member) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted(Family):
-    """Those members of a family that were counted, for what only reads."""
+    """The counted members of a family, for readers that do not import it."""
 
     of: ModuleConfig
 

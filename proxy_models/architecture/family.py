@@ -46,7 +46,7 @@ class FamilyError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """How to build a model of any width and depth; subclasses are frozen dataclasses whose fields are `model.args`.
+    """Builder of a model of any width and depth; subclasses are frozen dataclasses whose fields are `model.args`.
 
     Attributes:
         context_length: Tokens in one training sequence.

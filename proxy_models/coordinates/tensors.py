@@ -1,4 +1,4 @@
-"""What the check asks of tensors instead of activations: norms by the largest singular value, and multipliers that act.
+"""Checks of tensors instead of activations: norms by the largest singular value, and multipliers that act.
 
 A module's output hides a tensor whose part in it is small, and a tensor that is used by a function has no output of its own.
 Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)

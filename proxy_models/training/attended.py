@@ -1,4 +1,4 @@
-"""How far attention reaches in a training that keeps documents apart: what its FLOPs are counted from."""
+"""Length that attention reaches in a training that keeps documents apart, from which its FLOPs are counted."""
 
 from __future__ import annotations
 

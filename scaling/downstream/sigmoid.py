@@ -239,7 +239,7 @@ def _fitted(loss: Array, value: Array, start: Array, bounds: tuple[Array, Array]
 
 
 def _independent(residual: Array, stems: NDArray[np.int64]) -> Array:
-    """How many independent rows each row stands for, [K]: one over the design effect of its stem (Kish 1965, sec. 5.4).
+    """Number of independent rows that each row stands for, [K]: one over the design effect of its stem (Kish 1965, sec. 5.4).
 
     The correlation of two residuals of a stem is the mean of their products over the variance.
     """

@@ -97,7 +97,7 @@ class MixtureFit(MixtureLaw):
 
     @property
     def about(self) -> str:
-        """What the law rests on."""
+        """Basis of the law."""
         scale = {name: span(self.scales[name].min(), self.scales[name].max()) for name in self.varying}
         about = {
             "runs": f"{len(self.weights)} over {len(self.domains)} domains",

@@ -47,7 +47,7 @@ class Objective:
         return self.fit.inputs(weights, self.scale)
 
     def mean(self, weights: Array) -> Array:
-        """Of mixtures [p, m], [p]."""
+        """Mean of the objective at mixtures [p, m], [p]."""
         at = self.at(weights)
         parts = [c * p.loss(p.mean(at)) for c, p in zip(self._shares, self.processes, strict=True)]
         return np.asarray(np.sum(parts, axis=0))

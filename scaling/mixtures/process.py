@@ -144,7 +144,7 @@ class Process:
         return self.response - self.spread * self._solved * variance, self.spread * np.sqrt(variance)
 
     def cross_fitted(self) -> tuple[Array, Array]:
-        """As `left_out`, of the `judged_rows`, by lengths and variances that did not see the run.
+        """Predictions as `left_out`, of the `judged_rows`, by lengths and variances that did not see the run.
 
         With the lengths fitted to them, 100 runs over 17 domains are predicted too well: 84 % lay within a 90 % interval.
         """
@@ -209,7 +209,7 @@ def _half_squares(p: Array, r: Array) -> Array:
 
 
 def _negative_log_density(at: Inputs, target: Array, numbers: Array) -> tuple[float, Array]:
-    """Of the responses and the prior, up to a constant, with its gradient."""
+    """Negative log density of the responses and the prior, up to a constant, with its gradient."""
     from scipy.linalg import lapack
 
     (n, m), q = at.x.shape, at.s.shape[1]

@@ -19,7 +19,7 @@ from scaling.variants.verdicts import Outcome
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VariantComparison(JsonResult):
-    """What each variant is worth at the target.
+    """Worth of each variant at the target.
 
     Attributes:
         baseline: name of the variant that all are held against.
@@ -86,7 +86,7 @@ class VariantComparison(JsonResult):
 
     @property
     def about(self) -> str:
-        """What the table rests on, and the runs that would decide."""
+        """Basis of the table, and the runs that would decide."""
         table = self.table
         looked = f" over {self.n_looks} looks" if self.n_looks > 1 else ""
         about = {

@@ -150,7 +150,7 @@ class Gains:
         return np.asarray(OFFSET_SD**2 + slope_sd[:, None, None] ** 2 * changes)
 
     def _covariance(self, scales: Array) -> Array:
-        """Of the measured, [n_noises, n_slopes, J, J]."""
+        """Covariance of the measured, [n_noises, n_slopes, J, J]."""
         noise = np.multiply.outer(scales**2, self.unit_noise)
         return self._prior(self.x, self.x, _slope_sds()) + noise[:, None]
 
@@ -229,7 +229,7 @@ def _slope_sds() -> Array:
 
 
 def normal_quantile(p: float) -> float:
-    """Of the standard normal distribution."""
+    """Quantile of the standard normal distribution."""
     from scipy.special import ndtri
 
     return float(ndtri(p))

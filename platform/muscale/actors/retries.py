@@ -11,7 +11,7 @@ MOST_LOST = 3
 
 
 class LostWorkers:
-    """How many workers each training has lost since it last came further."""
+    """Counts the workers that each training has lost since it last came further."""
 
     def __init__(self) -> None:
         self._lost: Counter[Hashable] = Counter()

@@ -259,7 +259,7 @@ class Bundle(Result):
         return (self.path / CONTINUED).exists()
 
     def __str__(self) -> str:
-        """Its path, hash, forecast and measured loss; with an average, both losses."""
+        """Path, hash, forecast and measured loss; with an average, both losses."""
         name, tell = (CONTINUED, _format_continuation) if self._is_continuation else (FORECAST, _format_forecast)
         lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():

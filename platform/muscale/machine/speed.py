@@ -1,4 +1,4 @@
-"""How fast this machine trains a study's base model, and so how long the study's proxies take at most."""
+"""Speed at which this machine trains a study's base model, and so the time that the study's proxies take at most."""
 
 from __future__ import annotations
 

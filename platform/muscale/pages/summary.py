@@ -175,7 +175,7 @@ def lineage(contents: ReportContents) -> list[Step]:
 
 
 def _begun(contents: ReportContents) -> tuple[str | None, str | None]:
-    """What the lineage shows of a full run without a measured loss."""
+    """The lineage's row of a full run without a measured loss."""
     tokens = contents.trained_tokens
     return (None, f"{tokens / contents.plan['n_tokens']:.0%} trained") if contents.plan and tokens else _OPEN
 

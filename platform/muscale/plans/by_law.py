@@ -1,4 +1,4 @@
-"""How far the full run's axes lie from the proxies', and how far each value that depends on one is covered."""
+"""Distances of the full run's axes from the proxies', and the distance to which each value that depends on one is covered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Axis = Literal["tokens", "batch", "tokens per parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """How far a value may be taken along an axis.
+    """The distance that a value may be taken along an axis.
 
     Attributes:
         axis: That its best value moves with.

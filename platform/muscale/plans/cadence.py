@@ -1,4 +1,4 @@
-"""How often a full run saves and evaluates itself: plain numbers, no part of the run's key or of its forecast."""
+"""Intervals at which a full run saves and evaluates: plain numbers, no part of the run's key or of its forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage would cost at most, from the study file alone: the dry run before anything is spent."""
+"""Upper bounds of each stage's cost, from the study file alone: the dry run before anything is spent."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _variants(config: StudyConfig) -> pd.DataFrame:
 
 
 def _numerics(config: StudyConfig) -> Numerics:
-    """Of the study at its base shape, on a corpus that need not be there yet."""
+    """Numerics of the study at its base shape, on a corpus that need not be there yet."""
     return Numerics(
         model=config.model,
         base=config.model,

@@ -1,4 +1,4 @@
-"""What has to hold before a full run is paid for: a line each, with what was compared and, where it does not hold, what to do.
+"""Conditions of a full run, checked before it is paid for: a line each, with what was compared and, where it fails, what to do.
 
 The checks take plain values; `muscale.full_runs.promote.dry_run` finds these for a study.
 """

@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Its keys of [promote]."""
+        """The layout's keys of [promote]."""
         own = self.parallelism
         return dict(zip(LAYOUT, (own.sharding, own.tensor_parallel, own.checkpointing), strict=True))
 

@@ -1,4 +1,4 @@
-"""What to add to the ladder: those of the runs that the family, the corpus and the schedule allow that tell the plan's loss best."""
+"""Runs to add to the ladder: of those that the family, the corpus and the schedule allow, the ones that tell the plan's loss best."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class NextStems(Result):
 
     @property
     def advice(self) -> str:
-        """What the runs would do and how to train them, without their table."""
+        """Effect of the runs and how to train them, without their table."""
         return "\n".join([*self._about, *self._how])
 
     def __str__(self) -> str:

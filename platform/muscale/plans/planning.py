@@ -36,7 +36,7 @@ _OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # rather than of its decisi
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Recorded):
-    """What promotion takes.
+    """The full run that promotion trains.
 
     Attributes:
         key: Hash of everything the plan was made from.
@@ -131,7 +131,7 @@ def format_value(value: Any) -> str:
 
 
 def format_decision(decision: dict[str, Any]) -> list[str]:
-    """What a plan's size rests on, a line each."""
+    """Reasons for a plan's size, a line each."""
     near = [f"{size['n_params']:,.0f} ({_shape(size)}, +{size['loss_above_best']:.2%})" for size in decision["near"]]
     sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
     by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
@@ -293,7 +293,7 @@ def _key(config: StudyConfig, fit: ScalingFit, model: Member, hyperparameters: H
 
 
 def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
-    """How far beyond its grids the horizon law is used, and the horizon that would reach further; "" within them."""
+    """Factor beyond its grids at which the horizon law is used, and the horizon that would reach further; "" within them."""
     times = n_tokens / horizon.n_tokens_range[1]
     if times <= 1:
         return ""
@@ -307,7 +307,7 @@ def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
 
 
 def data_hashes(corpus: Corpus) -> dict[str, str]:
-    """What tells this corpus from any other, and what it was tokenized by: of a mixture, of each of its sources."""
+    """Hashes of the corpus and of its tokenizer, of a mixture those of each source."""
     tokenizers = sorted({str(files.manifest["tokenizer"]) for files in corpus.sources.values()})
     return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
 

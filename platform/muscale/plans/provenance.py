@@ -50,7 +50,7 @@ class HyperparameterProvenance:
 
     @property
     def transfer(self) -> TransferClass | None:
-        """Its class; None for a name that has none."""
+        """The hyperparameter's class; None for a name that has none."""
         return TRANSFERABILITY[self.name].transfer if self.name in TRANSFERABILITY else None
 
     @property

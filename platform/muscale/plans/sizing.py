@@ -150,7 +150,7 @@ def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:
 
 
 def epochs(corpus: Corpus, n_tokens: float) -> float:
-    """How often a run of `n_tokens` sees its source, of a mixture the mean over the run's tokens; 0 where nothing is known."""
+    """Times that a run of `n_tokens` sees its source, of a mixture the mean over the run's tokens; 0 where nothing is known."""
     if not corpus.sources:
         return 0.0
     seen = corpus.epochs(max(1, round(n_tokens)))

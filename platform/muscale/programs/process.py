@@ -37,7 +37,7 @@ if os.getppid() == int(sys.argv[1]):  # else it was killed before
 
 
 class TrainerStatus(StrEnum):
-    """How a training ended."""
+    """The end of a training."""
 
     FINISHED = "finished"
     DIVERGED = "diverged"

@@ -1,1 +1,1 @@
-"""What is trained small beside the sweep: grids of the transfer check, the ladder, variants."""
+"""Small trainings beside the sweep: grids of the transfer check, the ladder, variants."""

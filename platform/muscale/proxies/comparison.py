@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison(JsonResult):
-    """What the study's variants are worth at its target.
+    """Worth of the study's variants at its target.
 
     Attributes:
         outcome: Multipliers, verdicts and next runs.
@@ -65,7 +65,7 @@ class Comparison(JsonResult):
 
     @property
     def about(self) -> str:
-        """What the verdicts rest on, the runs that would decide, and how each variant was tuned."""
+        """Basis of the verdicts, the runs that would decide, and how each variant was tuned."""
         return f"{self.outcome.about}\n{self._tuning}"
 
     def __str__(self) -> str:

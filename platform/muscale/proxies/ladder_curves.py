@@ -1,4 +1,4 @@
-"""What the ladder's runs recorded on their way: the training loss of every step, the held-out loss where a segment ends."""
+"""Loss curves of the ladder's runs: the training loss of every step, the held-out loss where a segment ends."""
 
 from __future__ import annotations
 

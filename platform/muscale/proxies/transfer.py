@@ -119,7 +119,7 @@ def conclude(
 
 
 def horizon_of(verdict: Verdict) -> HorizonLaw:
-    """How the best rate falls with the training tokens.
+    """The law by which the best rate falls with the training tokens.
 
     Raises:
         StageError: If the grids do not say; the message names what would.

@@ -25,7 +25,7 @@ class Observation:
 
 
 class Known(Protocol):
-    """What a searcher reads."""
+    """The record as a searcher reads it."""
 
     @property
     def space(self) -> Space:

@@ -1,4 +1,4 @@
-"""How a full run is laid over its ranks: plain numbers and rules, without torch.
+"""Layout of a full run over its ranks: plain numbers and rules, without torch.
 
 None of it enters a run's identity: the losses are the same but for rounding, and a checkpoint of one layout is resumed by any other.
 """

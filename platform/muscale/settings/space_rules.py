@@ -36,7 +36,7 @@ def invalid_batches(config: StudyTables) -> Iterator[str]:
 
 
 def space_errors(config: StudyTables) -> Iterator[str]:
-    """What [sweep.space] can't search."""
+    """Hyperparameters and values of [sweep.space] that can't be searched."""
     h, space = config.hyperparameters, config.sweep.space
     for name in space:
         if name not in {field.name for field in fields(Hyperparameters)}:

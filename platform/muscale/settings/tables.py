@@ -205,7 +205,7 @@ class StudyTables(StrictTable):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What identifies the study: its corpus, or the name of what a trainer reads itself, its base and its parametrization."""
+        """Identity of the study: its corpus, or the name of what a trainer reads itself, its base and its parametrization."""
         values = self.to_dict()
         data = {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
         model = {f"model.{name}": value for name, value in values["model"].items()}

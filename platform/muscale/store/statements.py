@@ -1,4 +1,4 @@
-"""What a storage runs for the ledger: functions of a connection with plain arguments, so that another process can run them.
+"""The ledger's SQL: functions of a connection with plain arguments, so that a storage can have another process run them.
 
 Each may be run twice when its answer was lost, with the effect of once.
 """

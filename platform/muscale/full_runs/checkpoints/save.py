@@ -169,7 +169,7 @@ class Checkpoints(CheckpointFolder):
 
 
 def staging_options(device: torch.device) -> StagingOptions:
-    """How a device's state is copied to the host: from a GPU at once, into pinned memory."""
+    """Options of a device's copy to the host: from a GPU at once, into pinned memory."""
     on_gpu = device.type == "cuda"
     return StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu

@@ -271,7 +271,7 @@ def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
 
 
 def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:
-    """What the held-out split lacks for evaluations at the run's context, "" if nothing."""
+    """Message about a held-out split that is too short for evaluations at the run's context, "" if it is not."""
     from proxy_models.data.batches import evaluation_sets
 
     try:

@@ -76,7 +76,7 @@ class PlannedWorker:
 
     @cached_property
     def device(self) -> Device:
-        """Its device."""
+        """The worker's device."""
         return device_of(self.config)
 
     @property

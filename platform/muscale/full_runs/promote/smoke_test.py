@@ -85,7 +85,7 @@ class SmokeTest(Recorded):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all workers together, in steps."""
+        """Speed of all workers together, in steps."""
         return self.batch_tokens / self.step_seconds
 
     @property
@@ -243,7 +243,7 @@ def _process_peak() -> int:
 
 
 def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[str, Any]:
-    """What the two launches, of which the second took `wall` seconds, have written: the measured fields of `SmokeTest`."""
+    """The measured fields of `SmokeTest`, from the files of the two launches, of which the second took `wall` seconds."""
     if not (directory / RESULT).exists():
         raise StageError(f"smoke test: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())

@@ -36,7 +36,7 @@ _DEVICE_WORDS = re.compile(r"\bCUDA\b|cudnn|cublas|\bECC\b|\bHIP error|out of me
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an attempt ended on a rank; `error` is its type and message without numbers, which vary."""
+    """The end of an attempt on a rank; `error` is its type and message without numbers, which vary."""
 
     attempt: int
     step: int
@@ -106,7 +106,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def failures(directory: Path) -> list[Failure]:
-    """How the attempts of a run ended, as recorded by its ranks; a killed attempt records nothing."""
+    """The ends of a run's attempts, as recorded by its ranks; a killed attempt records nothing."""
     attempt, found = 0, []
     for record in json_lines.read(directory / ATTEMPTS):
         attempt += record["event"] == "start"

@@ -144,7 +144,7 @@ def loss_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
 
 
 def step_checks(found: Measurement) -> Iterator[Check]:
-    """What the trace says: that FSDP2 is there, that attention is fused, and that the host does not wait."""
+    """Findings of the trace: FSDP2 is there, attention is fused, and the host does not wait."""
     if found.trace is None:
         return
     trace, where = found.trace, _where(found)

@@ -1,4 +1,4 @@
-"""What the trace of a few steps says: units of FSDP2, collectives of weights and gradients, attention's kernels, waits of the host.
+"""Reads the trace of a few steps: units of FSDP2, collectives of weights and gradients, attention's kernels, waits of the host.
 
 The trace is that of `promote.profile`: torch's profiler (Kineto) writes operators with their shapes on any device, and on a GPU
 the calls of CUDA's runtime if it can reach CUPTI.

@@ -115,7 +115,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a case came to.
+    """The result of a case.
 
     Attributes:
         seconds: From the start of its processes to their end.
@@ -137,12 +137,12 @@ class Measurement:
 
     @property
     def median_seconds(self) -> float:
-        """Of a step that is neither warming up nor traced."""
+        """Median time of the steps that are neither warming up nor traced."""
         return self._median(self.step_seconds)
 
     @property
     def median_mfu(self) -> float | None:
-        """Of such a step."""
+        """Median MFU of the same steps."""
         return self._median(self.mfu) if self.mfu else None
 
     def _median(self, of_steps: tuple[float, ...]) -> float:
