@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from muscale import StageError, StudyConfig
+from muscale import StageError
 from muscale.actors.corpus_hashes import changed_files
-from muscale.full_runs.promote.planned_worker import device_of
 from muscale.plans.device_lines import disk_line, memory_line
 from muscale.plans.gate import (
     Gate,
@@ -124,21 +122,6 @@ def test_what_no_rule_carries_must_be_stated() -> None:
     assert line.compared == (
         "2 by rule or fixed; explicit: mlp_dropout = 0.2; the study file's at every size: z_loss = 0.0001"
     )
-
-
-def test_the_device_is_the_accelerator_that_is_named_or_this_machine(
-    make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make_study()
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    here = device_of(StudyConfig.read(path))
-    assert (here.name, here.workers_on_it) == ("this machine", 2)
-    assert here.memory_bytes is not None
-    assert here.memory_bytes > 2**28
-    named = device_of(StudyConfig.read(path, ["resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"']))
-    assert (named.name, named.memory_bytes) == ("H100 SXM", 80e9)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert device_of(StudyConfig.read(path)).memory_bytes is None
 
 
 def test_bf16_needs_a_device_that_has_it_and_a_difference_from_the_proxies_is_reported() -> None:
