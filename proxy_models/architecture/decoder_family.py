@@ -70,16 +70,10 @@ class DecoderFamily(Family):
         return replace(self.config, d_model=width, n_layers=depth)
 
     def widths(self) -> Iterator[int]:
-        """Widths of whole groups of heads at which `mlp_ratio` is exact."""
-        step = self.config.head_dim * self.config.queries_per_kv
-        return (width for width in count(step, step) if float(width * self.config.mlp_ratio).is_integer())
-
-    def member_for(self, n_params: float, depth: int) -> ModelConfig:
-        widths = self.widths()
-        below = self.member(next(widths), depth)
-        while (above := self.member(next(widths), depth)).n_params < n_params:
-            below = above
-        return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
+        """Widths of whole groups of heads at which `mlp_ratio` is exact: the multiples of the least."""
+        heads = self.config.head_dim * self.config.queries_per_kv
+        step = next(width for width in count(heads, heads) if float(width * self.config.mlp_ratio).is_integer())
+        return count(step, step)
 
     def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:
         """Return the table of `parametrize`."""

@@ -212,16 +212,16 @@ class Family(ABC):
 
     def member_for(self, n_params: float, depth: int) -> Member:
         """The member whose `n_params` is nearest to the wanted one in ratio; few are counted."""
-        low, high = 0, 1
-        while self.member(high * self.width_step, depth).n_params < n_params:
+        step, low, high = next(self.widths()), 0, 1
+        while self.member(high * step, depth).n_params < n_params:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.member(middle * self.width_step, depth).n_params < n_params:
+            if self.member(middle * step, depth).n_params < n_params:
                 low = middle
             else:
                 high = middle
-        around = (self.member(number * self.width_step, depth) for number in (low, high) if number)
+        around = (self.member(number * step, depth) for number in (low, high) if number)
         return min(around, key=lambda member: abs(math.log(member.n_params / n_params)))
 
     def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:

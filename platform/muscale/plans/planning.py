@@ -109,7 +109,7 @@ class Plan(Recorded):
             f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
-            f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
+            f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.3g}× the largest run of the ladder",
             *(
                 f"  {name} = {format_value(getattr(self.hyperparameters, name))}  ({rule})"
                 for name, rule in self.rules.items()

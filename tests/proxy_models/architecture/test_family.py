@@ -7,6 +7,7 @@ import json
 import linecache
 import sys
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
-from proxy_models.architecture.families import ModelFamily, build, family_of, load
+from proxy_models.architecture.families import MOST_SIZES, ModelFamily, build, family_of, load
 from proxy_models.architecture.family import Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.parametrization import TensorClass
@@ -143,6 +144,16 @@ def test_members_between_two_sizes_ascend_by_the_family_s_step() -> None:
     widths = [member.d_model for member in SCALED.between(2e4, 1e5)]
     assert widths == list(range(widths[0], widths[-1] + 1, 8))
     assert SCALED.for_params(2e4).d_model == widths[0]
+
+
+def test_between_sizes_far_apart_the_members_are_spread_in_ratio() -> None:
+    base = ModelConfig(vocab_size=256, context_length=64, d_model=48, n_layers=2, head_dim=16, mlp_ratio=8 / 3)
+    found = ModelFamily(base=base).between(1e6, 1e18)
+    assert len(found) <= MOST_SIZES
+    assert all(member.d_model % 48 == 0 for member in found), "an MLP of 8/3 widths is whole at every third head"
+    sizes = [member.n_params for member in found if member.n_params > 1e9]
+    assert max(after / before for before, after in pairwise(sizes)) < 1.02
+    assert found[-1].n_params == pytest.approx(1e18, rel=0.02)
 
 
 def test_a_width_between_steps_is_refused() -> None:
