@@ -202,6 +202,46 @@ def test_an_absent_server_ends_and_blocks_nothing_and_the_key_is_written_nowhere
     assert with_secret(tmp_path) == []
 
 
+STOPPED = """
+import sys
+from pathlib import Path
+import psutil
+from muscale.cli import entry
+from muscale.settings.tables import TrackingSettings
+from muscale.tracking.tracked import TrackedRun
+from muscale.tracking.trackers import make_mirror
+
+def stopped(_tokens):
+    run = TrackedRun(key="abc", name="n", kind="trial", group="g", config={}, summary={"loss": 1.0}, ended="finished")
+    with make_mirror(TrackingSettings(), Path(sys.argv[1])).following(lambda: [run]):
+        pass
+    children = psutil.Process().children(recursive=True)
+    assert children
+    for child in children:
+        child.terminate()
+    psutil.wait_procs(children, timeout=30)
+    raise KeyboardInterrupt
+
+entry.app = stopped
+sys.exit(entry.run([]))
+"""
+
+
+def test_a_job_that_was_stopped_ends_with_its_own_line_though_wandb_was_stopped_too(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(tmp_path)],
+        env=environment | {"WANDB_MODE": "offline"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
 def with_secret(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def run(tokens: Sequence[str]) -> int:
         return int(app(left) or 0)
     except KeyboardInterrupt:
         _say("interrupted; run the same command again to resume", debug=debug)
+        _end_wandb()
         return 130
     except BrokenPipeError as error:
         if _is_unread():
@@ -67,6 +69,13 @@ def run(tokens: Sequence[str]) -> int:
             _say(f"error: {message}", debug=debug)
             return 2
         return _fault(error, tokens, debug=debug)
+
+
+def _end_wandb() -> None:
+    """End the service of Weights & Biases, if any; its hook at exit writes a stack trace where `ray job stop` has ended it."""
+    if wandb := sys.modules.get("wandb"):
+        with suppress(ConnectionError, wandb.Error, KeyboardInterrupt):
+            wandb.teardown(130)
 
 
 def _options(tokens: Sequence[str]) -> list[str]:
