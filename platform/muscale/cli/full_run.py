@@ -60,10 +60,9 @@ def promote(
             study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then, trains=True
         )
     if options.dry_run and (plan or _is_begun(study)):
-        seen = replace(options, dry_run=False)
         return run_stage(
             study,
-            seen,
+            options,
             lambda opened: opened.dry_run(plan),
             None,
             failed=lambda result: not result.passed,
@@ -106,14 +105,13 @@ def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOpti
     if options.dry_run:
         from muscale.full_runs.continue_run.continuation import plan_continuation
 
-        seen = replace(options, dry_run=False)
         once_more = Ending(next=(options.line("continue", study, file),))
 
         def planned(opened: Study) -> Any:
             corpus = opened.corpus
             return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.shared_numerics(corpus))
 
-        return run_stage(study, seen, planned, None, ending=lambda *_: once_more, trains=True)
+        return run_stage(study, options, planned, None, ending=lambda *_: once_more, trains=True)
     return run_stage(
         study,
         options,

@@ -110,11 +110,10 @@ def gc(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
     """
     from muscale.store.retention import prune
 
-    removes = replace(options, dry_run=False)  # run_stage would print costs
     once_more = Ending(next=(options.line("gc", study),) if options.dry_run else ())
     return run_stage(
         study,
-        removes,
+        options,
         lambda opened: prune(opened.ledger, top_k=opened.config.sweep.top_k, dry_run=options.dry_run),
         None,
         ending=lambda *_: once_more,

@@ -38,7 +38,7 @@ def run_stage(
         path: The study file.
         options: Of the command line.
         stage: Calls the method.
-        name: Of the command, if a dry run prints its cost and that of the stages before it.
+        name: Of the command, if a dry run prints its cost and that of the stages before it; None: a dry run calls `stage` too.
         failed: Whether the result means exit code 1.
         ending: The last lines; not printed with --json.
         empty: Printed in place of a table without rows.
