@@ -103,6 +103,7 @@ def test_a_dry_run_needs_a_plan_and_a_smoke_test_asks_no_gate(
     before = sorted(path.parent.rglob("*"))
     for options, message in (
         (("--smoke-test", "--force"), "--smoke-test cannot be combined with --force"),
+        (("--steps", "50"), "--steps 50 is for --smoke-test"),
         (("--smoke-test", "--dry-run"), "with --dry-run"),
         (
             ("--profile", "25:20", "--dry-run"),

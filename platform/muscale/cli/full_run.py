@@ -25,7 +25,7 @@ def promote(
     plan: Path | None = None,
     force: Flag = False,
     smoke_test: Flag = False,
-    steps: int = 5,
+    steps: int | None = None,
     prepare: Flag = False,
     profile: str | None = None,
     options: StageOptions = StageOptions(),
@@ -38,12 +38,14 @@ def promote(
         plan: A plan's key, or a file that `muscale plan` wrote, whose [resources] apply. By default the study file's plan.
         force: Continue despite failed conditions of the gate; the ledger records them.
         smoke_test: Only train, save and resume a few steps on the real devices, and estimate the wall time.
-        steps: Steps of each of the smoke test's two launches.
+        steps: Steps of each of the smoke test's two launches, by default 5.
         prepare: Only record the start of the run, and write the file that `muscale train` takes where there is no Ray.
         profile: Steps, such as 20:25, of which each worker writes a trace; sets promote.profile.
     """
     if profile is not None:
         options = replace(options, set=(*options.set, f'promote.profile="{profile}"'))
+    if steps is not None and not smoke_test:
+        raise StudyFileError(f"promote: --steps {steps} is for --smoke-test; the plan says how long a full run is")
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
@@ -56,8 +58,9 @@ def promote(
         return Ending(next=(options.line("promote", study, *plan_option),))
 
     if smoke_test:
+        length = {} if steps is None else {"steps": steps}
         return run_stage(
-            study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then, trains=True
+            study, options, lambda opened: opened.smoke_test(plan, **length), "promote", ending=then, trains=True
         )
     if options.dry_run and (plan or _is_begun(study)):
         return run_stage(
