@@ -1,13 +1,17 @@
 """Base class of results, and formats of numbers and ranges."""
 
 import html
+from typing import Any
 
 
 class Result:
-    """Base of every result: a notebook shows its `str()`."""
+    """Base of every result: a notebook and IPython's console show its `str()`."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
 
 
 def span(low: float, high: float, digits: int = 3) -> str:

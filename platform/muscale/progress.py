@@ -160,6 +160,7 @@ class Display:
 def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
     """Show the progress of a run in other processes by the last line of its metrics file."""
     done = threading.Event()
+    update((json_lines.last(metrics) or {}).get("tokens", 0), n_tokens, "tokens; waiting for workers")
 
     def follow() -> None:
         while not done.wait(1.0):

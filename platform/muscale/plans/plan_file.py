@@ -23,7 +23,7 @@ from muscale.plans.planning import Plan, format_decision
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
-from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
+from muscale.settings.strict import StrictTable, lists_to_tuples, rule_of, short_repr
 from muscale.settings.tables import ResourceSettings
 from muscale.settings.toml_file import inline, read_toml
 from muscale.store.ledger import Ledger
@@ -268,9 +268,7 @@ def _settings(kind: type[StrictTable], values: _Contents, path: Path) -> Any:
         key = ".".join(map(str, (EDITABLE, *detail["loc"])))
         if detail["type"] == "extra_forbidden":
             raise StageError(f"{path}: {key}: unknown key (value {short_repr(detail['input'])})") from error
-        raise StageError(
-            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {short_repr(detail['input'])}"
-        ) from error
+        raise StageError(f"{path}: {key}: {rule_of(detail)}, got {short_repr(detail['input'])}") from error
 
 
 def _without_none(value: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pydantic
 
 from muscale.errors import StudyFileError
@@ -39,7 +40,7 @@ class StudyConfig(StudyTables):
 
         Args:
             overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
-                TOML would hold it; `sweep.space` may be a `Space`.
+                TOML would hold it, which numpy's numbers and arrays and paths become; `sweep.space` may be a `Space`.
             trains: Import a model family of one's own that the file names, which runs its module, or run its [trainer];
                 without it the record of the members beside the file is read instead.
 
@@ -51,7 +52,9 @@ class StudyConfig(StudyTables):
         values = read_toml(path, StudyFileError, missing=missing, is_folder=is_folder)
         if {"run", "forecast"} <= values.keys():
             raise StudyFileError(f"{path}: is a plan's file; give the file of the study that the plan was made in")
-        for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
+        for key, value in (
+            _values(overrides).items() if isinstance(overrides, Mapping) else map(_parsed, as_set(overrides))
+        ):
             _override(values, key, value)
         return cls.from_dict(values, where=str(path), directory=path.parent, trains=trains)
 
@@ -155,11 +158,24 @@ def _space(table: Any, where: str) -> Space:
 
 
 def as_set(overrides: Overrides) -> tuple[str, ...]:
-    """The same settings, each as --set takes it."""
+    """The same settings, each as --set takes it; a text is one of them."""
+    if isinstance(overrides, str):
+        return (overrides,)
     if not isinstance(overrides, Mapping):
         return tuple(overrides)
-    plain = {key: value.to_dict() if isinstance(value, Space) else value for key, value in overrides.items()}
+    plain = {key: value.to_dict() if isinstance(value, Space) else value for key, value in _values(overrides).items()}
     return tuple(f"{key}={_as_toml(value)}" for key, value in plain.items())
+
+
+def _values(value: Any) -> Any:
+    """The same with Python's own numbers and text in place of numpy's and of paths, which a notebook has them in."""
+    if isinstance(value, Mapping) and not isinstance(value, Space):
+        return {key: _values(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_values(entry) for entry in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return str(value) if isinstance(value, Path) else value
 
 
 def _as_toml(value: Any) -> str:

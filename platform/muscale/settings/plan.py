@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, get_type_hints
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import StrictTable, rule_of
 from proxy_models.architecture.config import DROPPED, ModelConfig
 from proxy_models.architecture.families import M, ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -145,7 +145,7 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = pydantic.TypeAdapter(hints[name]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
-            raise ValueError(f"explicit.{name}: {error.errors()[0]['msg']}, got {value!r}") from error
+            raise ValueError(f"explicit.{name}: {rule_of(error.errors()[0])}, got {value!r}") from error
     return found
 
 

@@ -42,8 +42,21 @@ def format_errors(
         allowed: The model of the tables that may be there, or the allowed keys.
         separator: Between `where` and the key.
     """
-    details = [dict(detail) for detail in error.errors() if detail["input"] is not FAULTY]
+    details: list[dict[str, Any]] = [dict(detail) for detail in error.errors() if detail["input"] is not FAULTY]
+    inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    # A list with a faulty entry counts as too short, too.
+    details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
     return [_format_error(detail, where, allowed, separator) for detail in details]
+
+
+def rule_of(detail: Mapping[str, Any]) -> str:
+    """The rule that one of pydantic's errors states, as ours are worded."""
+    match detail["type"]:
+        case "tuple_type":
+            return "must be a list"
+        case "too_short":
+            return f"must have at least {detail['ctx']['min_length']} entry"
+    return str(detail["msg"]).removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
 def _format_error(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Sequence[str], separator: str) -> str:
@@ -56,7 +69,7 @@ def _format_error(detail: dict[str, Any], where: str, allowed: type[BaseModel] |
         return f"{where}{separator}{key}: unknown key (value {short_repr(value)}){_did_you_mean(str(name), keys)}"
     if detail["type"] == "missing":
         return f"{where}{separator}{key}: missing, a value is required"
-    rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
+    rule = rule_of(detail)
     location = f"{where}{separator}{key}" if key else where
     return f"{location}: {rule}, got {short_repr(value)}" if not isinstance(value, dict) else f"{location}: {rule}"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
@@ -137,6 +138,27 @@ def test_overrides_may_be_values_and_a_space(make_study: MakeStudy) -> None:
     assert config.sweep.space == space
     with pytest.raises(StudyFileError, match=r"sweep.trials.*'7'"):
         StudyConfig.read(make_study("b"), {"sweep.trials": "7"})
+
+
+def test_overrides_may_be_one_text_or_have_the_types_of_a_notebook(make_study: MakeStudy, tmp_path: Path) -> None:
+    path = make_study()
+    assert StudyConfig.read(path, "sweep.trials=7").sweep.trials == 7
+    given = {"sweep.trials": np.int64(7), "check.widths": np.array([16, 32, 64, 128]), "corpus.source": tmp_path}
+    config = StudyConfig.read(path, given)
+    assert (config.sweep.trials, config.check.widths, config.corpus.source) == (7, (16, 32, 64, 128), str(tmp_path))
+    assert StudyConfig.read(path, as_set(given)) == config
+    with pytest.raises(StudyFileError, match=r"sweep.trials: .*, got 7.5"):
+        StudyConfig.read(path, {"sweep.trials": np.float64(7.5)})
+
+
+def test_a_faulty_entry_of_a_list_is_one_fault(make_study: MakeStudy) -> None:
+    path = make_study()
+    with pytest.raises(StudyFileError) as caught:
+        StudyConfig.read(path, {"ladder.stems": [{"width": 16, "n_tokens": "4B"}]})
+    assert str(caught.value).count("\n") == 0
+    assert "ladder.stems.0.n_tokens" in str(caught.value)
+    with pytest.raises(StudyFileError, match=r"ladder.stems: .* 1 .*, got \(\)"):
+        StudyConfig.read(path, {"ladder.stems": []})
 
 
 def test_settings_from_python_are_formatted_as_set_takes_them() -> None:

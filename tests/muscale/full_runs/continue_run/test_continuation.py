@@ -233,7 +233,7 @@ def test_an_impossible_continuation_is_refused_with_file_key_rule_and_value(
         ("cooldwon_fraction = 0.1", "cooldwon_fraction: unknown key (value 0.1); did you mean cooldown_fraction?"),
         ("[parent]\ntoken = 5", "parent.token: unknown key (value 5); did you mean tokens?"),
         ("[corpus.sources.a]\npth = 'a'", "corpus.sources.a.pth: unknown key"),
-        ("learning_rate_factor = -1.0", "learning_rate_factor: Input should be greater than 0, got -1.0"),
+        ("learning_rate_factor = -1.0", "learning_rate_factor: must be greater than 0, got -1.0"),
         ("learning_rate_factor = 2.0\nlearning_rate = 0.1", "exclude each other, got 0.1 and 2.0"),
         (
             "schedule = 'cosine'\ncooldown_fraction = 0.1",
@@ -241,7 +241,7 @@ def test_an_impossible_continuation_is_refused_with_file_key_rule_and_value(
         ),
         ("final_fraction = 0.2", 'final_fraction is for schedule cosine, got 0.2 with "wsd"'),
         ("optimizer = 'lion'", "needs learning_rate, as rates of two optimizers are not comparable"),
-        ("schedule = 'step'", "schedule: Input should be 'wsd'"),
+        ("schedule = 'step'", "schedule: must be 'wsd'"),
         ("[corpus.sources.a]\npath = 'a'", "corpus.sources.a.weight: missing, a value is required"),
     ],
 )
