@@ -55,7 +55,8 @@ def rule_of(detail: Mapping[str, Any]) -> str:
         case "tuple_type":
             return "must be a list"
         case "too_short":
-            return f"must have at least {detail['ctx']['min_length']} entry"
+            least = detail["ctx"]["min_length"]
+            return f"must have at least {least} {'entry' if least == 1 else 'entries'}"
     return str(detail["msg"]).removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
