@@ -321,6 +321,8 @@ class Study(Result):
     def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
         """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
 
+        A run that was trained to its end is not trained again, also where a later fit has made another plan of it.
+
         Args:
             plan: One of `plan()`, registered where it is not yet; or the path of a plan's file or its key, and then the file's
                 [resources] hold; by default the study file's.
@@ -331,7 +333,14 @@ class Study(Result):
                 would come again, or more often than promote.max_failures, or was stopped as promote.on_alarm says.
             PreemptedError: If this process was preempted; the workers have saved.
         """
-        plan, config = self._to_promote(plan, register=True)
+        planned, config = self._to_promote(plan, register=False)
+        own = promotion.recorded_promotion(self.ledger, planned.key)
+        if own is None and (same := promotion.promotion_of_same_run(planned, config, self.ledger, self._numerics)):
+            self._display.line(
+                f"plan {planned.key}: this run was trained as plan {same.plan}, by whose forecast it is scored"
+            )
+            return same
+        plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):
             return known
         seen = self._admitted(plan, config, force=force)

@@ -85,11 +85,20 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
         assert undisturbed.plan().key == resumed.plan().key
 
     check_that_another_budget_is_another_plan(resumed, promotion)
+    check_that_another_forecast_trains_no_run_again(killed, promotion)
 
     trained = segments(ledger)
     again = Study.open(killed, quiet=True)
     assert again.run(force=True) == promotion
     assert segments(ledger) == trained
+
+
+def check_that_another_forecast_trains_no_run_again(path: Path, promotion: Promotion) -> None:
+    later = Study.open(path, ["plan.level=0.8"], quiet=True)
+    plan = later.plan()
+    assert plan.key != promotion.plan
+    assert later.promote(plan) == promotion
+    assert later.ledger.forecast(plan.key) is None, "its loss is known"
 
 
 def check_promotion(study: Study, promotion: Promotion) -> None:

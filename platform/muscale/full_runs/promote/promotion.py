@@ -21,8 +21,11 @@ from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, SpikeHandling
+from muscale.store.statements import find
 from muscale.store.tables import ResultKind, runs, segments
 from proxy_models.training.numerics import Numerics
+
+_LABEL = "plan "  # of the full run among the ledger's runs, before the plan's key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +202,19 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
     return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))
 
 
+def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics) -> Promotion | None:
+    """The promotion of another plan that trained this plan's run to its end, None if there is none.
+
+    A later fit makes another plan of the same run, whose loss is known by then: it is neither trained again nor forecast.
+    """
+    trained = plan.chain(replace(numerics, guard=config.promote.guard)).key
+    others = [
+        run["label"].removeprefix(_LABEL) for run in ledger.read(find, "runs", {"purpose": "full", "key": trained})
+    ]
+    found = (recorded_promotion(ledger, other) for other in others if other != plan.key)
+    return next((promotion for promotion in found if promotion), None)
+
+
 def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
     """Refuse settings about spikes that are not the plan's."""
     ours = config.promote.spike_handling
@@ -224,7 +240,7 @@ def _record_run(
         seconds=outcome["seconds"],
         environment=outcome["environment"],
     )
-    job = Job(purpose="full", label=f"plan {plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
+    job = Job(purpose="full", label=f"{_LABEL}{plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
     if recorded := ledger.outcome(chain):
         ledger.insert(runs, **job.row(recorded))
 
