@@ -239,6 +239,9 @@ class CoordinateCheck:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, sizes that are not finite as null; the verdict is derived again on reading."""
         measurements = self.measurements.to_dict("list")

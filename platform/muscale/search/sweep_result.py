@@ -17,6 +17,7 @@ from muscale.search.rung_optima import RungOptima, edge_messages
 from muscale.search.sweep_tables import COST, config_of, format_narrowing, format_values
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Finalists, Importance, ScalingError, hyperparameter_importance, pareto_front
+from scaling.presentation import Result
 from scaling.serialization import converter
 from search_spaces import Space
 
@@ -28,7 +29,7 @@ MIN_VALUES = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SweepResult:
+class SweepResult(Result):
     """Result of a sweep.
 
     Attributes:
