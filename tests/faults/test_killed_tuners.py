@@ -61,9 +61,9 @@ def test_a_killed_tuner_run_again_trains_no_segment_twice(make_study: Callable[.
     assert driver.ends() == 0, driver.log.read_text()
     assert_kept(before, rows(ledger))
     assert kills
-    assert before["segments"] < rows(ledger)["segments"]
-    assert 0 <= trained_tokens(study) - recorded(ledger) <= kills * IN_FLIGHT * LONGEST
-    done = trained_tokens(study)
+    lost = trained_tokens(study) - recorded(ledger)
+    assert 0 <= lost <= kills * IN_FLIGHT * LONGEST
     driver = Driver(study, program=program)
     assert driver.ends() == 0, driver.log.read_text()
-    assert trained_tokens(study) == done, "all is known"
+    # Known results come at once, in another order, and so Tune's ASHA may let another trial go on.
+    assert trained_tokens(study) - recorded(ledger) == lost, "nothing known was trained"
