@@ -66,7 +66,7 @@ def measured_speed(config: StudyConfig) -> float:
     """
     model, h, resources = config.model, config.hyperparameters, config.resources
     with tempfile.TemporaryDirectory(prefix="muscale-speed-") as folder:
-        ids = np.random.default_rng(0).integers(model.vocab_size, size=16 * (model.context_length + 1), dtype=np.uint32)
+        ids = np.random.default_rng(0).integers(model.vocab_size, size=16 * (model.context_length + 1))
         ids.astype("<u4").tofile(path := Path(folder) / "ids.bin")
         source = Source(path=str(path), kind="tokens", dtype="uint32", vocab_size=model.vocab_size)
         corpus = write_corpus(Path(folder) / "corpus", source, validation_fraction=0.5)
