@@ -6,7 +6,7 @@ that they were used is recorded with the sweep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
 from scaling.fits.runs import read_table
-from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 
 TABLES = (".csv", ".parquet", ".jsonl")
 _SCALES = ("n_params", "n_tokens")
@@ -56,7 +56,14 @@ def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int)
             f"sweep: {source}: no column {', '.join(missing)}; results need loss and every searched hyperparameter, "
             f"got {', '.join(map(str, table.columns))}"
         )
-    found = pd.DataFrame({name: _values(source, table, name, space[name]) for name in space.searched})
+    fixed = {name: each.value for name, each in space.items() if isinstance(each, Fixed)}
+    active = [space.active(fixed | row) for row in table.to_dict("records")]
+    found = pd.DataFrame(
+        {
+            name: _values(source, table, name, space[name], [name in names for names in active])
+            for name in space.searched
+        }
+    )
     for name, own in zip(_SCALES, (n_params, n_tokens), strict=True):
         found[name] = _positive(source, table, name) if name in table.columns else float(own)
     found["loss"] = _positive(source, table, "loss", or_nan=True)
@@ -86,10 +93,19 @@ def _read(source: Path) -> pd.DataFrame:
             raise StageError(f"sweep: {error}") from error
     from muscale.importers.optuna_study import open_study, results_of
 
-    return results_of(open_study(str(source)))
+    study = open_study(str(source))
+    if study.maximises:
+        raise StageError(
+            f"sweep: {source}: results must be losses, of which the least is best; the study {study.name!r} maximises; "
+            f"write its trials to a table with a column loss"
+        )
+    return results_of(study)
 
 
-def _values(source: Path, table: pd.DataFrame, name: str, distribution: Distribution) -> list[Any]:
+def _values(
+    source: Path, table: pd.DataFrame, name: str, distribution: Distribution, active: Sequence[bool]
+) -> list[Any]:
+    """Return a hyperparameter's values, None in the rows where it is inactive, whose cells are not looked at."""
     values: list[Any] = table[name].tolist()
     rules: Mapping[type[Distribution], Any] = {
         Uniform: lambda v: isinstance(v, int | float),
@@ -102,6 +118,8 @@ def _values(source: Path, table: pd.DataFrame, name: str, distribution: Distribu
     if rule is None:
         raise StageError(f"sweep: {source}: {name}: results over a {distribution.kind} are not read from outside")
     for row, value in enumerate(values):
+        if not active[row]:
+            continue
         if isinstance(value, bool) and not isinstance(distribution, Choice):
             value = str(value)
         if (isinstance(value, float) and not np.isfinite(value)) or not rule(value):
@@ -109,7 +127,8 @@ def _values(source: Path, table: pd.DataFrame, name: str, distribution: Distribu
                 f"sweep: {source}: {name}: must be a value for {distribution.kind} {distribution}, though it may lie "
                 f"beyond its bounds; got {value!r} in row {row}"
             )
-    return [round(v) for v in values] if isinstance(distribution, Integer) else values
+    read = round if isinstance(distribution, Integer) else lambda value: value
+    return [read(value) if there else None for value, there in zip(values, active, strict=True)]
 
 
 def _positive(source: Path, table: pd.DataFrame, name: str, *, or_nan: bool = False) -> np.ndarray[Any, Any]:

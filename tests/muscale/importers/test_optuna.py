@@ -223,6 +223,26 @@ def test_faulty_results_are_refused_with_file_column_and_value(
         outside_results(path, SPACE, n_params=1000, n_tokens=1000)
 
 
+def test_inactive_cells_of_a_conditional_space_are_not_looked_at(tmp_path: Path) -> None:
+    tau = {"distribution": "log_uniform", "low": 0.01, "high": 1.0, "when": {"optimizer": ["adamw"]}}
+    space = Space.from_dict({"optimizer": {"distribution": "choice", "values": ["adamw", "lion"]}, "tau": tau})
+    path = tmp_path / "results.csv"
+    path.write_text("optimizer,tau,loss\nadamw,.1,2.9\nlion,,2.88\nlion,0,2.87\n")
+    found = outside_results(path, space, n_params=1000, n_tokens=1000)
+    assert found["tau"].notna().tolist() == [True, False, False]
+    assert found["loss"].tolist() == [2.9, 2.88, 2.87]
+
+
+def test_a_study_that_maximises_informs_no_searcher(tmp_path: Path) -> None:
+    for direction in ("maximize", "minimize"):
+        study = optuna.create_study(storage=f"sqlite:///{tmp_path / direction}.db", direction=direction)
+        study.optimize(lambda trial: 1 + trial.suggest_float("learning_rate", 0.001, 0.1, log=True), n_trials=2)
+    space = Space({"learning_rate": LogUniform(low=0.001, high=0.1)})
+    assert len(outside_results(tmp_path / "minimize.db", space, n_params=1000, n_tokens=1000)) == 2
+    with pytest.raises(StageError):
+        outside_results(tmp_path / "maximize.db", space, n_params=1000, n_tokens=1000)
+
+
 def test_results_keep_their_own_scale_and_diverged_ones(tmp_path: Path) -> None:
     path = tmp_path / "results.parquet"
     pd.DataFrame({**GOOD, "loss": [float("nan")], "n_params": [5000]}).to_parquet(path)
