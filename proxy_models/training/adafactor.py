@@ -42,7 +42,7 @@ class Adafactor(torch.optim.Optimizer):
         for parameter, of_gradient in zip(parameters, sums, strict=True):
             _take_in(parameter, of_gradient, self.state[parameter])
         # Twice, so that the updates of all parameters are never in memory together.
-        squares = [_preconditioned(one, self.state[one]).square().sum()[None] for one in parameters]
+        squares = [_counted_once(one, _preconditioned(one, self.state[one]).square().sum()[None]) for one in parameters]
         squares = _over_ranks(parameters, squares)
         for (group, parameter), own_sums, square in zip(moving, sums, squares, strict=True):
             update = _preconditioned(parameter, self.state[parameter])
@@ -67,9 +67,16 @@ def _sums(parameter: Tensor) -> Tensor:
             whole = entries.new_zeros(size)
             whole[part] = sums[number]
             sums[number] = whole
+    return _counted_once(parameter, torch.cat(sums))
+
+
+def _counted_once(parameter: Tensor, sums: Tensor) -> Tensor:
+    """Return the sums, or zeros on a rank that holds a further copy of the parameter's part."""
+    if not is_sharded(parameter):
+        return sums
     place = parameter.device_mesh.get_coordinate() or ()
     is_copy = any(at and of.is_replicate() for at, of in zip(place, parameter.placements, strict=True))
-    return torch.cat(sums) * (not is_copy)
+    return sums * (not is_copy)
 
 
 def _over_ranks(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
