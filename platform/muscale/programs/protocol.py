@@ -147,31 +147,44 @@ class Description:
 def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
     """Loss by tokens of a job's rows; of rows that were written again after a resume the last count, a torn last line none.
 
-    A loss that is null, NaN or infinite is returned as infinite.
+    A loss that is null, NaN or infinite, also as text, is returned as infinite.
 
     Args:
         known: Lines that were there before the job was started.
 
     Raises:
-        TrainerError: If a row is none, or lies beyond the job's tokens.
+        TrainerError: If a row is none, lies beyond the job's tokens, or has a loss that is not above 0.
     """
     rows: dict[int, float] = {}
-    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else ()):
-        if not line.endswith("\n"):
-            break
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # text may hold other ends of lines, as U+2028
+    for number, line in enumerate(lines):
+        where = f"{path}, line {number + 1}"
         try:
             row = json.loads(line)
-            tokens, loss = row["tokens"], row["loss"]
-            loss = math.inf if loss is None or not math.isfinite(loss) else float(loss)
+            tokens, loss = row["tokens"], _loss(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
-            rule = f'each line of {ROWS} must be like {{"tokens": 1024, "loss": 3.2}}'
-            raise TrainerError(f"{rule}, got {line.strip()[:80]!r}") from error
+            rule = 'must be like {"tokens": 1024, "loss": 3.2}'
+            raise TrainerError(f"{where}: {rule}, got {line.decode(errors='replace').strip()[:80]!r}") from error
+        if isinstance(tokens, float) and tokens.is_integer():
+            tokens = int(tokens)
         if type(tokens) is not int or not 0 <= tokens <= job.end:
-            raise TrainerError(f"tokens of a row must be a whole number up to tokens.to = {job.end:,}, got {tokens!r}")
+            rule = f"tokens must be a whole number up to tokens.to = {job.end:,}"
+            raise TrainerError(f"{where}: {rule}, got {tokens!r}")
+        if loss <= 0:
+            rule = "loss must be above 0, as searches and laws take its logarithm"
+            raise TrainerError(f"{where}: {rule}; got {loss:g}; report a positive metric of which less is better")
         if tokens < job.start and number >= known:
-            raise TrainerError(f"a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}")
+            raise TrainerError(f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}")
         rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
     return rows
+
+
+def _loss(value: Any) -> float:
+    """Return a row's loss, infinite where it is no finite number; text is one only for the names of such numbers."""
+    loss = math.inf if value is None else float(value)
+    if isinstance(value, str) and math.isfinite(loss):
+        raise ValueError(f"loss must be a number, got {value!r}")
+    return loss if math.isfinite(loss) else math.inf
 
 
 def fill(command: tuple[str, ...], config: Path, state: Path) -> list[str]:

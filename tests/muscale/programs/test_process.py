@@ -132,6 +132,31 @@ def test_a_loss_that_is_not_finite_is_a_result_and_an_exit_code_a_failure(tmp_pa
     assert crashed.reason == "exit code 1: MemoryError: out of memory"
 
 
+@pytest.mark.parametrize("loss", [-1.5, 0.0, "3.2"])
+def test_a_loss_that_has_no_logarithm_or_is_text_is_refused_at_its_row(loss: float | str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"tokens": 1024, "loss": loss}) + "\n")
+    with pytest.raises(TrainerError):
+        rows_of(path, JOB)
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), "NaN", "Infinity", "-Infinity"])
+def test_a_loss_that_is_not_finite_is_a_divergence_as_programs_write_it(
+    loss: float | str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"tokens": 1024.0, "loss": loss}) + "\n")
+    assert rows_of(path, JOB) == {1024: float("inf")}
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\x85", "\u2029"])
+def test_a_row_ends_at_a_newline_alone(inside: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"tokens": 1024, "loss": 3.0, "sample": f"a{inside}b"}, ensure_ascii=False)
+    path.write_bytes(f"{row}\n{row[:-9]}\u00e9".encode()[:-1])  # then a line that is torn within a letter
+    assert rows_of(path, JOB) == {1024: 3.0}
+
+
 def test_rows_written_again_count_once_and_a_torn_one_not_yet(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [(1024, 3.0), (2048, 2.0), (1024, 2.5)]
