@@ -27,6 +27,11 @@ if "--describe" in sys.argv:
     described = {"n_params": n_params, "flops_per_token": 6 * n_params, "tensors": shapes}
     classes = {} if fault == "names no readout" else {"layer.0": "readout"}
     sys.stdout.write(json.dumps({**described, "classes": classes}))
+    if fault == "speaks after":
+        sys.stdout.write("\n{}\nbye\n")
+    if fault == "warns":
+        sys.stdout.flush()
+        sys.stderr.write("a warning at exit")
     sys.exit()
 
 
@@ -75,6 +80,7 @@ with (state / "rows.jsonl").open("a") as rows:
         if fault == "exits on divergence" and loss > 1e6:
             sys.exit("loss is too large")
         loss = loss / (width * depth) if loss < 1e100 else math.nan
+        loss = -loss if fault == "negative" else loss
         line = json.dumps({"tokens": tokens, "loss": loss})
         rows.write("loss: 3\n" if fault == "prose" else f"{line}\n")
         rows.flush()

@@ -76,7 +76,7 @@ class LossSource:
     def _read_json_lines(self, text: str) -> _Records:
         """An object in each line; a loss of null is a divergence, as in a trainer's rows."""
         records: list[tuple[str, dict[Any, Any]]] = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), start=1):
             try:
                 found = json.loads(line)
             except ValueError:

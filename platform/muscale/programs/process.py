@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -79,15 +79,16 @@ def describe(
         TrainerError: If it fails, takes longer, or answers with something else.
     """
     with tempfile.TemporaryDirectory(prefix="muscale-describe-") as folder:
-        config, log = _write(job, Path(folder)), Path(folder) / "output"
-        with _started([*fill(command, config, Path(folder) / "state"), DESCRIBE], log, cwd=cwd) as process:
+        config, log, errors = _write(job, Path(folder)), Path(folder) / "output", Path(folder) / "errors"
+        words = [*fill(command, config, Path(folder) / "state"), DESCRIBE]
+        with _started(words, log, cwd=cwd, errors=errors) as process:
             deadline = time.monotonic() + seconds
             while not _ended(process) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             if not _ended(process):
                 raise TrainerError(f"{DESCRIBE}: must answer within {seconds:g} s")
         if process.returncode:
-            raise TrainerError(f"{DESCRIBE}: must exit with 0, got {process.returncode}: {_last_line(log)}")
+            raise TrainerError(f"{DESCRIBE}: must exit with 0, got {process.returncode}: {_last_line(errors, log)}")
         return Description.parse(log.read_text(errors="replace"))
 
 
@@ -163,24 +164,35 @@ def _write(job: TrainerJob, folder: Path) -> Path:
 
 @contextmanager
 def _started(
-    words: list[str], log: Path, grace_seconds: float = GRACE_SECONDS, *, cwd: Path | None = None
+    words: list[str],
+    log: Path,
+    grace_seconds: float = GRACE_SECONDS,
+    *,
+    cwd: Path | None = None,
+    errors: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process while it runs; on leaving, it, its group and what it had started elsewhere are ended.
 
     Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them, and torchrun may be gone
     before them. On Linux the program gets SIGTERM when this process is killed.
+
+    Args:
+        errors: Gets standard error; None: the log gets it too.
     """
     if not (shutil.which(words[0]) or os.access((cwd or Path()) / words[0], os.X_OK)):
         raise TrainerError(f"{words[0]}: can't be started: no such program")
     linux = sys.platform == "linux"
     with_parent = [sys.executable, "-S", "-E", "-c", _WITH_PARENT, str(os.getpid())] if linux else []
     try:
-        with log.open("wb") as output:
+        with (
+            log.open("wb") as output,
+            errors.open("wb") if errors else nullcontext(subprocess.STDOUT) as standard_error,
+        ):
             process = subprocess.Popen(  # noqa: S603
                 [*with_parent, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=standard_error,
                 start_new_session=True,
                 cwd=cwd,
                 env=os.environ | {_FOLDER: str(log.parent.resolve())},
@@ -238,6 +250,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "without a message")
+def _last_line(*logs: Path) -> str:
+    """Return the last line that is not blank, of the first log that has one."""
+    lines = (line for log in logs for line in reversed(log.read_text(errors="replace").splitlines()))
+    return next((line.strip() for line in lines if line.strip()), "without a message")

@@ -109,12 +109,13 @@ class Description:
 
     @classmethod
     def parse(cls, output: str) -> Self:
-        """The description in the last line of a program's output.
+        """Return the description in the last line of a program's output that is JSON with n_params.
 
         Raises:
-            TrainerError: If that line is no description.
+            TrainerError: If no line is a description.
         """
-        last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+        lines = [line for line in output.split("\n") if line.strip()]
+        last = next(filter(_has_counts, reversed(lines)), lines[-1] if lines else "")
         try:
             found = json.loads(last)
             n_params, flops = found["n_params"], found["flops_per_token"]
@@ -123,7 +124,7 @@ class Description:
             named = dict(found.get("classes", {}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"no key {error}" if isinstance(error, KeyError) else f"got {last[:80]!r}"
-            rule = "the last line of --describe must be JSON with n_params and flops_per_token"
+            rule = "a line of --describe must be JSON with n_params and flops_per_token"
             raise TrainerError(f"{rule}; {what}") from error
         if not (type(n_params) is type(active) is int and 0 < active <= n_params):
             raise TrainerError(
@@ -177,6 +178,14 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
             raise TrainerError(f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}")
         rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
     return rows
+
+
+def _has_counts(line: str) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "n_params" in found
 
 
 def _loss(value: Any) -> float:

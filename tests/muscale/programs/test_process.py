@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from muscale.machine.trainer_checks import SMALL
-from muscale.programs.process import TrainerStatus, train
+from muscale.programs.process import TrainerStatus, describe, train
 from muscale.programs.protocol import TrainerError, TrainerJob, rows_of
 
 PROGRAM, RANKS = (Path(__file__).parents[1] / name for name in ("training_program.py", "ranks_program.py"))
@@ -147,6 +147,11 @@ def test_a_loss_that_is_not_finite_is_a_divergence_as_programs_write_it(
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"tokens": 1024.0, "loss": loss}) + "\n")
     assert rows_of(path, JOB) == {1024: float("inf")}
+
+
+@pytest.mark.parametrize("fault", ["warns", "speaks after"])
+def test_lines_after_the_description_are_no_fault(fault: str) -> None:
+    assert describe(command(fault), JOB) == describe(command("none"), JOB)
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\x85", "\u2029"])
