@@ -228,14 +228,21 @@ class Family(ABC):
         """Return the table that carries values tuned at `base` to `member`; options as for `parametrization_of`.
 
         Raises:
-            ValueError: If a parameter has no rule.
+            ValueError: If a parameter has no rule, or is built with another constant than its rule starts it at.
         """
-        return parametrization_of(
+        table = parametrization_of(
             _shapes(self, member.d_model, member.n_layers, base.d_model),
             depth_mult=member.n_layers / base.n_layers,
             attention=self.attention,
             **options,
         )
+        for name, value in _built_constants(self, base.d_model, base.n_layers).items():
+            if name in table.rules and not (rule := table.rules[name]).init_std and value != rule.init_mean:
+                raise FamilyError(
+                    f"{name}: a {rule.tensor_class} must be built with {rule.init_mean:g}, at which training starts it; "
+                    f"got {value:g}, as a gain of 1 + weight has; write the module so that its neutral value is {rule.init_mean:g}"
+                )
+        return table
 
 
 _SIZES = ("vocab_size", "context_length")
@@ -298,6 +305,20 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
         block_prefix=f"{family.blocks}.",
         classes=family.tensor_classes(width, depth),
     )
+
+
+@cache
+def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]:
+    """Parameters that a model is built with one constant in, by name; two builds tell a constant from a single random number."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        first, second = (dict(family.build(width, depth).named_parameters()) for _ in range(2))
+    return {
+        name: value
+        for name, parameter in first.items()
+        if bool((parameter == (value := parameter.flatten()[0].item())).all()) and bool((second[name] == value).all())
+    }
 
 
 @cache

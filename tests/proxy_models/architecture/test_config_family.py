@@ -13,7 +13,7 @@ import torch
 
 from proxy_models.architecture import config_family
 from proxy_models.architecture.families import ModelFamily, build, family_of, load
-from proxy_models.architecture.family import Family
+from proxy_models.architecture.family import Family, FamilyError
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.architecture.parametrization import TensorClass
@@ -208,3 +208,18 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"muscale\[huggingface\]"):
         load("transformers:Qwen3Config")
     assert transformers
+
+
+@pytest.mark.parametrize("name", ["GemmaConfig", "Gemma2Config"])
+def test_a_gain_of_one_plus_weight_is_refused_as_training_would_start_it_at_two(name: str) -> None:
+    args = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 96,
+    }
+    gemma = load(f"transformers:{name}")(vocab_size=256, context_length=32, **args)
+    member = gemma.member(32, 2)
+    with pytest.raises(FamilyError):
+        gemma.parametrization(member, member)

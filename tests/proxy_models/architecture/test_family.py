@@ -353,3 +353,34 @@ def test_units_are_tables_blocks_and_readout_each_once() -> None:
     model.head.weight = nn.Parameter(model.symbols.weight)
     model.symbols.weight = model.head.weight
     assert set(FAMILY.units(model)) == set(model.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Recurrent):
+    """Each block has a gain that is built with one constant."""
+
+    built: float
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        for layer in network.layers:
+            layer.gain = nn.Parameter(torch.full((width,), self.built))
+        return network
+
+    def tensor_classes(self, width: int, depth: int) -> dict[str, str]:
+        return {f"layers.{layer}.gain": "block_norm" for layer in range(depth)}
+
+
+def test_a_gain_that_is_built_with_another_constant_than_1_is_refused() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    for built in (1e-4, 0.0):
+        layer_scale = Scaled(vocab_size=256, context_length=32, built=built)
+        member = layer_scale.member(32, 2)
+        with pytest.raises(FamilyError):
+            layer_scale.parametrization(member, member)
+    neutral = Scaled(vocab_size=256, context_length=32, built=1.0)
+    member = neutral.member(32, 2)
+    assert neutral.parametrization(member, member).rules["layers.1.gain"].init_mean == 1
+    assert torch.equal(torch.rand(1), expected)
