@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, require_filled, row_name
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
+from scaling.fits.checkpoints import Checkpoints, checkpoints
 from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
@@ -51,6 +52,7 @@ RUN_NAMES = ("run", "run_name", "run_id")
 LEAST_LOSS = 1e-30
 """Far below any loss; a fit weighs rows by 1/loss², and sums of these have to fit into float64."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
+MID_RUN = "in mid-schedule: a later row of the same run was kept"
 OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
     "annealed": "every loss is that of an annealed run (no column annealed)",
@@ -248,7 +250,22 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     if "annealed" in runs:
         reason[np.flatnonzero(open_)[_unannealed(considered["annealed"])]] = UNANNEALED
 
-    notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
+    shared = None
+    if "stem" not in runs:
+        finished = np.flatnonzero(reason == "")
+        shared = checkpoints(runs.iloc[finished], rows["n_params"].iloc[finished], rows["n_tokens"].iloc[finished])
+    notes, doubts = (*runs.attrs.get(NOTES, ()), *note_of(runs, without)), _doubts(shared)
+    if shared is not None:
+        stems = rows["stem"].to_numpy(copy=True)
+        stems[finished] = len(rows) + pd.factorize(shared.run)[0]  # differs from the numbers of the other rows
+        rows["stem"] = stems
+        if shared.certain and "annealed" not in runs:
+            reason[finished[shared.earlier]] = MID_RUN
+            notes = (
+                *notes,
+                f"{shared.earlier.sum()} rows before the last of their run (column {shared.column}) are left out",
+            )
+
     kept = np.flatnonzero(reason == "")
     left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
     kept = kept[np.lexsort([table[name][kept] for name in ("loss", "n_tokens", "n_params")])]
@@ -259,11 +276,11 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         left_out=left_out,
         compute_flops=numbers(runs, "compute_flops") if "compute_flops" in runs else flops,
         loss_unit=unit,
-        warnings=tuple(_warnings(runs, rows, flops, unit)) if len(rows) else (),
+        warnings=(*doubts, *_warnings(runs, rows, flops, unit, shared)) if len(rows) else (),
         assumptions=(
             *((UNIT_ASSUMED,) if loss_unit is None else ()),
             *notes,
-            *(text for column, text in ASSUMED.items() if column not in runs),
+            *(text for column, text in ASSUMED.items() if column not in runs and not (column == "stem" and shared)),
         ),
     )
 
@@ -298,7 +315,19 @@ def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
     return np.array(reasons, dtype=object)
 
 
-def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> Iterator[str]:
+def _doubts(shared: Checkpoints | None) -> tuple[str, ...]:
+    """Warning where rows seem to share training runs, but may be runs of their own."""
+    if shared is None or shared.certain:
+        return ()
+    return (
+        f"rows of one {shared.column} seem to be checkpoints of one training run, read in mid-schedule, and count as one run: "
+        "keep the last of each run, or name the run of each row in a column stem",
+    )
+
+
+def _warnings(
+    runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str, shared: Checkpoints | None
+) -> Iterator[str]:
     """Warnings of columns that seem to hold something else than their name; for the kept rows, as given and as checked."""
     values = np.stack([rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss")])
     ratio = float(np.median(values[1] / values[0]))
@@ -333,6 +362,6 @@ def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -
         precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:
         yield f"{copies - repeated} rows have N, D and loss of another under another name: the same run twice, as further evidence?"
-    if "stem" not in runs:
+    if "stem" not in runs and shared is None:
         for name in (name for name in RUN_NAMES if name in runs and runs[name].duplicated().any()):
             yield f"rows share a run by column {name}, yet each counts as a run of its own: rename {name} to stem"

@@ -1,0 +1,99 @@
+"""Rows that are checkpoints of one training run, in tables without a column `stem`.
+
+Losses read before the end of a schedule lie above the law of finished runs, and rows of one run are no independent evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.checks import plain
+
+RUNS = [
+    "run",
+    "run_name",
+    "run_id",
+    "runid",
+    "run_path",
+    "wandb_run_id",
+    "id",
+    "uid",
+    "uuid",
+    "trial_id",
+    "experiment_id",
+    "exp_id",
+    "job_id",
+]
+"""Names of columns that hold one training run each."""
+LABELS = ["name", "experiment", "experiment_name", "exp", "trial", "job"]
+"""Names of columns that hold a training run, or a label of several."""
+STEPS = ["step", "steps", "global_step", "iteration", "iterations", "iter", "train_step", "train_steps"]
+LEAST_EVEN = 8
+"""Fewest evenly spaced tokens of one size that are taken for a curve: runs of their own are rarely so many or so even (assumed)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoints:
+    """Rows that share training runs.
+
+    Attributes:
+        column: Column that tells the runs apart.
+        run: Training run of each row, [K].
+        earlier: Rows with fewer tokens than the last of their run, [K].
+        certain: The table shows curves: a column of runs, or a label and a column of steps.
+    """
+
+    column: Hashable
+    run: pd.Series
+    earlier: NDArray[np.bool_]
+    certain: bool
+
+
+def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> Checkpoints | None:
+    """Return the rows that share a training run; None if each seems to be a run of its own.
+
+    Args:
+        table: Rows as found.
+        n_params, n_tokens: Checked columns of the same rows.
+    """
+    called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
+    steps = any(name in STEPS for name in called.values())
+    named = [
+        column
+        for names in (RUNS, LABELS)
+        for name in names
+        for column in called
+        if called[column] == name and _is_run(table[column], n_params, n_tokens)
+    ]
+    if named:
+        column, run = named[0], table[named[0]]
+        certain = called[column] in RUNS or steps
+    elif _even(n_params, n_tokens):
+        column, run, certain = "n_params", n_params, False
+    else:
+        return None
+    last = n_tokens.groupby(run.to_numpy()).transform("max")
+    return Checkpoints(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
+
+
+def _is_run(names: pd.Series, n_params: pd.Series, n_tokens: pd.Series) -> bool:
+    """Whether each name has one size, and some name several lengths."""
+    if names.isna().any() or not all(pd.api.types.is_hashable(name) for name in names):
+        return False
+    sizes, lengths = (values.groupby(names.to_numpy()).nunique() for values in (n_params, n_tokens))
+    return bool((sizes == 1).all() and (lengths > 1).any())
+
+
+def _even(n_params: pd.Series, n_tokens: pd.Series) -> bool:
+    """Whether most rows are of sizes with many evenly spaced tokens."""
+    curves = 0
+    for _, tokens in n_tokens.groupby(n_params.to_numpy()):
+        apart = np.diff(np.sort(tokens.to_numpy()))
+        if len(tokens) >= LEAST_EVEN and apart.min() > 0 and apart.max() <= 1.01 * apart.min():
+            curves += len(tokens)
+    return curves > len(n_tokens) / 2
