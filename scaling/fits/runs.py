@@ -22,6 +22,7 @@ from scaling.arrays import Array
 from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, require_filled, row_name
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.checkpoints import Checkpoints, checkpoints
+from scaling.fits.recipes import worse_recipes
 from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
@@ -264,6 +265,17 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
             notes = (
                 *notes,
                 f"{shared.earlier.sum()} rows before the last of their run (column {shared.column}) are left out",
+            )
+    if "regret" not in runs:
+        open_rows = np.flatnonzero(reason == "")
+        cells = rows[[name for name in needed if name != "loss"]].iloc[open_rows]
+        varying, worse = worse_recipes(runs.iloc[open_rows], cells, rows["loss"].iloc[open_rows])
+        if worse.any():
+            names = ", ".join(map(str, varying))
+            reason[open_rows[worse]] = f"not the best {names} of its n_params and n_tokens"
+            notes = (
+                *notes,
+                f"{worse.sum()} of {len(worse)} rows are not the best {names} of their n_params and n_tokens: left out",
             )
 
     kept = np.flatnonzero(reason == "")

@@ -1,0 +1,48 @@
+"""Rows of one size and length that differ in their hyperparameters: only the best recipe of each is a tuned run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.checks import plain
+
+_RECIPE = """lr learning_rate max_lr peak_lr base_lr min_lr matrix_lr embedding_lr lr_max lr_min lr_peak lr_schedule schedule scheduler
+lr_scheduler bs batch batch_size global_batch_size batch_tokens tokens_per_batch wd weight_decay warmup warmup_steps warmup_tokens
+warmup_fraction warmup_ratio optimizer optim beta1 beta2 beta_1 beta_2 adam_beta1 adam_beta2 momentum eps epsilon adam_eps dropout
+clip grad_clip gradient_clip max_grad_norm init_std label_smoothing z_loss ema decay_fraction"""
+RECIPE_COLUMNS = frozenset(_RECIPE.split())
+"""Names of columns of hyperparameters, capitals and punctuation aside. A seed is none: runs that differ in it are repeats."""
+
+
+def worse_recipes(
+    table: pd.DataFrame, cells: pd.DataFrame, loss: pd.Series
+) -> tuple[tuple[Hashable, ...], NDArray[np.bool_]]:
+    """Return the hyperparameters that vary within a cell, and the rows that are not of their cell's best recipe, [K].
+
+    A recipe is as good as the mean loss of its rows, which are its repeats.
+
+    Args:
+        table: Rows as found.
+        cells: Checked columns that tell cells apart, such as N and D, of the same rows.
+        loss: Checked losses of the same rows.
+    """
+    cell = cells.groupby([*cells.columns]).ngroup().to_numpy()
+    found = [
+        name for name in table.columns if plain(str(name).split("/")[-1].split(".")[-1]).strip("_") in RECIPE_COLUMNS
+    ]
+    texts = {name: table[name].astype(str).to_numpy() for name in found}
+    varying = tuple(
+        name
+        for name in found
+        if pd.DataFrame({"cell": cell, "text": texts[name]}).drop_duplicates()["cell"].duplicated().any()
+    )
+    if not varying:
+        return (), np.zeros(len(table), dtype=bool)
+    recipe = pd.DataFrame({name: texts[name] for name in varying}).groupby([*varying]).ngroup().to_numpy()
+    mean = pd.Series(loss.to_numpy()).groupby([cell, recipe]).transform("mean")
+    best = recipe[mean.groupby(cell).transform("idxmin").to_numpy()]
+    return varying, recipe != best
