@@ -47,7 +47,8 @@ def compare_variants(
         runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per run:
             `variant`, `loss` (nats per token, or any unit that all rows share, on one held-out set; NaN: diverged), and
             `compute_flops` (FLOPs), or `n_params` and `n_tokens` whose 6ND takes its place; with `seed`, runs of equal size and
-            seed are paired. Equal sizes have equal compute, or an equal label in `size`. A variant with a diverged run is
+            seed are paired. Equal sizes have an equal label in
+            `size`, or equal `n_params` and `n_tokens`, or without these equal compute. A variant with a diverged run is
             not promoted; one with no other is rejected.
         baseline: the variant that others are held against. With one size its slope is the prior's.
         target_flops: compute of the full run, FLOPs; the largest run's if not given.
@@ -64,7 +65,7 @@ def compare_variants(
     """
     table = read_runs(runs)
     with naming(runs):
-        rows = _read(table)
+        rows = _read(table, baseline)
     _require(level=level, worth=worth, error=error, noise=noise)
     target = float(rows["flops"].max() if target_flops is None else target_flops)
     if not 0 < target < math.inf:
@@ -135,8 +136,8 @@ _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer"), "compute_fl
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
-def _read(rows: pd.DataFrame) -> pd.DataFrame:
-    """The columns variant, size ("" without labels), flops, loss, and seed if there are any."""
+def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Return the columns variant, size ("" without labels), flops, loss, and seed if there are any."""
     for column, others in _OTHER_NAMES.items():
         named = [name for name in rows if plain(str(name)) in others]
         if column not in rows and len(named) == 1:
@@ -153,9 +154,29 @@ def _read(rows: pd.DataFrame) -> pd.DataFrame:
     else:
         require_columns(rows, ("n_params", "n_tokens"))
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
-    size = rows["size"].astype(str).to_numpy() if "size" in rows else ""
-    found = pd.DataFrame({"variant": names(rows, "variant"), "size": size, "flops": flops, "loss": losses(rows)})
+    found = pd.DataFrame({"variant": names(rows, "variant"), "size": "", "flops": flops, "loss": losses(rows)})
+    found["size"] = rows["size"].astype(str).to_numpy() if "size" in rows else _shapes(rows, found, baseline)
     return found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
+
+
+def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:
+    """Return N and D as a label for the rows at a size of the baseline, "" elsewhere.
+
+    Runs of equal 6ND but unequal N and D have different losses, so they must not be averaged or paired.
+    """
+    known = [column for column in ("n_params", "n_tokens") if column in rows]
+    shape = pd.Series("", index=found.index)
+    for column in known:
+        shape = shape + pd.to_numeric(rows[column], errors="coerce").map("{:g} ".format).to_numpy()
+    own = shape[found["variant"] == baseline]
+    shared = (own.groupby(found["flops"].map("{:.3g}".format)).nunique() > 1).any()
+    strays = found.loc[~shape.isin(own), "variant"]
+    if shared and len(strays):
+        raise ValueError(
+            f"{baseline!r} has several n_params and n_tokens at one compute, so each variant must have runs at the "
+            f"baseline's n_params and n_tokens; got others for {strays.iloc[0]!r}; add a column size that pairs the runs"
+        )
+    return shape.where(shape.isin(own), "")
 
 
 def _looks(rows: pd.DataFrame, baseline: str, n_looks: int | None) -> list[pd.Series[bool]]:

@@ -183,9 +183,9 @@ def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame
     """Mean log loss of each variant, size and compute (variant, size, flops, y, runs), the noise's scale and degrees of freedom."""
     sd, dof = noise
     if "seed" in rows:
-        blocks = ("size",) if (rows["size"] != "").all() else ("flops",)
+        blocks = rows["size"].where(rows["size"] != "", rows["flops"].astype(str))
         try:
-            known = seed_noise(rows[rows["loss"].notna()], ("variant",), blocks=blocks)
+            known = seed_noise(rows.assign(size=blocks)[rows["loss"].notna()], ("variant",), blocks=("size",))
         except ScalingError:  # no variant has two seeds at one size: the noise stays what it was
             pass
         else:

@@ -229,3 +229,31 @@ def test_columns_may_have_the_names_that_other_tables_give_them() -> None:
     other = runs.rename(columns={"variant": "Arm", "compute_flops": "FLOPs"})
     found = [compare_variants(table, "baseline", target_flops=TARGET) for table in (runs, other)]
     assert found[0].to_dict() == found[1].to_dict()
+
+
+def two_ways_to_spend() -> pd.DataFrame:
+    """A baseline of which two (N, D) share each 6ND, and a variant at the smallest D/N, .1 % worse everywhere."""
+    n_params, ratio = np.repeat([1e8, 2.25e8, 4e8], 3), np.tile([1, 4, 16], 3)
+    n_tokens = 20 * n_params * ratio
+    loss = 1.8 + 480 / n_params**0.34 + 2000 / n_tokens**0.366
+    base = pd.DataFrame({"variant": "base", "n_params": n_params, "n_tokens": n_tokens, "loss": loss})
+    worse = base[ratio == 1].assign(variant="worse", loss=lambda rows: rows["loss"] * 1.001)
+    return pd.concat([base, worse], ignore_index=True)
+
+
+@pytest.mark.parametrize("n_seeds", [1, 2])
+def test_runs_of_equal_compute_and_other_sizes_are_not_pooled(n_seeds: int) -> None:
+    noisy = [two_ways_to_spend().assign(seed=i).eval("loss = loss * (1 + .0002 * @i)") for i in range(n_seeds)]
+    runs = pd.concat(noisy, ignore_index=True).drop(columns=[] if n_seeds > 1 else "seed")
+    found = compare_variants(runs, "base")
+    assert found.verdict("worse") != "promote"
+    assert found.table["multiplier"][0] < 1
+    assert found.table["change"][0] == pytest.approx(math.log(1.001), abs=1e-6)
+    assert found.noise < 2e-3
+
+
+def test_a_variant_off_the_sizes_of_a_baseline_that_spends_one_compute_two_ways_is_refused() -> None:
+    runs = two_ways_to_spend()
+    runs.loc[runs["variant"] == "worse", "n_params"] *= 1.03
+    with pytest.raises(ValueError):
+        compare_variants(runs, "base")
