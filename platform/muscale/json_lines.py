@@ -33,7 +33,7 @@ def append(file: Path, *records: dict[str, Any]) -> None:
 def read(file: Path) -> list[dict[str, Any]]:
     """The records of a file, none where there is no file."""
     records = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_text().split("\n") if file.exists() else ():
         try:
             records.append(json.loads(line))
         except ValueError:

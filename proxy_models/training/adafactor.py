@@ -21,7 +21,7 @@ _LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of 
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without momentum; a matrix keeps a mean squared gradient per row and per column, a vector per entry.
+    """Adafactor without momentum; a matrix keeps a mean squared gradient per row and per column, any other tensor one per entry.
 
     It works on sharded tensors, with two reductions a step for all of them, and never waits for a device.
     """
@@ -92,7 +92,7 @@ def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:
     """Take a gradient, of which these are the sums, into the running means."""
     state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
     weight, gradient = float(state["step"]) ** -_DECAY, cast(Tensor, parameter.grad)
-    if gradient.ndim < 2:
+    if gradient.ndim != 2:
         _average(state, "variance", gradient.square(), weight)
         return
     n_rows, n_columns = gradient.shape
@@ -119,7 +119,7 @@ def _average(state: dict[str, Tensor], name: str, squares: Tensor, weight: float
 def _preconditioned(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
     """This rank's part of the gradient over the root of its second moments."""
     gradient = own(cast(Tensor, parameter.grad))
-    if gradient.ndim < 2:
+    if gradient.ndim != 2:
         return gradient * own(state["variance"]).rsqrt()
     rows, columns = own(state["row_var"]), own(state["col_var"])
     mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]  # the product of rows and columns would underflow

@@ -169,7 +169,8 @@ def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series
     for column in known:
         shape = shape + pd.to_numeric(rows[column], errors="coerce").map("{:g} ".format).to_numpy()
     own = shape[found["variant"] == baseline]
-    shared = (own.groupby(found["flops"].map("{:.3g}".format)).nunique() > 1).any()
+    spent = pd.DataFrame({"shape": own, "flops": found["flops"].map("{:.3g}".format)}).dropna().drop_duplicates()
+    shared = spent["flops"].duplicated().any()
     strays = found.loc[~shape.isin(own), "variant"]
     if shared and len(strays):
         raise ValueError(

@@ -81,6 +81,13 @@ def test_a_matrix_keeps_its_rows_and_columns_only_and_no_gradient_moves_nothing(
     assert tensors[1] not in optimizer.state
 
 
+def test_a_tensor_of_three_dimensions_moves_by_its_size() -> None:
+    kernel = nn.Parameter(torch.ones(4, 3, 2))
+    kernel.grad = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(2))
+    Adafactor([{"params": [kernel], "lr": 0.01, "weight_decay": 0.0}]).step()
+    torch.testing.assert_close(kernel.detach(), 1 - 0.01 * kernel.grad.sign())
+
+
 def _train_sharded(rank: int, rendezvous: str, expected: list[Tensor]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
