@@ -108,7 +108,6 @@ class Record:
         row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
         self._ledger.insert(rounds, sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
-        self.settled.clear()  # the members of the round begin at rungs that others have left
 
     def round_of(self, trial: int) -> int:
         """Number of the round that a trial belongs to."""

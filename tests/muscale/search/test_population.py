@@ -121,16 +121,6 @@ def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, driv
     assert all(narrower.contains(config) for trial in range(8, 16) for _, config in record.paths[trial])
 
 
-def test_a_round_that_a_finished_record_begins_trains_all_generations(make_engine: MakeEngine, drive: Drive) -> None:
-    drive(engine := make_engine(settings("pbt")), gain)
-    assert engine.is_finished
-    engine.record.begin_round("random", SPACE)
-    again = make_engine(settings("pbt", trials=16))
-    again.record = engine.record
-    drive(again, gain)
-    assert [engine.record.last_rung(trial) for trial in range(16)] == [3] * 16
-
-
 def test_a_population_of_divergences_ends(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings("pbt"))
     drive(engine, lambda segment, rung: None)
