@@ -47,6 +47,7 @@ class Population:
     def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
         """A new member, or the next generation of one."""
         if may_start:
+            record.settled.clear()  # the new member has yet to come through every generation
             return Start(until=0)
         for rung in range(self.top):
             if rung in record.settled:

@@ -66,7 +66,8 @@ class Record:
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
         self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
-        # First trials of brackets that a scheduler found to be over; a cancelled trial may change that.
+        # First trials of brackets, or rungs of generations, that a scheduler found to be over. A cancelled trial, a new round
+        # and a new member may change that.
         self.settled: set[int] = set()
         # What a population knows of the generation that is over, by its members.
         self.generations: dict[tuple[int, ...], Generation] = {}
@@ -108,6 +109,7 @@ class Record:
         row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
         self._ledger.insert(rounds, sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
+        self.settled.clear()  # a generation that is over was one of the round before
 
     def round_of(self, trial: int) -> int:
         """Number of the round that a trial belongs to."""

@@ -64,6 +64,7 @@ def _engine(
     anneal_jobs: Callable[[], Sequence[AnnealJob]] = list,
     searcher: Searcher | None = None,
     scheduler: Scheduler | None = None,
+    record: Record | None = None,
 ) -> Engine:
     rungs = tuple(1000 * 2**k for k in range(settings.rungs))
     budget = Budget(
@@ -81,7 +82,7 @@ def _engine(
     )
     if settings.is_population:
         budget = budget.for_population()
-    record = Record(ledger, name)
+    record = record or Record(ledger, name)
     if not record.rounds:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)
     return Engine(

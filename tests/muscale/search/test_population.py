@@ -121,6 +121,22 @@ def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, driv
     assert all(narrower.contains(config) for trial in range(8, 16) for _, config in record.paths[trial])
 
 
+@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("narrower", [True, False])
+def test_more_members_in_a_record_that_was_finished_come_to_the_end(
+    make_engine: MakeEngine, drive: Drive, scheduler: str, *, narrower: bool
+) -> None:
+    """The record is the one that was searched, not one read again."""
+    drive(engine := make_engine(settings(scheduler)), gain)
+    assert engine.is_finished
+    if narrower:
+        engine.record.begin_round("random", SPACE)
+    again = make_engine(settings(scheduler, trials=16), record=engine.record)
+    drive(again, gain)
+    assert again.is_finished
+    assert [again.record.last_rung(trial) for trial in range(16)] == [3] * 16
+
+
 def test_a_population_of_divergences_ends(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings("pbt"))
     drive(engine, lambda segment, rung: None)
