@@ -14,8 +14,9 @@ import torch
 from muscale.errors import StageError
 from muscale.plans.planning import Plan
 from muscale.programs.job import job_of
-from proxy_models.architecture.families import build
-from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import build, family_of
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
@@ -23,6 +24,7 @@ from proxy_models.training.optimizer import initial_std, make_optimizer, multipl
 
 _MOST_ROWS = 10_000  # of the schedule's table
 _BRANCH_ENDS = ("attention.output", "mlp.down")
+_WITHOUT_BETAS = ("muon", "adafactor")
 _README = """\
 # Plan {key} for another framework
 
@@ -37,14 +39,19 @@ leave the framework's own muP switches off.
 | column | meaning |
 | --- | --- |
 | from_tokens | the row holds from here on; more than one value where stages or a swap of the optimizer change the recipe |
-| name, shape | as in this project's decoder; linear weights are (out, in) |
+| name, shape | as in the model's module; weights of `nn.Linear` are (out, in) |
 | tensor_class | embedding, hidden, readout, norms, biases: what the rules distinguish |
 | init_mean, init_std | initial values are normal with these; a standard deviation of 0 is a constant |
 | learning_rate | at schedule factor 1: Megatron's `lr_mult` times `lr`, a parameter group's `lr` in torchtitan |
-| multiplier | of the layer's output: `embedding`, `readout` (logits), `attention.output` and `mlp.down` (residual branch) |
+| multiplier | of the output of token embedding, readout (logits), the decoder's `attention.output` and `mlp.down` (branches) |
+| block_multiplier | x + block_multiplier · (block(x) - x) replaces block(x); 1 in the decoder, where `multiplier` does this |
 | weight_decay | decoupled, as in torch.optim.AdamW: each step takes rate · decay · weight off |
+| beta1, beta2 | of the optimizer's averages; empty for an optimizer without |
 | eps | of Adam's denominator; empty for an optimizer without |
 | optimizer | of this tensor |
+
+A Muon update is orthogonalised by five Newton-Schulz steps on the momentum (.95, Nesterov) and multiplied by its `learning_rate`
+and by 0.2 · sqrt(max(rows, columns)).
 
 `forward_multipliers` of plan.json has the four of them. The attention logits are (query · key) × `attention`, in place of
 1/sqrt(head_dim). A tied table is multiplied by `embedding` where it embeds and by `readout` where it reads out. Learned positions are
@@ -153,8 +160,12 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     optimizer = make_optimizer(model, parametrization, recipe)
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     multipliers = multipliers_of(parametrization, recipe)
+    applied = _applied(plan, parametrization, multipliers)
+    blocks = "" if isinstance(plan.model, ModelConfig) else f"{family_of(plan.model).blocks}."
     for name, tensor in model.named_parameters():
         rule, group = parametrization.rules[name], groups[id(tensor)]
+        used = "adamw" if recipe.optimizer == "muon" and not group["orthogonal"] else recipe.optimizer
+        beta1, beta2 = (None, None) if used in _WITHOUT_BETAS else (recipe.beta1, recipe.beta2)
         yield {
             "name": name,
             "shape": "x".join(map(str, tensor.shape)),
@@ -162,10 +173,13 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
             "init_mean": rule.init_mean,
             "init_std": initial_std(rule, recipe),
             "learning_rate": group["peak_lr"],
-            "multiplier": _multiplier(name, multipliers),
+            "multiplier": applied.get(name, 1.0),
+            "block_multiplier": multipliers.branch if blocks and name.startswith(blocks) else 1.0,
             "weight_decay": group["weight_decay"],
+            "beta1": beta1,
+            "beta2": beta2,
             "eps": group.get("eps"),
-            "optimizer": "adamw" if recipe.optimizer == "muon" and not group["orthogonal"] else recipe.optimizer,
+            "optimizer": used,
         }
 
 
@@ -173,13 +187,17 @@ def _parametrization(plan: Plan, numerics: Numerics, recipe: Recipe) -> Parametr
     return plan.chain(numerics).numerics.parametrization(recipe.optimizer)
 
 
-def _multiplier(name: str, multipliers: ForwardMultipliers) -> float:
-    """What the output of a tensor's layer is multiplied by."""
-    if name == "embedding.weight":
-        return multipliers.embedding
-    if name == "readout.weight":
-        return multipliers.readout
-    return multipliers.branch if name.rsplit(".", 1)[0].endswith(_BRANCH_ENDS) else 1.0
+def _applied(plan: Plan, parametrization: Parametrization, multipliers: ForwardMultipliers) -> dict[str, float]:
+    """Return what the output of a tensor's layer is multiplied by, by the tensor's name, where it is multiplied."""
+    classes = {name: rule.tensor_class for name, rule in parametrization.rules.items()}
+    applied = {name: multipliers.readout for name, found in classes.items() if found is TensorClass.READOUT}
+    # The table of tokens comes first; learned positions, also embeddings, are not multiplied.
+    tables = [name for name, found in classes.items() if found in (TensorClass.EMBEDDING, TensorClass.TIED)]
+    applied |= dict.fromkeys(tables[:1], multipliers.embedding)
+    if isinstance(plan.model, ModelConfig):
+        ends = [name for name in classes if name.rsplit(".", 1)[0].endswith(_BRANCH_ENDS)]
+        applied |= dict.fromkeys(ends, multipliers.branch)
+    return applied
 
 
 def schedule_table(plan: Plan) -> pd.DataFrame:

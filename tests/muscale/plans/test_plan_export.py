@@ -17,9 +17,11 @@ from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import load
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.optimizer import initialize, make_optimizer
 from tests.muscale.planted_ladder import numerics_of, registered_plan
+from tests.proxy_models.families import TRANSFORMERS
 
 MakeStudy = Callable[..., Path]
 
@@ -61,6 +63,28 @@ def test_every_tensor_is_listed_as_it_is_trained(plan: tuple[Plan, Any], changes
     assert table.loc["blocks.0.mlp.down.weight", "multiplier"] == model.branch_multiplier.item()
     if changes:
         assert set(table["optimizer"]) == {"muon", "adamw"}
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize(
+    ("name", "table"), [("Qwen3Config", "embed_tokens"), ("GPT2Config", "wte"), ("LlamaConfig", "embed_tokens")]
+)
+def test_the_multipliers_of_another_family_are_listed(plan: tuple[Plan, Any], name: str, table: str) -> None:
+    made, numerics = plan
+    family = load(f"transformers:{name}")(vocab_size=256, context_length=32, **TRANSFORMERS[name])
+    own = replace(numerics, model=family.member(32, 2), base=family.member(32, 2))
+    values = replace(made.hyperparameters, optimizer="muon", stages=())
+    tensors = tensor_table(replace(made, model=family.member(64, 4), hyperparameters=values), own).set_index("name")
+    in_blocks = tensors.index.str.contains(r"\.(?:layers|h)\.\d")
+    assert set(tensors["block_multiplier"][in_blocks]) == {0.5}
+    assert set(tensors["block_multiplier"][~in_blocks]) == {1.0}
+    embedding = tensors.loc[tensors.index.str.contains(table)].iloc[0]
+    assert embedding["multiplier"] == (1.0 if name == "Qwen3Config" else pytest.approx(32**0.5))
+    if name == "Qwen3Config":
+        assert tensors.loc["network.lm_head.weight", "multiplier"] == 0.5
+    else:
+        assert tensors["multiplier"].ne(1).sum() == 1  # learned positions are not multiplied
+    assert tensors["beta1"].isna().equals(tensors["optimizer"] == "muon")
 
 
 def test_the_schedule_has_every_step_with_its_factor(plan: tuple[Plan, Any]) -> None:
