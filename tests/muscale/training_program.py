@@ -25,6 +25,8 @@ if "--describe" in sys.argv:
     if fault == "chatter":
         sys.exit("no describe here")
     described = {"n_params": n_params, "flops_per_token": 6 * n_params, "tensors": shapes}
+    if fault == "counts anew":
+        described["flops_per_token"] = time.time()
     classes = {} if fault == "names no readout" else {"layer.0": "readout"}
     sys.stdout.write(json.dumps({**described, "classes": classes}))
     if fault == "speaks after":

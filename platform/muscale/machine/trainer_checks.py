@@ -91,7 +91,12 @@ class _Checks:
         return replace(self.job, tensors=dict.fromkeys(description.tensors, values))
 
     def _describes(self, base: Description) -> Finding:
-        """The description, and whether it grows with the shape."""
+        """The description, and whether it is the same when asked again and grows with the shape."""
+        if (again := describe(self.command, self.job)) != base:
+            found = (
+                f"one shape has {base.n_params:,} parameters, asked again {again.n_params:,}, or other FLOPs or tensors"
+            )
+            return Finding(what="describe", status="fail", found=found, do="describe a shape by its values alone")
         grown = {
             axis: describe(self.command, replace(self.job, **{axis: 2 * getattr(self.job, axis)})) for axis in _AXES
         }

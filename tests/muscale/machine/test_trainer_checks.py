@@ -19,6 +19,7 @@ FAULTS = {
     "miscounts": ("protocol", "add up to n_params"),
     "names no readout": ("describe", "no readout"),
     "one depth": ("describe", "depth 4 has no more parameters"),
+    "counts anew": ("describe", ""),
     "negative": ("protocol", "rows.jsonl, line 1"),
     "prose": ("protocol", "rows.jsonl, line 1"),
     "silent": ("training", "without a row at tokens.to"),
