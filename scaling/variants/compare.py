@@ -156,7 +156,25 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
     found = pd.DataFrame({"variant": names(rows, "variant"), "size": "", "flops": flops, "loss": losses(rows)})
     found["size"] = rows["size"].astype(str).to_numpy() if "size" in rows else _shapes(rows, found, baseline)
-    return found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
+    if "seed" in rows:
+        return found.assign(seed=rows["seed"].to_numpy())
+    _refuse_split(rows, found, baseline)
+    return found
+
+
+def _refuse_split(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> None:
+    """Raise ValueError if a column, such as an evaluation set, tells apart the baseline's runs of one size."""
+    own = (found["variant"] == baseline).to_numpy()
+    cell = found[own].groupby(["size", "flops"]).ngroup()
+    measured = {"variant", "size", "compute_flops", "n_params", "n_tokens", "loss"}
+    for column in rows.columns.difference(list(measured), sort=False):
+        values = pd.Series(rows.loc[own, column].astype(str).to_numpy(), index=cell.index)
+        recurs = cell.groupby(values).nunique().min() > 1  # an identifier of runs, or another metric, does not
+        if recurs and values.groupby(cell).nunique().max() > 1:
+            raise ValueError(
+                f"column {column!r}: runs of one variant and size must be repeats; got {baseline!r} at one size with "
+                f"several of {sorted(set(values))[:5]}; keep the rows of one value, or name the column seed if they are repeats"
+            )
 
 
 def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:
@@ -169,8 +187,7 @@ def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series
     for column in known:
         shape = shape + pd.to_numeric(rows[column], errors="coerce").map("{:g} ".format).to_numpy()
     own = shape[found["variant"] == baseline]
-    spent = pd.DataFrame({"shape": own, "flops": found["flops"].map("{:.3g}".format)}).dropna().drop_duplicates()
-    shared = spent["flops"].duplicated().any()
+    shared = own.groupby(found["flops"].map("{:.3g}".format)).nunique().max() > 1
     strays = found.loc[~shape.isin(own), "variant"]
     if shared and len(strays):
         raise ValueError(

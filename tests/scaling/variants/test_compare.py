@@ -257,3 +257,16 @@ def test_a_variant_off_the_sizes_of_a_baseline_that_spends_one_compute_two_ways_
     runs.loc[runs["variant"] == "worse", "n_params"] *= 1.03
     with pytest.raises(ValueError):
         compare_variants(runs, "base")
+
+
+def test_a_column_that_splits_the_runs_of_a_size_is_refused() -> None:
+    runs = planted(0, {"a": 1.1}, noise=1e-3)
+    halves = runs.assign(corpus=runs["seed"].map({0: "web", 1: "code"})).drop(columns="seed")
+    halves["loss"] *= halves["corpus"].map({"web": 1.0, "code": 0.7})
+    with pytest.raises(ValueError):
+        compare_variants(halves, "baseline")
+    assert compare_variants(halves[halves["corpus"] == "web"], "baseline").verdict("a") != "reject"
+    runs["run"] = [f"run {i}" for i in range(len(runs))]
+    assert (
+        compare_variants(runs.drop(columns="seed"), "baseline").verdict("a") != "reject"
+    )  # names of runs do not split
