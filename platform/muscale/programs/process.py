@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -184,15 +184,12 @@ def _started(
     linux = sys.platform == "linux"
     with_parent = [sys.executable, "-S", "-E", "-c", _WITH_PARENT, str(os.getpid())] if linux else []
     try:
-        with (
-            log.open("wb") as output,
-            errors.open("wb") if errors else nullcontext(subprocess.STDOUT) as standard_error,
-        ):
+        with log.open("wb") as output, (errors or Path(os.devnull)).open("wb") as apart:
             process = subprocess.Popen(  # noqa: S603
                 [*with_parent, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=standard_error,
+                stderr=apart if errors else subprocess.STDOUT,
                 start_new_session=True,
                 cwd=cwd,
                 env=os.environ | {_FOLDER: str(log.parent.resolve())},
