@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -48,6 +49,11 @@ def make_result(
     finalists = _finalists(repeated, noise)
     winner = _winner(config.sweep.cost_weight, record, table, finalists)
     rung = int(annealed.dropna().query("trial == @winner")["rung"].max())
+    short = list(_shorter(plan, record, rung))
+    if finalists and short and record.ranking(plan.top):
+        finalists = replace(
+            finalists, trials=finalists.trials.assign(p_best=math.nan), reasons=(*finalists.reasons, *short)
+        )
     return SweepResult(
         trials=table,
         rungs=rungs_table(plan, record),
@@ -63,6 +69,7 @@ def make_result(
             {"first_trial": each.first_trial, **each.narrowed} for each in record.rounds if each.narrowed is not None
         ),
         notes=(
+            *short,
             *_notes(config, plan, record, finalists, comparable=finalists is not None or repeated.empty),
             *notes,
         ),
@@ -89,6 +96,15 @@ def _winner(cost_weight: float, record: Record, table: pd.DataFrame, finalists: 
     losses = finalists.trials.loc[finalists.trials["p_best"] != 0, "loss"] if finalists else longest  # NaN: not known
     seconds = np.array([max(record.cost(int(trial))[1], 1e-9) for trial in losses.index])
     return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
+
+
+def _shorter(plan: TrialPlan, record: Record, rung: int) -> Iterator[str]:
+    """Warning that the winner is of a shorter length than the search's, with the number of trials that diverged at that one."""
+    if rung < plan.top:
+        yield (
+            f"the winner is of {plan.run_tokens(rung):,} tokens, not of {plan.run_tokens(plan.top):,}: no trial has a loss there, "
+            f"and {len(record.ranking(plan.top))} diverged on the way to it"
+        )
 
 
 def _notes(

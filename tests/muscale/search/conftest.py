@@ -195,9 +195,10 @@ def planted_result(
         chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.advanced]
         rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
     annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
-    leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.n_finalists, "loss")["trial"].tolist()
+    longest = int(annealed["rung"].max()) if len(annealed) else plan.top
+    leading = annealed[annealed["rung"] == longest].nsmallest(settings.n_finalists, "loss")["trial"].tolist()
     again = [
-        (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))
+        (t, seed, losses.annealed(record.config_at(t, longest), longest, seed))
         for t in leading
         for seed in range(1, repeats + 1)
     ]

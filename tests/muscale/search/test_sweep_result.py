@@ -46,6 +46,26 @@ def test_the_interval_of_each_length_s_optimum_contains_the_planted_one(search: 
     assert result.finalists.sentence in text
 
 
+@pytest.mark.parametrize("diverges", [True, False])
+def test_no_winner_is_clear_where_every_trial_diverged_at_the_last_rung(
+    search: Search, planted: Planted, monkeypatch: pytest.MonkeyPatch, *, diverges: bool
+) -> None:
+    losses = planted()
+    stable = type(losses).stable
+    if diverges:
+        monkeypatch.setattr(
+            type(losses), "stable", lambda self, job, rung: stable(self, job, rung) if rung < 3 else None
+        )
+    result = search(losses=losses)
+    at_the_winner_s = result.annealed.loc[result.annealed["trial"] == result.winner, "n_tokens"].max()
+    assert at_the_winner_s == (4000 if diverges else 8000)
+    assert (
+        len([note for note in result.notes if "4,608" in note and "9,472" in note]) == diverges
+    )  # with their cooldowns
+    assert result.finalists is not None
+    assert (result.finalists.verdict == "not known") == diverges
+
+
 def test_tables_say_what_each_trial_had(search: Search) -> None:
     result = search()
     trials = result.trials.set_index("trial")
