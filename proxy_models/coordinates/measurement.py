@@ -27,6 +27,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training.state import buffers_held
 
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
 _NOISE = 0.1  # added to every weight before the future is looked for, as what starts at zero hides what it would mix; assumed
@@ -130,7 +131,7 @@ def measure(
     measured: dict[Key, float] = {}
     first: dict[str, Tensor] = {}
     for step in range(n_steps + 1):
-        with recorded_outputs(model) as outputs:
+        with buffers_held(model), recorded_outputs(model) as outputs:
             loss = sequence_loss(model, sequences)  # the readout is to be seen
         first = first or outputs
         for name, output in outputs.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,8 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import Parametrization
-from proxy_models.architecture.sharded import laid_out
+from proxy_models.architecture.sharded import laid_out, whole
 from proxy_models.files import atomic_write
 
 
@@ -80,6 +83,25 @@ class _ErrorKeepingWriter(io.BufferedWriter):
         except OSError as error:
             self.error = error
             raise
+
+
+@contextmanager
+def buffers_held(module: nn.Module) -> Iterator[None]:
+    """Check that the persistent buffers come out of a training step as they went in: no state or checkpoint keeps them.
+
+    Raises:
+        FamilyError: If one has changed.
+    """
+    kept = module.state_dict(keep_vars=True).keys()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers() if name in kept}
+    yield
+    after = dict(module.named_buffers())
+    changed = [name for name, buffer in before.items() if not torch.equal(whole(buffer), whole(after[name]))]
+    if changed:
+        raise FamilyError(
+            f"{type(module).__name__}: buffers must stay constant in a training step; got changes of {', '.join(changed)}; "
+            "make them parameters, or compute them from the input"
+        )
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

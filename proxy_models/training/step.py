@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from proxy_models.training.guard import Divergence, Guard, Spike, Verdict
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
-from proxy_models.training.state import capture, restore, without_moments
+from proxy_models.training.state import buffers_held, capture, restore, without_moments
 
 GOOD = "good/"  # prefix of the guard's snapshot in a memory
 
@@ -81,6 +82,7 @@ class Stepper:
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard, self._device) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
+        self._held = False
 
     @property
     def parametrization(self) -> Parametrization:
@@ -115,7 +117,9 @@ class Stepper:
             self._good = capture(self.module, self.optimizer)
         if self._random:
             torch.manual_seed(step_seed(self._seed, tokens, self._rank))
-        loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
+        with nullcontext() if self._held else buffers_held(self.module):  # once, as it waits for the device
+            loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
+        self._held = True
         if self._scaler:
             self._scaler.unscale(self.optimizer)
         norm = clip(self.parameters, self.recipe.clip_norm)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.memory import Precision
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.guard_settings import GuardSettings
@@ -45,6 +47,19 @@ def take(one: Stepper, number: int = 0, sequences: Tensor | None = None) -> tupl
 
 def weights(one: Stepper) -> dict[str, Tensor]:
     return capture(one.module, one.optimizer)
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_model_with_state_in_its_buffers_is_refused_at_its_first_step(changes: bool) -> None:
+    one, mean = stepper(), torch.zeros(())
+    one.module.register_buffer("mean", mean)
+
+    def count(*_: Any) -> None:
+        mean.add_(float(changes))
+
+    one.module.register_forward_pre_hook(count)
+    with pytest.raises(FamilyError) if changes else nullcontext():
+        take(one)
 
 
 def test_another_optimizer_continues_with_the_weights_and_without_moments() -> None:
