@@ -137,6 +137,7 @@ def test_a_gpu_takes_flex_attention_for_every_case_but_small_heads() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
 @pytest.mark.parametrize(
     ("dtype", "groups", "biased"), list(product((torch.float32, torch.bfloat16), (1, 2), (False, True)))
 )

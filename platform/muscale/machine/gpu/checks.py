@@ -209,13 +209,13 @@ def speed_checks(found: Measurement) -> Iterator[Check]:
     yield mfu_check(f"{_where(found)}: MFU", found, device_name(torch.device("cuda", 0)))
 
 
-def mfu_check(what: str, found: Measurement, name: str) -> Check:
-    """The MFU of a device of this name, against the predicted one."""
-    case, mfu = found.case, found.median_mfu
+def predicted_mfu(found: Measurement, name: str) -> float | None:
+    """MFU that a plan predicts for this training on an accelerator of this name; None for one whose links are not known."""
     known = next((known for part, known in _KNOWN.items() if re.search(rf"\b{part}\b", name)), None)
-    if mfu is None or known is None:
-        return Check(what=what, status="skipped", found=f"no prediction for {name}", value=mfu)
-    predicted = step_time(
+    if known is None:
+        return None
+    case = found.case
+    return step_time(
         case.model,
         case.parallelism,
         workers=case.ranks,
@@ -225,8 +225,15 @@ def mfu_check(what: str, found: Measurement, name: str) -> Check:
         precision=case.precision,
         compiled=found.compiled,
     ).mfu
+
+
+def mfu_check(what: str, found: Measurement, name: str) -> Check:
+    """The MFU of a device of this name, against the predicted one."""
+    mfu, predicted = found.median_mfu, predicted_mfu(found, name)
+    if mfu is None or predicted is None:
+        return Check(what=what, status="skipped", found=f"no prediction for {name}", value=mfu)
     off, how = mfu / predicted - 1, "compiled" if found.compiled else "eager"
-    stated = f"within {MFU_TOLERANCE:.0%} of the predicted {predicted:.1%} ({known}, {how})"
+    stated = f"within {MFU_TOLERANCE:.0%} of the predicted {predicted:.1%} ({name}, {how})"
     return _at_most(what, abs(off), MFU_TOLERANCE, f"{mfu:.1%} ({off:+.0%})", stated)
 
 
