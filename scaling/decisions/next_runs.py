@@ -143,10 +143,7 @@ def next_runs(
         index, design = pick
         then = _with_run(rows, size[index], tokens[index])
         share = design.variance / before
-        after, floor = (
-            float(log_scale(_Later.of(ensemble, left, then["stem"].nunique()), n_params, n_tokens))
-            for left in (share, 0.0)
-        )
+        after, floor = (float(log_scale(_Later.of(ensemble, left, then), n_params, n_tokens)) for left in (share, 0.0))
         later = tuple(unsupported(then, ensemble, n_params, n_tokens).values())
         telling = after**2 <= (1 - WORTH) * scale**2 or len(later) < len(reasons)
         if not telling and not few_runs(rows) and not (helps[index] and len(chosen) < 2):
@@ -230,9 +227,11 @@ class _Later(Ensemble):
     share: float
 
     @classmethod
-    def of(cls, now: Ensemble, share: float, n_runs: int) -> "_Later":
+    def of(cls, now: Ensemble, share: float, rows: pd.DataFrame) -> "_Later":
         fits = {name: getattr(now, name) for name in Ensemble.__dataclass_fields__}
-        return cls(**(fits | {"refits": lambda: now.draws, "share": share, "n_runs": n_runs}))
+        largest = float(compute_flops(rows["n_params"], rows["n_tokens"]).max())
+        then = {"n_runs": rows["stem"].nunique(), "largest_flops": largest}
+        return cls(**(fits | {"refits": lambda: now.draws, "share": share} | then))
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)

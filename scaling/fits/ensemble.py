@@ -53,6 +53,7 @@ class Ensemble:
             draws as they are.
         residual: recency-weighted rms of the base's log residuals.
         n_runs: independent runs (stems).
+        largest_flops: compute of the largest run.
     """
 
     variants: Mapping[str, Law]
@@ -60,6 +61,7 @@ class Ensemble:
     widening: float
     residual: float
     n_runs: int
+    largest_flops: float
 
     @cached_property
     def draws(self) -> Array:
@@ -150,6 +152,7 @@ def fit_ensemble(
         widening=widening(free_columns(fits.problem, base), weights, stems),
         residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
         n_runs=int(stems.max()) + 1,
+        largest_flops=float(compute_flops(n_params, n_tokens).max()),
     )
 
 

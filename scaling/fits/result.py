@@ -158,10 +158,7 @@ class ScalingFit(JsonResult):
             ScalingError: the law depends on more than N and D.
         """
         reasons = self.unsupported_reasons(n_params, n_tokens)
-        largest = self.compute_range[1]
-        return forecast(
-            self.law, self.ensemble, n_params, n_tokens, level=level, largest_flops=largest, reasons=reasons
-        )
+        return forecast(self.law, self.ensemble, n_params, n_tokens, level=level, reasons=reasons)
 
     def unsupported_reasons(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
         """Reasons why a forecast at (N, D) is unsupported (`scaling.fits.support`); the form fitted is none."""

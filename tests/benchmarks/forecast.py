@@ -1,12 +1,13 @@
 """Held-out error, interval width and coverage of every form, and of the default forecast, on the public ladders.
 
-    python tests/benchmarks/forecast.py [--cuts 10 30] [--ladders NAME ...] [--csv FILE] [--few-runs] [--left-out]
+    python tests/benchmarks/forecast.py [--cuts 10 30 100] [--ladders NAME ...] [--csv FILE] [--few-runs] [--left-out]
 
 Each ladder is fitted to its runs with C < Cmax/cut and held against those above. Errors are |log(predicted / measured)| in %.
-Of the reasons of `scaling.fits.support` it prints whether what they flag was missed more often. Ladders of losses in
-mid-schedule are shown, and counted apart: no law of finished runs holds there. `hindsight` is the error of whichever of the
-forecast's fits came out best on a ladder: what a perfect choice among them would give. With --left-out the prior of each
-family's ladders has the centres of the other families (`prior.py`).
+A table by distance shows coverage and width over the decades between a target and the largest fitted run: at a cut of 10 a target
+may lie further than a decade, if no run lies in between. Of the reasons of `scaling.fits.support` it prints whether what they flag
+was missed more often. Ladders of losses in mid-schedule are shown, and counted apart: no law of finished runs holds there.
+`hindsight` is the error of whichever of the forecast's fits came out best on a ladder: what a perfect choice among them would give.
+With --left-out the prior of each family's ladders has the centres of the other families (`prior.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from scaling import compute_flops
-from scaling.fits.backtest import backtest
+from scaling.fits.backtest import Backtest, backtest
 from scaling.fits.ensemble import fit_ensemble
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.prior import PRIOR
@@ -28,6 +29,8 @@ from tests.benchmarks.ladders import Ladder, ladders
 from tests.benchmarks.prior import left_out
 
 LEVELS = (0.9, 0.95)
+BANDS = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 2.5)
+"""Decades of compute above the largest fitted run."""
 
 
 def measure(ladder: Ladder, cuts: list[float]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -41,7 +44,14 @@ def measure(ladder: Ladder, cuts: list[float]) -> tuple[pd.DataFrame, pd.DataFra
         for cut in found.predictions["cut"].unique()
     ]
     table = pd.concat([found.table(), pd.DataFrame(best)], ignore_index=True)
-    return table.assign(**labels, seconds=seconds), found.predictions.assign(**labels)
+    return table.assign(**labels, seconds=seconds), found.predictions.assign(**labels, decades=decades(ladder, found))
+
+
+def decades(ladder: Ladder, found: Backtest) -> pd.Series:
+    """Distance of each prediction in decades of compute above the largest run that was fitted for it."""
+    flops, cut = compute_flops(ladder.runs["n_params"], ladder.runs["n_tokens"]), found.predictions["cut"]
+    largest = {each: flops[flops < flops.max() / each].max() for each in cut.unique()}
+    return np.log10(found.predictions["compute_flops"] / cut.map(largest))
 
 
 def hindsight(runs: pd.DataFrame, cut: float) -> float:
@@ -66,17 +76,35 @@ def pooled(predictions: pd.DataFrame) -> dict[str, float]:
     return row
 
 
+def judged(predictions: pd.DataFrame) -> pd.DataFrame:
+    """Predictions of the forecast with covered (at 95 %), error and full width, in %."""
+    own = predictions[predictions["method"] == DEFAULT]
+    covered = 100 * own["loss"].between(own["low_0.95"], own["high_0.95"])
+    width = 100 * (own["high_0.95"] / own["low_0.95"] - 1)
+    return own.assign(covered=covered, error=100 * own["log_error"].abs(), width=width)
+
+
+def by_distance(predictions: pd.DataFrame) -> pd.DataFrame:
+    """A row for supported or not and each band of distance: targets, ladders, coverage at 95 % by run and ladder, error, widths."""
+    own = judged(predictions)
+    band = pd.cut(own["decades"], [*BANDS, np.inf], include_lowest=True)
+    rows = []
+    for (supported, within), part in own.groupby([own["supported"], band], observed=True):
+        by_ladder = part.groupby("ladder")
+        row = {"supported": supported, "decades": f"{max(within.left, 0):g} to {within.right:g}"}
+        row |= {"targets": len(part), "ladders": len(by_ladder), "cover": part["covered"].mean()}
+        row |= {"cover_by_ladder": by_ladder["covered"].mean().mean(), "error": part["error"].mean()}
+        row |= {"width": part["width"].median(), "least_width": part["width"].min()}
+        rows.append(row)
+    return pd.DataFrame(rows).round(2)
+
+
 def by_reason(predictions: pd.DataFrame) -> pd.DataFrame:
     """A row for each reason: targets flagged by it and by nothing else, their coverage at 95 %, error and width, and the others'.
 
     `least_loss` is the least by which coverage is lower among the flagged, over the families left out one at a time.
     """
-    own = predictions[predictions["method"] == DEFAULT]
-    covered = 100 * own["loss"].between(own["low_0.95"], own["high_0.95"])
-    own = own.assign(
-        covered=covered, error=100 * own["log_error"].abs(), width=100 * (own["high_0.95"] / own["low_0.95"] - 1)
-    )
-    rows = []
+    own, rows = judged(predictions), []
     for reason in sorted({name for names in own["reasons"] for name in names.split(", ") if name}):
         flagged = own["reasons"].str.split(", ").map(lambda names, reason=reason: reason in names)
         row: dict[str, object] = {
@@ -119,7 +147,7 @@ def of_few_runs(
 def main() -> None:
     """Print a table per cut, and what they come to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cuts", type=float, nargs="+", default=[10, 30])
+    parser.add_argument("--cuts", type=float, nargs="+", default=[10, 30, 100])
     parser.add_argument("--ladders", nargs="+")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--few-runs", action="store_true", help="also forecast from few runs drawn at random")
@@ -169,6 +197,8 @@ def main() -> None:
         print(f"\n## Reasons, {name}, all cuts: {own['supported'].mean():.1%} of {len(own)} targets supported\n")
         print(by_reason(some).to_string(index=False))
         print({key: round(value, 1) for key, value in pooled(some).items()})
+        print(f"\n## By distance above the largest fitted run, {name}, all cuts\n")
+        print(by_distance(some).to_string(index=False))
     if options.few_runs:
         few = pd.concat([of_few_runs(ladder, cut) for ladder in chosen if ladder.annealed for cut in options.cuts])
         print(few.groupby("n_runs")[["covered", "error"]].mean().round(2))

@@ -136,13 +136,20 @@ def test_candidates_are_as_dense_as_is_asked(fitted: ScalingFit) -> None:
 
 
 def test_a_run_shrinks_the_spread_of_the_forecast_as_the_deviation_it_leaves(fitted: ScalingFit) -> None:
-    """The width that is expected is that of the forecast's own formula with a run more, its spread times the root of the share."""
+    """The width that is expected is that of the forecast's own formula with a run more, its spread times the root of the share.
+
+    That run is the largest, so the error of the form grows over a shorter distance too.
+    """
     found = next_runs(fitted, *TARGET, affordable_flops=3e19, n_runs=1)
     ensemble, share = fitted.ensemble, float(found.runs["variance_left"].iloc[0])
-    variance = 0.004**2 + ensemble.residual**2 + share * float(ensemble.draw_spread(*TARGET)) ** 2
+    largest = max(fitted.compute_range[1], float(compute_flops(*found.runs[["n_params", "n_tokens"]].iloc[0])))
+    decades = max(1.0, math.log10(float(compute_flops(*TARGET)) / largest))
+    form = (0.004**2 + ensemble.residual**2) * decades**4
+    variance = form + share * float(ensemble.draw_spread(*TARGET)) ** 2
     n_runs = ensemble.n_runs + 1
     scale = math.sqrt(variance * n_runs / (n_runs - 3))
     assert found.width_then == pytest.approx(2 * math.sinh(interval_factor(0.9) * scale), rel=1e-9)
+    assert largest > fitted.compute_range[1]
 
 
 def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: ScalingFit) -> None:
