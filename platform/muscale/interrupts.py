@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send the second
+_ECHO_SECONDS = 1.0  # assumed: `timeout` signals its child and then the whole group, so its child gets SIGTERM twice
+
+
+def once(handle: Callable[[], None]) -> Callable[[int, object], None]:
+    """A signal handler that calls `handle`, but not for a signal within `_ECHO_SECONDS` of the one before."""
+    latest = -math.inf
+
+    def handler(_signal: int, _frame: object) -> None:
+        nonlocal latest
+        before, latest = latest, time.monotonic()
+        if latest - before > _ECHO_SECONDS:
+            handle()
+
+    return handler
 
 
 @contextmanager
@@ -54,8 +70,8 @@ def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
     on_main = threading.current_thread() is threading.main_thread()
     before = {which: signal.getsignal(which) for which in (*STOPS, signal.SIGUSR1)}
     if stop and on_main:
-        for which in STOPS:
-            signal.signal(which, lambda _signal, _frame: stop())
+        signal.signal(signal.SIGINT, lambda _signal, _frame: stop())
+        signal.signal(signal.SIGTERM, once(stop))
     try:
         yield
     except SystemExit as error:  # Tune's and Train's own way

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,8 @@ def join(resources: ResourceSettings) -> bool:
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
         _make_token()
     try:
-        connect(**local)
+        with _apart():
+            connect(**local)
     # Ray raises bare ones, too: a machine too busy to start it, a head that is gone, a wrong token.
     except Exception as error:
         what = "Ray can't be started on this machine"
@@ -72,6 +74,27 @@ def join(resources: ResourceSettings) -> bool:
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
         raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
     return bool(local)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Start Ray's head and node in process groups of their own, so that a signal to this process's group leaves them running.
+
+    `timeout` and shells signal the group. Without head and node no rung could be finished, and no worker of a full run could save.
+    Ray has no setting for it, so the class by which it starts processes is replaced; a Ray without that class shares the group.
+    On Linux the kernel ends Ray's processes with this one; elsewhere Ray ends them by their group, which they then have to share.
+    """
+    from ray._private import services
+
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None or sys.platform != "linux":
+        yield
+        return
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _make_token() -> None:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from muscale.interrupts import defer_sigint
+from muscale import interrupts
+from muscale.interrupts import defer_sigint, interruptible
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
@@ -43,3 +44,18 @@ def test_without_a_signal_nothing_happens_and_other_threads_may_use_it() -> None
     other.join()
     assert entered == [True, True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_sigterm_soon_after_the_first_is_the_same_one_and_a_later_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[float] = []
+    monkeypatch.setattr(interrupts, "_ECHO_SECONDS", 0.2)
+    with interruptible(lambda: heard.append(time.monotonic())):
+        for pause in (0.0, 0.05, 0.3):
+            time.sleep(pause)
+            signal.raise_signal(signal.SIGTERM)
+        assert len(heard) == 2
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert len(heard) == 4

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from muscale.cli.application import app
 from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, MuscaleError, PreemptedError, of_storage
+from muscale.interrupts import once
 from muscale.secrets import redacted
 
 DEBUG = "--debug"
@@ -25,7 +26,7 @@ _PROTOCOL = "proxy_models.architecture.family"  # not imported here, as --help w
 
 def main() -> None:
     """Entry point of the command `muscale`."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, once(_interrupt))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: a file name may not be valid text
     code = run(sys.argv[1:])
@@ -159,6 +160,6 @@ def _unwritten(error: OSError) -> int:
     return 2
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
+def _interrupt() -> None:
     """Treat SIGTERM as Ctrl-C: `ray job stop` and batch systems send it."""
     raise KeyboardInterrupt

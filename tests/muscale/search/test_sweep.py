@@ -207,7 +207,21 @@ def flatten(settings: list[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
-def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(make_study: MakeStudy) -> None:
+def to_driver(driver: subprocess.Popen[bytes]) -> None:
+    driver.send_signal(signal.SIGINT)
+
+
+def to_group(driver: subprocess.Popen[bytes]) -> None:
+    """Signal the driver and then its group, as `timeout` does."""
+    driver.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    os.killpg(driver.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_driver, marks=pytest.mark.soak)])
+def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
+    make_study: MakeStudy, interrupt: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
     settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=262144", "sweep.trials=3"]
     path = make_study()
     log = path.parent / "sweep.log"
@@ -218,6 +232,7 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(mak
             stdout=file,
             stderr=file,
             env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            start_new_session=True,
         )
     signal.signal(signal.SIGINT, before)
     try:
@@ -226,8 +241,8 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(mak
             assert driver.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
-        driver.send_signal(signal.SIGINT)
-        assert driver.wait(timeout=60) == 130
+        interrupt(driver)
+        assert driver.wait(timeout=45) == 130, log.read_text()
     finally:
         driver.kill()
     assert "finishing the running rungs" in log.read_text()
