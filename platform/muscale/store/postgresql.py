@@ -90,8 +90,9 @@ class PostgresStorage(Storage):
     @cached_property
     def _engine(self) -> sa.Engine:
         try:
-            # A worker needs one connection, and now and then one more for its heartbeat.
-            engine = sa.create_engine(self._url, pool_size=1, max_overflow=3)
+            # A worker needs one connection, and now and then one more for its heartbeat. A server may have another default for
+            # the isolation; a write would then see the state from before it waited for the lock.
+            engine = sa.create_engine(self._url, pool_size=1, max_overflow=3, isolation_level="READ COMMITTED")
         except ModuleNotFoundError as error:
             raise StudyDirectoryError(
                 f"storage.ledger: \"postgresql\" needs psycopg, install it with: pip install 'muscale[postgresql]' ({error})"

@@ -5,21 +5,24 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
-from muscale.errors import LedgerUnavailableError
+from muscale.errors import LeaseLostError, LedgerUnavailableError
 from muscale.layout import LEDGER, LEDGER_PLACE
 from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
+from muscale.store import tables
 from muscale.store.ledger import Ledger
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
-from muscale.store.statements import check_token
+from muscale.store.statements import check_token, insert_once
 from muscale.store.tables import ResultKind, forecasts, retrained, rungs, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")
@@ -94,6 +97,38 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
     assert [row["sequence"] for row in rows] == list(range(1, 341))
     ledger.insert(rungs, sweep="s", trial=0, rung=0, tokens=1, segment="", loss=2.0, seconds=1.0)
     assert ledger.rungs("s") == rows, "a repeated write adds nothing"
+
+
+@pytest.mark.parametrize("default", ["read committed", "repeatable read", "serializable"])
+def test_a_stale_token_is_refused_also_after_a_wait_for_the_lock_whatever_the_server_s_default_isolation(
+    ledger: Ledger, monkeypatch: Any, default: str
+) -> None:
+    monkeypatch.setenv("PGOPTIONS", f"-c default_transaction_isolation={default.replace(' ', chr(92) + ' ')}")
+    ledger.close()  # connections of before have the server's default
+    lease = {"name": "line", "owner": "elsewhere/1/0.00/aa", "beat": 0}
+    ledger.write(insert_once, "leases", [{**lease, "token": 1}])
+    locked, errors = threading.Event(), []
+
+    def take(connection: sa.Connection) -> None:
+        locked.set()
+        waiting = sa.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        while not connection.execute(waiting).scalar():
+            time.sleep(0.01)
+        connection.execute(sa.update(tables.leases).values(token=2))
+
+    def record() -> None:
+        locked.wait(60)
+        try:
+            ledger.under("line", 1).insert(retrained, key="k", tokens=1, seconds=0.1)
+        except LeaseLostError as error:
+            errors.append(error)
+
+    stale = threading.Thread(target=record)
+    stale.start()
+    ledger.write(take)
+    stale.join(60)
+    assert len(errors) == 1
+    assert ledger.retrained() == []
 
 
 def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, postgres: Any, monkeypatch: Any) -> None:
