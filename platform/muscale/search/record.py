@@ -56,7 +56,8 @@ class Record:
 
     def __init__(self, ledger: Ledger, sweep: str) -> None:
         self._ledger, self.sweep = ledger, sweep
-        self.rounds = [self._round(row) for row in ledger.rounds(sweep)]
+        rows = ledger.sweep_rows(sweep)
+        self.rounds = [self._round(row) for row in rows["rounds"]]
         self.configs: dict[int, Config] = {}
         self.paths: dict[int, ConfigHistory] = {}
         self.donors: dict[tuple[int, int], int] = {}
@@ -79,11 +80,9 @@ class Record:
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
         self._is_read = False  # until then rankings are not sorted
-        for row in ledger.trials(sweep):
+        for row in rows["trials"]:
             self._started(row["number"], row["config"], row["until"])
-        events = [*((row["sequence"], row) for row in ledger.rungs(sweep))]
-        events += [(row["sequence"], row) for row in ledger.decisions(sweep)]
-        for _, row in sorted(events, key=lambda event: event[0]):
+        for row in sorted([*rows["rungs"], *rows["decisions"]], key=lambda row: row["sequence"]):
             if "until" in row:
                 self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:

@@ -195,6 +195,10 @@ class Ledger:
 
     # Sweeps
 
+    def sweep_rows(self, sweep: str) -> dict[str, list[dict[str, Any]]]:
+        """Rounds, trials, rungs and decisions of the sweep, as they are at one moment while its driver writes."""
+        return self.read(statements.sweep_rows, sweep)
+
     def rounds(self, sweep: str) -> list[dict[str, Any]]:
         """The rounds of the sweep: the space of the first, and of each narrowing."""
         return self.read(statements.find, "rounds", {"sweep": sweep}, ["round"])
@@ -206,10 +210,6 @@ class Ledger:
     def rungs(self, sweep: str) -> list[dict[str, Any]]:
         """Every result at a rung of the sweep, in order of arrival."""
         return self.read(statements.find, "rungs", {"sweep": sweep}, ["sequence"])
-
-    def decisions(self, sweep: str) -> list[dict[str, Any]]:
-        """Every decision of the sweep to continue a trial, in order."""
-        return self.read(statements.find, "decisions", {"sweep": sweep}, ["sequence"])
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
         """The losses of those of these segments that are recorded as runs, NaN where one diverged."""

@@ -62,6 +62,12 @@ def find(
     return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
 
 
+def sweep_rows(connection: sa.Connection, sweep: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of a sweep by table, in order, on one snapshot: a decision read after its trial would be of a trial unknown."""
+    order = {"rounds": "round", "trials": "number", "rungs": "sequence", "decisions": "sequence"}
+    return {table: find(connection, table, {"sweep": sweep}, [column]) for table, column in order.items()}
+
+
 def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
     """Insert rows, but those whose keys are there already; returns how many were new."""
     statement = _insert_once(connection.dialect.name, table)
