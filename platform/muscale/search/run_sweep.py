@@ -19,7 +19,7 @@ from muscale.search.sweep import OnResult, OnRun, Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.search.tune_run import run_engine
 from muscale.store.cancels import cancellable
-from muscale.store.lease import expired_leases, held_leases, lease
+from muscale.store.lease import expired_leases, held_leases, lease, sweep_lease
 from muscale.store.retention import prune
 from search_spaces import SpaceError, narrow
 
@@ -40,7 +40,7 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
             is not given.
         LeaseLostError: If this process was away for so long that another one continues the sweep.
     """
-    with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
+    with lease(sweep.ledger, name := sweep_lease(sweep.key)) as token, staying_cluster():
         record = Record(sweep.ledger.under(name, token), sweep.key)
         if sweep.own_methods and not (sweep.searcher or sweep.scheduler):
             return _finished_before(sweep, record, narrower=narrower)
@@ -93,8 +93,8 @@ def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepRe
 def _prune(sweep: Sweep) -> None:
     """Remove the states that nothing resumes from, unless somebody else is at work on this study."""
     expired = expired_leases(sweep.ledger)
-    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
-        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
+    if set(held_leases(sweep.ledger, expired)) <= {sweep_lease(sweep.key)}:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired, finished=sweep.key)
 
 
 def _narrow(sweep: Sweep, record: Record) -> None:

@@ -65,6 +65,11 @@ def lease(ledger: Ledger, name: str) -> Iterator[int]:
         ledger.write(_release, name, token)
 
 
+def sweep_lease(sweep: str) -> str:
+    """The name of the lease that the driver of a sweep holds."""
+    return f"sweep {sweep}"
+
+
 def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]) -> None:
     """Record what was trained under a lease.
 

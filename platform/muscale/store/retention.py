@@ -1,8 +1,10 @@
 """Retention of training states: results and curves stay for ever, states only where a training may continue.
 
 Kept are the states of running trials, of the best of each rung, of the longest end of each ladder stem (a longer ladder
-goes on from there), of whatever these started from, all that a worker holds a lease on and, while any does, of the last hour. A state
-that is needed after all is trained again from the nearest one that is kept, and counted as such.
+goes on from there), of whatever these started from, and all that a worker holds a lease on. While anybody holds a lease, more is
+kept: every rung of a sweep that runs, as its trials may advance, be copied or be annealed from there; the longest end of each other
+stem, as other runs may branch from it; and the last hour. A state that is needed after all is trained again from the nearest one
+that is kept, and counted as such.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pandas as pd
 import sqlalchemy as sa
 
 from muscale.layout import CURVES, STATES
-from muscale.store.lease import Standing, expired_leases, is_held, process_of, taken_leases
+from muscale.store.lease import Standing, expired_leases, is_held, process_of, sweep_lease, taken_leases
 from muscale.store.ledger import Ledger
 from muscale.store.statements import KEYS_AT_ONCE, by_key
 from muscale.store.tables import decisions, retrained, rungs, runs, segments, trials
@@ -74,20 +76,26 @@ class Pruning(Result):
 
 
 def prune(
-    ledger: Ledger, *, top_k: int = 3, dry_run: bool = False, expired: Collection[Standing] | None = None
+    ledger: Ledger,
+    *,
+    top_k: int = 3,
+    dry_run: bool = False,
+    expired: Collection[Standing] | None = None,
+    finished: str = "",
 ) -> Pruning:
     """Remove the states that no rule keeps, and files without a row.
 
     Args:
         top_k: Trials of each rung whose states are kept.
         expired: Leases whose owners are gone; by default they are looked for, which may take as long as a lease lasts.
+        finished: Sweep whose driver calls this at its end: it holds the lease, and needs no states any more.
     """
     if expired is None:
         expired = expired_leases(ledger)
     facts = ledger.read(_facts, top_k)
     folder = ledger.directory / STATES
     live = [lease for lease in facts["leases"] if is_held(lease, expired)]
-    reasons = _reasons(facts, {lease["name"] for lease in live})
+    reasons = _reasons(facts, {lease["name"] for lease in live}, finished)
     kept: Counter[str] = Counter()
     going: dict[str, list[Path]] = {}
     forgotten = []
@@ -120,7 +128,7 @@ def prune(
     return pruning
 
 
-def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
+def _reasons(facts: dict[str, Any], held: set[str], finished: str) -> dict[str, str]:
     """The reason why each state is kept, by the segment's key."""
     states = {row["key"]: row for row in facts["states"]}
     reasons: dict[str, str] = {}
@@ -134,11 +142,20 @@ def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
     keep((row["key"] for row in states.values() if held and row["created_at"] > since), "recent, while workers train")
     keep((row["key"] for row in states.values() if row["line"] in facts["running"]), "running trial")
     keep(facts["best"], "best of a rung")
+    busy = held - {sweep_lease(finished)}
+    searched: set[str] = set()
+    for sweep, keys in facts["rungs"].items():
+        searched |= keys
+        if sweep_lease(sweep) in busy:
+            keep(keys, "sweep that runs")
     longest: dict[str, dict[str, Any]] = {}
     for row in states.values():
-        if row["line"] in facts["ladder"] and row["tokens"] > longest.get(row["line"], {"tokens": -1})["tokens"]:
+        if row["tokens"] > longest.get(row["line"], {"tokens": -1})["tokens"]:
             longest[row["line"]] = row
-    keep((row["key"] for row in longest.values()), "end of a ladder stem")
+    keep((row["key"] for row in longest.values() if row["line"] in facts["ladder"]), "end of a ladder stem")
+    if busy:
+        ends = {row["key"] for row in longest.values()}
+        keep(ends - searched, "end of a stem, while workers train")
     for key in list(reasons):
         above = facts["parents"].get(key)
         while above:
@@ -178,10 +195,20 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
         "parents": _parents(connection, [*(row["key"] for row in states), *best]),
         "running": {row.line for row in by_key(connection, sa.select(s.line), s.key, _running(connection))},
         "best": best,
+        "rungs": _rungs(connection),
         "ladder": set(ladder),
         "leases": taken_leases(connection),
         "retrained": tuple(connection.execute(again.select_from(retrained)).one()),
     }
+
+
+def _rungs(connection: sa.Connection) -> dict[str, set[str]]:
+    """The segments with a state that trials of each sweep came to a rung with."""
+    query = sa.select(rungs.c.sweep, rungs.c.segment).join(segments, segments.c.key == rungs.c.segment)
+    found: dict[str, set[str]] = {}
+    for sweep, key in connection.execute(query.where(segments.c.state.is_not(None))):
+        found.setdefault(sweep, set()).add(key)
+    return found
 
 
 def _parents(connection: sa.Connection, keys: Iterable[str]) -> dict[str, str | None]:

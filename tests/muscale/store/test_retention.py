@@ -16,6 +16,7 @@ from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.search.run_sweep import _prune
 from muscale.search.sweep import Sweep
 from muscale.store import lease as leases
+from muscale.store import retention
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
@@ -113,6 +114,36 @@ def test_what_a_living_worker_may_need_stays(ledger: Ledger) -> None:
         assert recent.exists()
         assert writing.exists()
     assert prune(ledger).files == {"state that no rule keeps": 2, "unfinished file": 1}
+
+
+def test_a_sweep_that_runs_keeps_all_its_rungs_and_a_worker_the_end_of_each_stem(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members of a population wait for the others, and each rung is annealed at the end."""
+    monkeypatch.setattr(retention, "RECENT_SECONDS", 0.0)
+    for number in range(4):
+        ledger.insert(trials, sweep="s", number=number, config={}, until=0)
+        for rung in range(2):
+            add(ledger, f"t{number}{rung}", line=f"trial {number}", tokens=1 + rung)
+            add_rung(ledger, number, f"t{number}{rung}", 1.0 + number, rung)
+    ledger.insert(trials, sweep="other", number=0, config={}, until=0)
+    add(ledger, "other")
+    ledger.insert(rungs, sweep="other", trial=0, rung=0, tokens=1, segment="other", loss=1.0, seconds=1.0)
+    for key, tokens in (
+        ("short", 1),
+        ("long", 2),
+    ):  # of a transfer check, say, whose branch trains for more than an hour
+        add(ledger, key, line="stem", tokens=tokens)
+    with leases.lease(ledger, leases.sweep_lease("s")):
+        assert prune(ledger, top_k=0, dry_run=True).kept == {
+            "sweep that runs": 800,
+            "end of a stem, while workers train": 100,
+        }
+        assert prune(ledger, top_k=1, dry_run=True, finished="s").kept == {"best of a rung": 300}
+    with leases.lease(ledger, "line of the branch"):
+        assert prune(ledger, top_k=0).kept == {"end of a stem, while workers train": 100}
+    assert (ledger.segment("long") or {})["state"]
+    assert prune(ledger, top_k=0).kept == {}
 
 
 def test_a_worker_that_died_on_another_machine_keeps_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
