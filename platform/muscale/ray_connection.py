@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone
 _RELEASE_SECONDS = 3.0  # until a worker that was ended counts as gone
+_SOCKET_BYTES = 107 - len(
+    "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+)  # left of a path, Linux
+_SHORT_FOLDER = "/tmp"  # noqa: S108 -- where Ray itself puts its files if nothing names a folder
 _KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray was seen to take 35 s then
 
 
@@ -63,6 +67,8 @@ def join(resources: ResourceSettings) -> bool:
         n_cpus = max(math.ceil(n_ranks * resources.cpus_per_worker), os.cpu_count() or 1)
         # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
+        if folder := _shorter_folder():
+            local["_temp_dir"] = folder
         _make_token()
     try:
         with _apart():
@@ -76,6 +82,19 @@ def join(resources: ResourceSettings) -> bool:
     return bool(local)
 
 
+def _shorter_folder() -> str | None:
+    """The folder for Ray's files where the one that Ray would take is too long for its sockets; None where it is not."""
+    named = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    if named is None or sys.platform != "linux" or len(os.fsencode(folder := os.environ[named])) <= _SOCKET_BYTES:
+        return None
+    shorter = f"{_SHORT_FOLDER}/ray"
+    _log.warning(
+        "%s: must have at most %d bytes, or the paths of Ray's sockets get too long; got %s; Ray's files are in %s",
+        *(named, _SOCKET_BYTES, folder, shorter),
+    )
+    return shorter
+
+
 @contextmanager
 def _apart() -> Iterator[None]:
     """Start Ray's head and node in process groups of their own, so that a signal to this process's group leaves them running.
@@ -84,8 +103,9 @@ def _apart() -> Iterator[None]:
     Ray has no setting for it, so the class by which it starts processes is replaced; a Ray without that class shares the group.
     On Linux the kernel ends Ray's processes with this one; elsewhere Ray ends them by their group, which they then have to share.
     """
-    from ray._private import services
+    from ray._private import services as typed
 
+    services: Any = typed
     popen = getattr(services, "ConsolePopen", None)
     if popen is None or sys.platform != "linux":
         yield

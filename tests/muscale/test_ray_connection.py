@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -97,6 +98,58 @@ def test_a_stage_says_that_it_waits_for_what_others_hold(
     finally:
         remove_placement_group(held)
     assert f"promote: waiting for 1 CPU: the cluster has {there:g} CPU, of which 0.5 CPU are free" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, None),
+        ({"TMPDIR": "/scratch/job"}, None),
+        ({"TMPDIR": "/" + 90 * "x"}, "/tmp/ray"),
+        ({"TMPDIR": "/" + 18 * "ü"}, None),
+        ({"TMPDIR": "/" + 19 * "ü"}, "/tmp/ray"),
+        ({"TMPDIR": "/" + 90 * "x", "RAY_TMPDIR": "/scratch/job"}, None),
+        ({"TMPDIR": "/scratch/job", "RAY_TMPDIR": "/" + 90 * "x"}, "/tmp/ray"),
+    ],
+)
+def test_a_folder_too_long_for_sockets_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str | None
+) -> None:
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ray_connection._shorter_folder() == folder
+
+
+STARTS = """
+import ray
+from muscale.ray_connection import connected
+from muscale.settings.tables import ResourceSettings
+
+with connected(ResourceSettings(workers=1)):
+    print(ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.parametrize("length", [ray_connection._SOCKET_BYTES, ray_connection._SOCKET_BYTES + 1, 120])
+def test_ray_starts_whatever_the_length_of_tmpdir(tmp_path: Path, length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:
+        folder = Path(short) / ((length - len(short) - 1) * "x")
+        folder.mkdir()
+        env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+        done = subprocess.run(
+            [sys.executable, "-c", STARTS],
+            env={**env, "TMPDIR": str(folder), "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+        assert (folder / "ray").exists() is (length <= ray_connection._SOCKET_BYTES)
 
 
 LEAVES = """
