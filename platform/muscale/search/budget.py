@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from muscale.search.record import Record
@@ -23,6 +25,7 @@ class Budget:
         repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
         n_params: N of the model that is searched.
         devices: Of a worker, with all ranks of a trial.
+        all_to_the_end: Whether every trial is trained to the last rung, as the members of a population are.
     """
 
     trials: int
@@ -37,6 +40,7 @@ class Budget:
     max_tokens: int | None = None
     max_flops: float | None = None
     max_device_hours: float | None = None
+    all_to_the_end: bool = False
 
     @property
     def is_limited(self) -> bool:
@@ -44,11 +48,14 @@ class Budget:
         return any(limit is not None for limit in (self.max_tokens, self.max_flops, self.max_device_hours))
 
     def for_population(self) -> Budget:
-        """The budget of a population, whose members all come to the end: no more of them than that allows."""
+        """The budget of a population, whose members all come to the end: no more of them than that allows.
+
+        How many the device hours allow shows once the first member has arrived somewhere (`allows`).
+        """
         members = self.trials
         while members and self._tokens_of(members) > self.most_tokens:
             members -= 1
-        return replace(self, trials=members)
+        return replace(self, trials=members, all_to_the_end=True)
 
     @property
     def most_tokens(self) -> int:
@@ -61,11 +68,23 @@ class Budget:
         """Whether another trial may be begun, as far as their number goes."""
         return len(record.configs) < self.trials
 
-    def allows(self, record: Record, rung: int, until: int) -> bool:
-        """Whether a segment from one rung (−1: the start) to another stays within every limit."""
-        tokens = self.spent(record) + self._in_flight(record) + self._segment(rung, until)
-        tokens += self._owed(record, rung, more=1) - self._owed(record, rung)
-        tokens += self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
+    def allows(self, record: Record, rung: int, until: int, ending: Iterable[int] = ()) -> bool:
+        """Whether a segment from one rung (−1: the start) to another stays within every limit.
+
+        Until a trial has a loss at the last rung, enough must be left to bring the one that is furthest there. A new member of
+        a population also needs the device hours of all members to the end; one member alone measures the speed.
+
+        Args:
+            ending: Trials that were cancelled and are trained to their next rung.
+        """
+        if not self.is_limited:
+            return True
+        if rung < 0 and self.all_to_the_end and self.max_device_hours is not None:
+            members = self._tokens_of(len(record.configs) + 1) + self.repeated_tokens
+            if self._hours(record, members) > self.max_device_hours if record.tokens else record.open:
+                return False
+        tokens = self.spent(record) + self._in_flight(record, ending) + self._step(record, rung, until)
+        tokens += self._reserve(record, until) + self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
         flops = 6.0 * self.n_params * tokens
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
@@ -96,9 +115,25 @@ class Budget:
         arrived, gone = len(record.ranking(rung)), record.n_advanced.get(rung, 0) + more
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
-    def _in_flight(self, record: Record) -> int:
+    def _in_flight(self, record: Record, ending: Iterable[int]) -> int:
         """Tokens of the segments that have not arrived, and of their branches."""
-        return sum(self._segment(record.last_rung(trial), until) for trial, until in record.open.items())
+        top = len(self.rung_tokens) - 1
+        segments = [(record.last_rung(trial), until) for trial, until in record.open.items()]
+        segments += [(rung, rung + 1) for rung in map(record.last_rung, ending) if rung < top]
+        return sum(self._segment(rung, until) for rung, until in segments)
+
+    def _step(self, record: Record, rung: int, until: int) -> int:
+        """Tokens of a further segment, and of the branch that it makes due at the rung where it begins."""
+        return self._segment(rung, until) + self._owed(record, rung, more=1) - self._owed(record, rung)
+
+    def _reserve(self, record: Record, until: int) -> int:
+        """Tokens that bring the furthest trial from where it is going to the last rung; one more is going to `until`."""
+        top = len(self.rung_tokens) - 1
+        if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(top)):
+            return 0
+        going = max([until, *record.open.values()])  # its branch there is part of its segment
+        waiting = next((rung for rung in reversed(range(going + 1, top)) if record.waiting(rung)), None)
+        return self._segment(going, top) if waiting is None else self._step(record, waiting, top)
 
     def _segment(self, rung: int, until: int) -> int:
         """Tokens of a segment from one rung (−1: the start) to another, and of the branches that it may come to owe."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +17,14 @@ from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Scheduler, Searcher, Start
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
+from muscale.search.schedulers import PreferenceScheduler
 from search_spaces import Config, SpaceError
+
+MOST_FAILED = 2
+"""Attempts of a job that raises, of which the second tells a fault of its configuration from one of the moment (assumed); of one
+that loses its worker: `retries.MOST_LOST`."""
+MOST_ALONE = 3
+"""Jobs that fail in a run in which none ends: as many are taken for a fault of the set-up, and left for the next run (assumed)."""
 
 
 class Engine:
@@ -30,7 +38,8 @@ class Engine:
 
     Attributes:
         interrupted: Once set, nothing is begun.
-        failures: Trials and anneal jobs that are left for the next time that the sweep is run, and why.
+        failures: Trials and anneal jobs that failed at every attempt, and why. They are recorded as failed once another job
+            has ended in this run, which shows that the set-up works; else they are left for the next time that the sweep is run.
         refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
     """
 
@@ -53,7 +62,8 @@ class Engine:
         self._scheduler, self._searcher, self._top = scheduler, searcher, top
         self._on_result, self._anneal_jobs, self._copies = on_result, anneal_jobs, copies
         self._in_flight: set[int | AnnealJob] = set()
-        self._lost_workers = LostWorkers()
+        self._lost_workers, self._attempts = LostWorkers(), Counter[int | AnnealJob]()
+        self._works = False  # whether a job has ended in this run
         self._queue: deque[AnnealJob] = deque()
 
     @property
@@ -69,18 +79,25 @@ class Engine:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
-        return not self.record.open and self._move() is None and not self._anneal_jobs()
+        return not self.record.open and self._move() is None and not self._wanted_runs()
 
     def next(self) -> TrialSegment | AnnealJob | None:
         """The next job, or None if there is nothing to start now."""
         if self.is_stopping:
             return None
         self.record.heed_cancels()
-        return self._next_segment() or self._next_anneal_job()
+        self._record_failures()
+        job = self._next_segment() or self._next_anneal_job()
+        if job is None and self.is_idle and self.record.results and 0 < len(self.failures) < MOST_ALONE:
+            self._works = True  # of so many trials, few are left, and only these fail
+            return self.next()
+        return job
 
     def add_result(self, result: RungResult) -> None:
         """Note a result."""
+        self._works = True
         self._lost_workers.came_further(result.trial)
+        self._attempts.pop(result.trial, None)
         if (result.trial, result.rung) not in self.record.results:
             self.record.add_result(result)
             self._on_result(result)
@@ -91,26 +108,55 @@ class Engine:
         return self.is_stopping or what.trial in self.record.cancelled
 
     def finished(self, what: TrialSegment | AnnealJob) -> None:
-        """Note that a job is over."""
+        """Note that a job has ended."""
+        self._works |= isinstance(what, AnnealJob)
         self._in_flight.discard(_name(what))
 
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a job lost its worker: it is run again, unless it has lost too many."""
-        self.finished(what)
         if given_up := self._lost_workers.lost(_name(what), f"trial {what.trial}", why):
-            self.failed(what, given_up)
-        elif isinstance(what, AnnealJob):
-            self._queue.append(what)
+            self._give_up(what, given_up)
+        else:
+            self._retry(what)
 
     def failed(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a job can't be trained here and now, for another reason than divergence."""
-        self.finished(what)
-        self.failures[_name(what)] = why
+        """Note that a job's training raised, for another reason than divergence: it is run again, unless it did so before."""
+        self._attempts[_name(what)] += 1
+        if self._attempts[_name(what)] == MOST_FAILED:
+            self._give_up(what, f"it failed {MOST_FAILED} times: {why}")
+        else:
+            _log.warning("trial %d: it failed (1 of %d): %s; it is tried again", what.trial, MOST_FAILED, why)
+            self._retry(what)
 
     def refuse(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that no worker can train for this sweep, as one found at this job."""
-        self.finished(what)
+        self._in_flight.discard(_name(what))
         self.refusal = self.refusal or why
+
+    def _retry(self, what: TrialSegment | AnnealJob) -> None:
+        self._in_flight.discard(_name(what))
+        if isinstance(what, AnnealJob):
+            self._queue.append(what)
+
+    def _give_up(self, what: TrialSegment | AnnealJob, why: str) -> None:
+        name = _name(what)
+        self._in_flight.discard(name)
+        self._attempts.pop(name, None)  # a member of a population may go on as another's copy
+        self._lost_workers.came_further(name)
+        self.failures[name] = why
+
+    def _record_failures(self) -> None:
+        """Record the failures as results without a loss, once it is known that others can be trained."""
+        while self.failures and self._works:
+            what, why = self.failures.popitem()
+            if isinstance(what, AnnealJob):
+                self.record.fail_run(what, why)
+            elif what in self.record.open:
+                self._on_result(self.record.fail(what, why))
+            else:  # it was cancelled
+                continue
+            trial = what.trial if isinstance(what, AnnealJob) else what
+            _log.warning("trial %d: %s; it counts as one that diverged, and the sweep continues without it", trial, why)
 
     def _next_segment(self) -> TrialSegment | None:
         record = self.record
@@ -126,9 +172,9 @@ class Engine:
         return None
 
     def _next_anneal_job(self) -> AnnealJob | None:
-        # A segment that failed is run by the next command first.
+        # A segment that failed and is not recorded as failed is run by the next command first.
         if not self._in_flight and not self._queue and not self.record.open:
-            self._queue.extend(job for job in self._anneal_jobs() if job not in self.failures)
+            self._queue.extend(job for job in self._wanted_runs() if job not in self.failures)
         while self._queue and self._queue[0].trial in self.record.cancelled:
             self._queue.popleft()
         if not self._queue:
@@ -137,23 +183,35 @@ class Engine:
         self._in_flight.add(job)
         return job
 
-    def _move(self) -> Start | Advance | None:
-        """The scheduler's next segment, if the budget allows it; where it allows no new trial, one of the trials that are there."""
-        move = self._next_move(may_start=self.budget.allows_trial(self.record))
-        if isinstance(move, Start) and not self._allows(move):
-            move = self._next_move(may_start=False)
-        return move if move and self._allows(move) else None
+    def _wanted_runs(self) -> list[AnnealJob]:
+        """The annealed runs that are not known, without those that are recorded as failed."""
+        return [job for job in self._anneal_jobs() if not self.record.has_failed(job)]
 
-    def _next_move(self, *, may_start: bool) -> Start | Advance | None:
-        """The scheduler's move.
+    def _move(self) -> Start | Advance | None:
+        """The scheduler's first move that the budget allows; where it allows no new trial, one of the trials that are there."""
+        may_start = self.budget.allows_trial(self.record)
+        moves = [self._moves(may_start=True)] if may_start else []
+        moves.append(self._moves(may_start=False))
+        return next((move for some in moves for move in some if self._allows(move)), None)
+
+    def _moves(self, *, may_start: bool) -> Iterator[Start | Advance]:
+        """The scheduler's moves, the one that it prefers first; of a user's own scheduler there is one.
 
         Raises:
-            StageError: If the record does not allow it, as may be with a scheduler of a user's own.
+            StageError: If the record does not allow one, as may be with a scheduler of a user's own.
         """
-        move = self._scheduler.next(self.record, may_start=may_start)
-        if move is not None and (fault := self._fault(move, may_start=may_start)):
-            raise StageError(f"sweep: scheduler {type(self._scheduler).__name__}: {fault}; got {move}")
-        return move
+        scheduler = self._scheduler
+        moves: Iterable[Start | Advance | None]
+        if isinstance(scheduler, PreferenceScheduler) and type(scheduler).next is PreferenceScheduler.next:
+            moves = scheduler.moves(self.record, may_start=may_start)
+        else:
+            moves = [scheduler.next(self.record, may_start=may_start)]
+        for move in moves:
+            if move is None:
+                return
+            if fault := self._fault(move, may_start=may_start):
+                raise StageError(f"sweep: scheduler {type(scheduler).__name__}: {fault}; got {move}")
+            yield move
 
     def _fault(self, move: Start | Advance, *, may_start: bool) -> str:
         """The rule that a move breaks, "" if none."""
@@ -202,7 +260,9 @@ class Engine:
 
     def _allows(self, move: Start | Advance) -> bool:
         rung = self.record.last_rung(move.trial) if isinstance(move, Advance) else -1
-        return self.budget.allows(self.record, rung, move.until)
+        record = self.record
+        ending = [what for what in self._in_flight if isinstance(what, int) and what in record.cancelled]
+        return self.budget.allows(record, rung, move.until, ending)
 
     def _segment(self, trial: int) -> TrialSegment:
         self._in_flight.add(trial)
@@ -210,6 +270,9 @@ class Engine:
         return TrialSegment(
             trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial]
         )
+
+
+_log = logging.getLogger(__name__)
 
 
 def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:

@@ -21,6 +21,7 @@ _STATES = {
     "stopped": TrialState.PRUNED,
     "cancelled": TrialState.PRUNED,
     "diverged": TrialState.FAIL,
+    "failed": TrialState.FAIL,
     "running": TrialState.RUNNING,
 }
 

@@ -8,7 +8,7 @@ own at that rung, which exists because the donor arrived there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from muscale.search.protocols import Advance, Start
 from muscale.search.record import Generation, Record
+from muscale.search.schedulers import PreferenceScheduler
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 from search_spaces.base import Scalar, Value
@@ -30,7 +31,7 @@ class Explore(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Population:
+class Population(PreferenceScheduler):
     """Truncation selection (Jaderberg et al., arXiv 1711.09846, section 4.1.1), in synchronous generations.
 
     Attributes:
@@ -39,16 +40,22 @@ class Population:
         explore: How a copy's hyperparameters are chosen.
     """
 
-    top: int
     share: float
     explore: Explore
     seed: int
 
-    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
-        """A new member, or the next generation of one."""
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
+        """A new member, or the next generation of one; where the budget does not pay for all of it, the best member's."""
         if may_start:
             record.settled.clear()  # the new member has yet to come through every generation
-            return Start(until=0)
+            yield Start(until=0)
+            return
+        if (decision := self._next_decision(record)) is not None:
+            yield decision
+        yield from self.last_moves(record)
+
+    def _next_decision(self, record: Record) -> Advance | None:
+        """The next generation of the first member that has not begun it, once all members have arrived."""
         for rung in range(self.top):
             if rung in record.settled:
                 continue

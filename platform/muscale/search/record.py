@@ -12,18 +12,18 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.search.jobs import ConfigHistory, history_from_json, history_of, history_to_json
+from muscale.search.jobs import AnnealJob, ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
-from muscale.store.tables import decisions, rounds, rungs, trials
+from muscale.store.tables import ResultKind, decisions, rounds, rungs, trials
 from search_spaces import Config, Space
 
 
 @dataclass(frozen=True, kw_only=True)
 class RungResult:
-    """A result at a rung: the loss that trials are ranked by, in nats per token, None after a divergence.
+    """A result at a rung: the loss that trials are ranked by, in nats per token, None after a divergence or a failure.
 
-    `tokens` and `seconds` are what it took from the rung before.
+    `tokens` and `seconds` are what it took from the rung before; a failure has none, and no segment ("").
     """
 
     trial: int
@@ -64,6 +64,9 @@ class Record:
         self.results: dict[tuple[int, int], RungResult] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
         self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
+        # Why a trial could not be trained to a rung, and (trial, rung, seed) of the annealed runs that failed, with the reason.
+        self.failed: dict[tuple[int, int], str] = {}
+        self.failed_runs: dict[tuple[int, int, int | None], str] = {}
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
         self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
@@ -73,6 +76,7 @@ class Record:
         # What a population knows of the generation that is over, by its members.
         self.generations: dict[tuple[int, ...], Generation] = {}
         self._last: dict[int, int] = {}
+        self._until: dict[int, int] = {}  # rung up to which a trial was begun or continued last, cancelled or not
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
         self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may advance
@@ -80,7 +84,10 @@ class Record:
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
         self._is_read = False  # until then rankings are not sorted
-        for row in rows["trials"]:
+        for row in ledger.results(ResultKind.FAILURE):
+            if row["payload"]["sweep"] == sweep:
+                self._note_failure(row["payload"])
+        for row in ledger.trials(sweep):
             self._started(row["number"], row["config"], row["until"])
         for row in sorted([*rows["rungs"], *rows["decisions"]], key=lambda row: row["sequence"]):
             if "until" in row:
@@ -99,6 +106,11 @@ class Record:
             if trial not in self.cancelled and trial in self.configs:
                 self.cancelled[trial] = reason
                 self.settled.clear()
+                last = self.last_rung(trial)
+                if (
+                    trial in self.open and last >= self._turns[trial][-1][0]
+                ):  # it was to pass this rung, and may end there
+                    self._retract(trial, last)
                 self.open.pop(trial, None)
                 for rung in self._waiting:
                     self._waits_no_more(trial, rung)
@@ -127,6 +139,24 @@ class Record:
             rungs, sweep=self.sweep, **{name: getattr(result, name) for name in result.__dataclass_fields__}
         )
         self._add_result(result)
+
+    def fail(self, trial: int, reason: str) -> RungResult:
+        """Record that a trial can't be trained to its next rung: a result without a loss, as of a divergence."""
+        rung = self.last_rung(trial) + 1
+        self._insert_failure({"trial": trial, "rung": rung, "annealed": False, "seed": None, "reason": reason})
+        result = RungResult(trial=trial, rung=rung, loss=None, segment="", tokens=0, seconds=0.0)
+        self.add_result(result)
+        return result
+
+    def fail_run(self, job: AnnealJob, reason: str) -> None:
+        """Record that an annealed run can't be trained; it counts as one that diverged."""
+        self._insert_failure(
+            {"trial": job.trial, "rung": job.rung, "annealed": True, "seed": job.seed, "reason": reason}
+        )
+
+    def has_failed(self, job: AnnealJob) -> bool:
+        """Whether an annealed run is recorded as failed."""
+        return (job.trial, job.rung, job.seed) in self.failed_runs
 
     def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
         """Record the decision to continue a trial from where it is, in a population on another path."""
@@ -157,6 +187,10 @@ class Record:
         """Whether the trial's last result is a divergence."""
         last = self.last_rung(trial)
         return last >= 0 and self.results[trial, last].loss is None
+
+    def failure(self, trial: int) -> str | None:
+        """Why the trial's last result is a failure; None where it is none."""
+        return self.failed.get((trial, self.last_rung(trial))) if self.diverged(trial) else None
 
     def ranking(self, rung: int) -> list[tuple[float, int]]:
         """(loss, trial) of all that arrived at a rung, best first; divergences last."""
@@ -206,9 +240,11 @@ class Record:
         return sum(result.tokens for result in results), sum(result.seconds for result in results)
 
     def status(self, trial: int, top: int) -> str:
-        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where no scheduler continued it."""
+        """`running`, `diverged`, `failed`, `completed`, `cancelled`, or `stopped` where no scheduler continued it."""
         if trial in self.open:
             return "running"
+        if self.failure(trial) is not None:
+            return "failed"
         if self.diverged(trial) or self.last_rung(trial) == top:
             return "diverged" if self.diverged(trial) else "completed"
         return "cancelled" if trial in self.cancelled else "stopped"
@@ -222,7 +258,19 @@ class Record:
         self.configs[number] = config
         self.paths[number] = history_of(config)
         self._turns[number] = [(0, history_of(config))]
-        self.open[number] = until
+        self.open[number] = self._until[number] = until
+
+    def _insert_failure(self, failure: dict[str, Any]) -> None:
+        key = " ".join(str(failure[name]) for name in ("trial", "rung", "annealed", "seed"))
+        self._ledger.record_result(ResultKind.FAILURE, f"{self.sweep} {key}", {"sweep": self.sweep, **failure})
+        self._note_failure(failure)
+
+    def _note_failure(self, failure: dict[str, Any]) -> None:
+        trial, rung, reason = failure["trial"], failure["rung"], failure["reason"]
+        if failure["annealed"]:
+            self.failed_runs[trial, rung, failure["seed"]] = reason
+        else:
+            self.failed[trial, rung] = reason
 
     def _add_result(self, result: RungResult) -> None:
         trial, rung = result.trial, result.rung
@@ -243,16 +291,18 @@ class Record:
                 insort(self._changes[rung - 1], self._change(trial, rung - 1))
         else:
             ranking.append((loss, trial))
-        if result.loss is None or rung >= self.open.get(trial, rung):
+        if self._turns[trial][-1][0] < rung and (trial, rung - 1) not in self.advanced:
+            self._passed(trial, rung - 1)  # cancelled on the way, it came to another rung
+        if result.loss is None or rung >= self._until[trial]:
             self.open.pop(trial, None)
-        else:
+        elif trial not in self.cancelled:
             self._passed(trial, rung)
 
     def _gone_on(self, trial: int, rung: int, until: int, path: ConfigHistory, donor: int | None) -> None:
         self._passed(trial, rung)
         self.paths[trial] = path
         self._turns[trial].append((rung + 1, path))
-        self.open[trial] = until
+        self.open[trial] = self._until[trial] = until
         if donor is not None:
             self.donors[trial, rung] = donor
 
@@ -260,6 +310,12 @@ class Record:
         self.advanced.add((trial, rung))
         self._waits_no_more(trial, rung)
         self.n_advanced[rung] = self.n_advanced.get(rung, 0) + 1
+
+    def _retract(self, trial: int, rung: int) -> None:
+        self.advanced.discard((trial, rung))
+        self.n_advanced[rung] -= 1
+        if not self.n_advanced[rung]:
+            del self.n_advanced[rung]
 
     def _changed(self, trial: int, rung: int) -> bool:
         """Whether it came to this rung and to the next with a loss: a member that diverged may continue as another's copy."""

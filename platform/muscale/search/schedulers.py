@@ -7,7 +7,9 @@ holding a worker, and one that never gets on has been stopped.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -19,18 +21,45 @@ MIN_PEERS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToTheEnd:
-    """No early stopping."""
+class PreferenceScheduler:
+    """A scheduler that also says what to do where its first choice does not fit the budget."""
 
     top: int
 
     def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
-        """A new trial, to the last rung."""
-        return Start(until=self.top) if may_start else None
+        """The move that it prefers, or None if nothing can be done before another result arrives, or at all."""
+        return next(self.moves(record, may_start=may_start), None)
+
+    @abstractmethod
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
+        """All moves that can be made now, the one that it prefers first."""
+        ...
+
+    def last_moves(self, record: Record) -> Iterator[Advance]:
+        """Continuations of the best trial of each rung, the furthest first, where nothing else can be done.
+
+        There are none once a trial has a loss at the last rung: they bring one there.
+        """
+        ended = (math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(self.top))
+        if record.open or any(ended):
+            return
+        for rung in reversed(range(self.top)):
+            for _, trial in record.waiting(rung)[:1]:
+                yield Advance(trial=trial, until=rung + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asha:
+class ToTheEnd(PreferenceScheduler):
+    """No early stopping."""
+
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
+        """A new trial, to the last rung."""
+        if may_start:
+            yield Start(until=self.top)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asha(PreferenceScheduler):
     """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials, and stops none.
 
     A trial advances from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
@@ -41,42 +70,36 @@ class Asha:
         eta: Of the trials at a rung, one in eta advances.
     """
 
-    top: int
     eta: float
 
-    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
         """A trial that advances to the next rung, or else a new one."""
         for rung in reversed(range(self.top)):
             ranking = record.ranking(rung)
             if (trial := _next_of(record, rung, int(len(ranking) / self.eta))) is not None:
-                return Advance(trial=trial, until=rung + 1)
+                yield Advance(trial=trial, until=rung + 1)
         if may_start:
-            return Start(until=0)
-        return None if record.open else self._last_move(record)
-
-    def _last_move(self, record: Record) -> Advance | None:
-        """The continuation of the best of those that came furthest, while none that has a loss and may advance is at the end."""
-        if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(self.top)):
-            return None
-        waiting = ((rung, record.waiting(rung)) for rung in reversed(range(self.top)))
-        return next((Advance(trial=best[0][1], until=rung + 1) for rung, best in waiting if best), None)
+            yield Start(until=0)
+        else:
+            yield from self.last_moves(record)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedianStopping:
+class MedianStopping(PreferenceScheduler):
     """The median rule (Golovin et al., KDD 2017, section 3.2.2).
 
     A trial advances while its best loss so far is no worse than the median of the other trials' mean losses up to its rung.
     """
 
-    top: int
-
-    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
         """A trial that may be continued, or else a new one."""
         for rung in reversed(range(self.top)):
             if (trial := self._passing(record, rung)) is not None:
-                return Advance(trial=trial, until=rung + 1)
-        return Start(until=0) if may_start else None
+                yield Advance(trial=trial, until=rung + 1)
+        if may_start:
+            yield Start(until=0)
+        else:
+            yield from self.last_moves(record)
 
     def _passing(self, record: Record, rung: int) -> int | None:
         """The trial with the least loss of those that wait at a rung and may continue."""
@@ -95,14 +118,13 @@ class MedianStopping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hyperband:
+class Hyperband(PreferenceScheduler):
     """Brackets of successive halving (Li et al., arXiv 1603.06560, algorithm 1), one after the other in the order of trials.
 
     Bracket s begins at rung top − s with ceil((top + 1)/(s + 1) · eta^s) trials; when all of them have arrived, the best
     1/eta advance to the next rung together. After the last bracket the first begins again, as long as trials are left.
     """
 
-    top: int
     eta: float
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -111,7 +133,7 @@ class Hyperband:
             (self.top - s, math.ceil((self.top + 1) / (s + 1) * self.eta**s)) for s in reversed(range(self.top + 1))
         ]
 
-    def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
+    def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
         """A trial that advances within a full bracket, or else a new one."""
         started = len(record.configs)
         first, sizes = 0, self.sizes()
@@ -122,14 +144,15 @@ class Hyperband:
             if first not in record.settled and (full or not may_start):
                 members = range(first, min(first + size, started))
                 if move := self._advance(record, rung, members):
-                    return move
-                if full and not any(trial in record.open for trial in members):
+                    yield move
+                elif full and not any(trial in record.open for trial in members):
                     record.settled.add(first)
             first, bracket = first + size, bracket + 1
         if not may_start:
-            return None
+            yield from self.last_moves(record)
+            return
         rung, _ = sizes[bracket % len(sizes)] if first == started else sizes[(bracket - 1) % len(sizes)]
-        return Start(until=rung)
+        yield Start(until=rung)
 
     def _advance(self, record: Record, rung: int, members: range) -> Advance | None:
         """The best of those that came to the bracket's current rung, once all of them have."""

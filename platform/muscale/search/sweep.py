@@ -5,7 +5,9 @@ Survivors and the best of each rung are annealed, and the finalists are repeated
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +23,7 @@ from muscale.importers.results import is_outside, outside_results
 from muscale.search.across_scales import AcrossScales
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.jobs import AnnealJob
+from muscale.search.jobs import AnnealJob, history_to_json
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
 from muscale.search.own_methods import identity_of, noted_methods
 from muscale.search.prior_runs import runs_of, usable_runs
@@ -74,7 +76,7 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
         trials=settings.trials,
         rung_tokens=plan.rung_tokens,
         branch_tokens=tuple(branches),
-        top_k=settings.top_k,
+        top_k=sys.maxsize if settings.rank_by == "annealed" else settings.top_k,  # which anneals all that arrive
         n_finalists=settings.n_finalists,
         repeat_tokens=settings.n_seeds * plan.run_tokens(plan.top),
         n_params=config.model.n_params,
@@ -83,6 +85,15 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
         max_flops=settings.max_flops,
         max_device_hours=settings.max_device_hours,
     )
+
+
+def distinct(record: Record, ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(trial, rung) pairs without those that were trained as an earlier one of them was, as is common in a discrete space."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for trial, rung in ends:
+        path = json.dumps(history_to_json(record.path_towards(trial, rung)), sort_keys=True)
+        found.setdefault((path, rung), (trial, rung))
+    return [*found.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +191,7 @@ class Sweep:
             ),
         )
         for kind, find in wanted:
-            jobs = find()
+            jobs = [(annealed, job) for annealed, job in find() if not record.has_failed(annealed)]
             noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
             unknown, left = [], [(annealed, job) for annealed, job in jobs if job.chain.key not in noted]
             ended = self.ledger.outcomes(job.chain for _, job in left)
@@ -261,7 +272,8 @@ class Sweep:
                 alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
                 arrived = [trial for trial in alive if trial not in record.cancelled]
                 gone = {trial for trial in arrived if (trial, rung) in record.advanced}
-                wanted += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
+                best = distinct(record, [(trial, rung) for trial in arrived])[: self.config.sweep.top_k]
+                wanted += sorted({*best, *((trial, rung) for trial in gone)})
         return [self._anneal_job(record, trial, rung) for trial, rung in wanted]
 
     def repetitions(self, record: Record, finalists: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
@@ -281,15 +293,16 @@ class Sweep:
         return AnnealJob(trial=trial, path=path, rung=rung, seed=seed), job
 
     def annealed_runs(self, record: Record) -> pd.DataFrame:
-        """The finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
+        """The finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or failed)."""
         jobs = self.branches(record)
-        losses = self.ledger.run_losses([job.chain.key for _, job in jobs])
+        losses = {job.chain.key: math.nan for annealed, job in jobs if record.has_failed(annealed)}
+        losses |= self.ledger.run_losses([job.chain.key for _, job in jobs])
         known = [(annealed, job.chain) for annealed, job in jobs if job.chain.key in losses]
         rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
         return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
     def finalists(self, record: Record, annealed: pd.DataFrame) -> list[tuple[int, int]]:
-        """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
+        """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first; one of each configuration.
 
         With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
 
@@ -300,8 +313,9 @@ class Sweep:
         longest = finished[finished["n_tokens"] == finished["n_tokens"].max()]
         seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
         score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
-        best = longest.assign(score=score).nsmallest(settings.n_finalists, "score")
-        return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
+        ranked = longest.assign(score=score).sort_values("score", kind="stable")
+        best = [(int(row["trial"]), int(row["rung"])) for row in ranked.to_dict("records")]
+        return distinct(record, best)[: settings.n_finalists]
 
     def result(self, record: Record | None = None) -> SweepResult:
         """The result as the ledger has it, best first; trains nothing.
@@ -313,11 +327,10 @@ class Sweep:
         annealed = self.annealed_runs(record)
         repetitions = self.repetitions(record, self.finalists(record, annealed))
         outcomes = self.ledger.outcomes(job.chain for _, job in repetitions)
-        ended = [(annealed, outcomes[job.chain.key]) for annealed, job in repetitions if job.chain.key in outcomes]
-        repeated = pd.DataFrame(
-            [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
-            columns=["trial", "seed", "loss"],
-        )
+        losses = {job.chain.key: math.nan for annealed, job in repetitions if record.has_failed(annealed)}
+        losses |= {key: math.nan if outcome.loss is None else outcome.loss for key, outcome in outcomes.items()}
+        ended = [(e.trial, e.seed, losses[job.chain.key]) for e, job in repetitions if job.chain.key in losses]
+        repeated = pd.DataFrame(ended, columns=["trial", "seed", "loss"]).astype({"loss": float})
         other_runs = self.ledger.runs(but_of=("sweep", "full"))
         notes = self.describe_disagreements(record)
         notes += [

@@ -111,6 +111,12 @@ def _notes(
     config: StudyConfig, plan: TrialPlan, record: Record, finalists: Finalists | None, *, comparable: bool
 ) -> Iterator[str]:
     yield from _budget_notes(config, plan, record)
+    for (trial, rung), reason in record.failed.items():
+        if (result := record.results.get((trial, rung))) and result.loss is None:
+            yield f"trial {trial} failed on the way to rung {rung}, and counts as one that diverged: {reason}"
+    for (trial, rung, seed), reason in record.failed_runs.items():
+        run = f"annealed run of trial {trial} from rung {rung}" + ("" if seed is None else f", seed {seed},")
+        yield f"the {run} failed, and counts as one that diverged: {reason}"
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
     if searched != wanted:
         yield (

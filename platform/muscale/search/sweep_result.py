@@ -176,9 +176,10 @@ class SweepResult(Result):
 
     def _totals(self) -> list[str]:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
+        failed = int((status == "failed").sum())
         return [
             f"sweep       {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
-            f"{int((status == 'diverged').sum())} diverged",
+            f"{int((status == 'diverged').sum())} diverged" + (f", {failed} failed" if failed else ""),
             f"winner      trial {self.winner}, best annealed loss {best['annealed_loss']:.4f}",
             f"values      {format_values(best, self.space, self.best)}",
             f"cost        {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "

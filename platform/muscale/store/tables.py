@@ -173,6 +173,7 @@ class ResultKind(StrEnum):
     ALARM_WEBHOOK = "alarm_webhook"  # what came of posting the alarm
     CONTINUATION_STARTED = "continuation_started"
     CONTINUATION = "continuation"
+    FAILURE = "failure"  # of a trial, or of an annealed run, that failed at every attempt
     CANCEL_TRIAL = "cancel_trial"
     CANCEL_STUDY = "cancel_study"
 

@@ -74,7 +74,11 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
             },
             rows={"rungs": list(_rung_rows(sweep, record, trial))},
             summary=_trial_summary(record, trial, status, known),
-            ended="failed" if status == "diverged" else "finished" if status == "completed" and known else None,
+            ended="failed"
+            if status in ("diverged", "failed")
+            else "finished"
+            if status == "completed" and known
+            else None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 from muscale import StageError
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
-from muscale.search.record import Record
+from muscale.search.record import Record, RungResult
 from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_study, cancel_trial, cancellable
 from muscale.store.ledger import Ledger
@@ -112,3 +113,51 @@ def test_a_thread_that_can_t_be_interrupted_is_left_alone(ledger: Ledger) -> Non
     worker.start()
     worker.join()
     assert ended == [True]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median", "pbt"])
+def test_with_cancels_and_failures_a_live_record_is_the_record_read_again_and_within_the_budget(
+    make_engine: MakeEngine, ledger: Ledger, scheduler: SchedulerName, seed: int
+) -> None:
+    generator = random.Random(seed)
+    limit = None if seed % 2 else 20_000
+    name = f"{scheduler}{seed}"
+    engine = make_engine(settings(scheduler=scheduler, rungs=4, max_tokens=limit), name)
+    record = engine.record
+    working: dict[int, tuple[TrialSegment, int]] = {}
+    for _ in range(400):
+        if len(working) < 3 and isinstance(segment := engine.next(), TrialSegment):
+            working[segment.trial] = segment, segment.first
+        elif not working:
+            break
+        if working and generator.random() < 0.15:
+            cancel_trial(ledger, name, generator.choice(list(working)), "it is in the way")
+        if working and generator.random() < 0.7:
+            segment, rung = working.pop(generator.choice(list(working)))
+            if generator.random() < 0.1:
+                engine.failed(segment, "ValueError")
+                continue
+            loss = None if generator.random() < 0.1 else 3 - 0.3 * rung + generator.random()
+            tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
+            engine.add_result(
+                RungResult(trial=segment.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=1.0)
+            )
+            if loss is None or rung == segment.until or engine.ends(segment):
+                engine.finished(segment)
+            else:
+                working[segment.trial] = segment, rung + 1
+        record.heed_cancels()
+        assert known(record) == known(Record(ledger, name))
+    assert engine.is_finished or engine.failures
+    assert limit is None or engine.budget.spent(record) <= limit
+
+
+def known(record: Record) -> dict[str, Any]:
+    """Everything that schedulers, searchers and the budget read in a record."""
+    names = ("configs", "paths", "donors", "results", "open", "cancelled", "failed", "advanced", "n_advanced", "tokens")
+    found = {name: getattr(record, name) for name in names}
+    for rung in range(4):
+        found |= {f"ranking {rung}": record.ranking(rung), f"waiting {rung}": record.waiting(rung)}
+        found |= {f"means {rung}": record.means(rung), f"best {rung}": record.waiting_by_best(rung)}
+    return found | {"status": [record.status(trial, 3) for trial in record.configs]}

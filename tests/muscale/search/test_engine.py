@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from muscale.search.budget import Budget
-from muscale.search.engine import Engine
+from muscale.search.engine import MOST_FAILED, Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
+from muscale.search.protocols import Start
 from muscale.search.record import Record, RungResult
 from muscale.search.searchers import Draws
 from muscale.store.ledger import Ledger
@@ -128,16 +131,102 @@ def test_hours_stop_the_sweep_too(make_engine: MakeEngine, drive: Drive) -> None
     assert 0.05 < hours <= 0.1, "what is owed counts, at the speed of what has arrived"
 
 
-def test_a_failed_segment_is_retried_by_the_next_run_only(make_engine: MakeEngine, drive: Drive) -> None:
+def drive_failing(engine: Engine, fails: Callable[[TrialSegment], bool], done: set[AnnealJob]) -> Counter[object]:
+    """Run one job after the other, of which some segments raise; returns how often each (trial, first rung) was tried."""
+    tried = Counter[object]()
+    while job := engine.next():
+        if isinstance(job, AnnealJob):
+            done.add(job)
+            engine.finished(job)
+            continue
+        tried[job.trial, job.first] += 1
+        if fails(job):
+            engine.failed(job, "ValueError: heads")
+            continue
+        for rung in range(job.first, job.until + 1):
+            loss = loss_at(job, rung)
+            tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
+            engine.add_result(
+                RungResult(trial=job.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=1.0)
+            )
+            if loss is None:
+                break
+        engine.finished(job)
+    return tried
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("failing", [{0}, {1, 5}, {8}])
+def test_a_trial_that_fails_at_every_attempt_is_recorded_and_the_sweep_ends(
+    make_engine: MakeEngine, scheduler: str, failing: set[int]
+) -> None:
+    done: set[AnnealJob] = set()
+
+    def wanted() -> list[AnnealJob]:
+        record = engine.record
+        best = [trial for loss, trial in record.ranking(3)[:1] if math.isfinite(loss)]
+        jobs = [AnnealJob(trial=trial, path=record.paths[trial], rung=3, seed=None) for trial in best]
+        return [job for job in jobs if job not in done]
+
+    engine = make_engine(settings(scheduler=scheduler), anneal_jobs=wanted)
+    tried = drive_failing(engine, lambda segment: segment.trial in failing, done)
+    record = engine.record
+    assert engine.is_finished
+    assert not engine.failures
+    assert len(done) == 1, "the annealed branches come"
+    assert {trial for trial, _ in record.failed} == failing
+    assert all("ValueError: heads" in reason for reason in record.failed.values())
+    assert {tried[at] for at in record.failed} == {MOST_FAILED}
+    again = make_engine(settings(scheduler=scheduler), anneal_jobs=wanted)
+    assert again.is_finished, "nor is it tried again by a later run"
+    assert again.record.failed == record.failed
+    if scheduler not in ("pbt", "pb2"):  # whose members continue as copies
+        assert {again.record.status(trial, 3) for trial in failing} == {"failed"}
+
+
+def test_where_all_fail_nothing_is_recorded_and_the_next_run_tries_them_again(make_engine: MakeEngine) -> None:
     engine = make_engine(settings(scheduler="asha"))
-    segment = engine.next()
-    assert isinstance(segment, TrialSegment)
-    engine.failed(segment, "no space left on device")
-    drive(engine, loss_at)
-    assert engine.record.last_rung(segment.trial) == -1
+    drive_failing(engine, lambda segment: True, set())
+    assert len(engine.failures) == 9
+    assert not engine.record.failed
     again = make_engine(settings(scheduler="asha"))
     assert not again.is_finished
-    assert again.next() == segment
+    drive_failing(again, lambda segment: False, set())
+    assert again.is_finished
+    assert not again.record.failed
+
+
+def test_the_only_trial_that_is_left_is_recorded_as_failed_too(make_engine: MakeEngine, drive: Drive) -> None:
+    engine = make_engine(settings(scheduler="none", trials=4))
+    drive(engine, loss_at, workers=1, n_segments=4)  # the last is begun, and the driver dies
+    again = make_engine(settings(scheduler="none", trials=4))
+    drive_failing(again, lambda segment: True, set())
+    assert again.is_finished
+    assert again.record.status(3, 3) == "failed"
+
+
+def test_an_annealed_run_that_fails_at_every_attempt_is_recorded(make_engine: MakeEngine) -> None:
+    wanted = [AnnealJob(trial=0, path=((0, {}),), rung=3, seed=seed) for seed in (1, 2)]
+    done: set[AnnealJob] = set()
+    chosen = settings(scheduler="none", trials=2)
+    engine = make_engine(chosen, anneal_jobs=lambda: [job for job in wanted if job not in done])
+    tried = Counter[int | None]()
+    while job := engine.next():
+        if isinstance(job, TrialSegment):
+            for rung in range(4):
+                engine.add_result(RungResult(trial=job.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
+            engine.finished(job)
+            continue
+        tried[job.seed] += 1
+        if job.seed == 1:
+            engine.failed(job, "ValueError: heads")
+        else:
+            done.add(job)
+            engine.finished(job)
+    assert tried == {1: MOST_FAILED, 2: 1}
+    again = make_engine(chosen, anneal_jobs=lambda: [job for job in wanted if job not in done])
+    assert again.is_finished
+    assert list(again.record.failed_runs) == [(0, 3, 1)]
 
 
 def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(
@@ -159,9 +248,9 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(
     for _ in range(2):
         engine.lost(started(1), "it was shot")
     assert engine.next() is None
-    assert engine.failures == {0: "its worker was lost 3 times: it was shot"}
+    assert engine.record.failed == {(0, 1): "its worker was lost 3 times: it was shot"}
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 4, "every loss but the last, which is the trial's failure"
+    assert len(warnings) == 5, "every loss but the last, which is the trial's failure"
     assert all(warning.startswith("trial 0: ") and "it was shot" in warning for warning in warnings)
 
 
@@ -216,6 +305,67 @@ def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
         engine.add_result(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
     engine.finished(whole)
     engine.failed(failed, "no space left on device")
-    assert engine.next() is None, "half a search has no finalists yet"
-    engine.add_result(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
+    assert engine.next() == failed, "half a search has no finalists yet"
+    engine.failed(failed, "no space left on device")
     assert engine.next() == wanted[0]
+
+
+# One full trial of `settings` costs 8,000 tokens and 1,500 of branches, with 100 for the best of the first rung.
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("limit", [9_500, 12_000, 15_000, 20_000, 25_000])
+def test_a_budget_that_pays_for_one_trial_brings_one_to_the_end(
+    make_engine: MakeEngine, drive: Drive, scheduler: str, workers: int, limit: int
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40, max_tokens=limit))
+    drive(engine, lambda segment, rung: 3 - 0.3 * rung + segment.trial * 0.01, workers=workers)
+    assert engine.is_finished
+    assert engine.record.ranking(3)
+    spent = engine.budget.spent(engine.record)
+    least = (
+        2_600 if scheduler == "hyperband" and limit == 25_000 else 1_600
+    )  # a new trial; of its second bracket, to rung 1
+    assert limit - least < spent <= limit
+
+
+@dataclass(frozen=True)
+class Stops:
+    """A scheduler of a user's own, which sends nobody on."""
+
+    def next(self, record: Record, *, may_start: bool) -> Start | None:
+        return Start(until=0) if may_start else None
+
+
+def test_a_scheduler_of_a_users_own_is_asked_for_one_move(make_engine: MakeEngine, drive: Drive) -> None:
+    engine = make_engine(settings(trials=5), scheduler=Stops())
+    drive(engine, loss_at)
+    assert engine.is_finished
+    assert [engine.record.last_rung(trial) for trial in range(5)] == [0] * 5
+
+
+@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("hours", [0.1, 0.2, 0.3])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_device_hours_leave_a_population_its_last_generation(
+    make_engine: MakeEngine, scheduler: str, hours: float, workers: int
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40, max_device_hours=hours))
+    tokens, seconds = (1000, 1000, 2000, 4000), 0.02
+    working: list[TrialSegment] = []
+    while True:
+        while len(working) < workers and isinstance(segment := engine.next(), TrialSegment):
+            working.append(segment)
+        if not working:
+            break
+        one = working.pop(0)
+        rung, at = one.first, tokens[one.first]
+        engine.add_result(
+            RungResult(trial=one.trial, rung=rung, loss=3.0 - rung / 9, segment="s", tokens=at, seconds=at * seconds)
+        )
+        engine.finished(one)
+    record = engine.record
+    members = len(record.configs)
+    assert engine.is_finished
+    assert [record.last_rung(trial) for trial in range(members)] == [3] * members
+    assert members == int(hours * 3600 / seconds / 9_500)
+    assert engine.budget.spent(record) * seconds / 3600 <= hours
