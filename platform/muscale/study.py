@@ -46,7 +46,7 @@ from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.settings.own_model import require_same_family, write_record
-from muscale.store.cancels import cancellable
+from muscale.store.cancels import cancel_trial, cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.open_ledger import open_ledger
 from muscale.store.tables import ResultKind
@@ -197,6 +197,18 @@ class Study(Result):
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._known = Findings(sweep=result)  # the later stages stand on it
         return result
+
+    def cancel_trial(self, trial: int, reason: str = "no reason given") -> None:
+        """Ask that nothing more of a trial of the sweep is trained, by a run at work or a later one.
+
+        Raises:
+            StageError: If the sweep has no such trial, or it has come to its end.
+        """
+        sweep = Sweep.of(self.config, self.ledger, self.corpus)
+        record = sweep.record()
+        if trial in record.configs and (status := record.status(trial, sweep.plan.top)) not in ("running", "stopped"):
+            raise StageError(f"cancel: only a trial that may train on can be cancelled; trial {trial} is {status}")
+        cancel_trial(self.ledger, sweep.key, trial, reason)
 
     def _run_sweep(self, sweep: Sweep, narrower: bool) -> SweepResult:
         rounds = len(self.ledger.rounds(sweep.key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from muscale.actors import stalls
 from muscale.actors.cluster import cluster
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.actors.retries import LostWorkers
-from muscale.errors import StageError, WorkerLostError
+from muscale.errors import MuscaleError, StageError, WorkerLostError, of_storage
 from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
@@ -63,6 +64,10 @@ def finish_stage(
     Progress counts all the runs of the stage, and its bar moves by their compute.
 
     Runs that share a stem are trained by one actor, the shortest first. Ray starts only where there is something to train.
+
+    Raises:
+        StageError: If a run lost too many workers, once all others have been trained.
+        Exception: What the training of a run raised, likewise. After an error of muscale's own or of a disk no further run begins.
     """
     wanted = {job.chain.key: job for job in jobs}
     known = ledger.outcomes(job.chain for job in wanted.values())
@@ -96,24 +101,44 @@ def _train(
     begun = time.time()
     waiting = deque(list(group) for group in groups)
     busy: dict[Any, tuple[PooledWorker, list[Chain]]] = {}
-    lost_workers = LostWorkers()
+    lost_workers, errors = LostWorkers(), list[Exception]()
 
     def train(worker: PooledWorker, group: list[Chain]) -> None:
         busy[worker.actor.reach.remote(group[0])] = worker, group
 
+    def fail(group: list[Chain], error: Exception) -> None:
+        """Keep an error until the others have ended; the longer runs of the same stem are not trained."""
+        errors.append(error)
+        first, longer = jobs[group[0].key].label, f", and {len(group) - 1} longer runs of its stem" if group[1:] else ""
+        logging.getLogger(__name__).warning("%s failed%s: %s; the other runs are finished first", first, longer, error)
+
     while waiting or busy:
-        while waiting and (free := pool.lease(len(waiting))):
-            train(free, waiting.popleft())
+        try:
+            while waiting and (free := pool.lease(len(waiting))):
+                train(free, waiting.popleft())
+        except MuscaleError as error:  # no worker can train
+            fail(waiting.popleft(), error)
+            waiting.clear()
         for task in pool.wait(busy, IDLE_SECONDS):
             worker, group = busy.pop(task)
             try:
                 outcome = result_of(task)
             except WorkerLostError as error:
                 pool.discard(worker)
-                waiting.appendleft(group)
                 label = jobs[group[0].key].label
                 if given_up := lost_workers.lost(group[0].key, label, str(error)):
-                    raise StageError(f"{label}: {given_up}{stalls.hint(pool.ledger.directory, begun)}") from error
+                    fail(group, StageError(f"{label}: {given_up}{stalls.hint(pool.ledger.directory, begun)}"))
+                else:
+                    waiting.appendleft(group)
+                continue
+            except Exception as error:
+                if pool.resources.ranks_per_trial > 1:  # an error in the middle of a pass leaves them unusable
+                    pool.discard(worker)
+                else:
+                    pool.give_back(worker)
+                fail(group, error)
+                if isinstance(error, MuscaleError) or of_storage(error):  # what others train would not be kept either
+                    waiting.clear()
                 continue
             yield group[0], outcome
             if group[1:]:
@@ -121,3 +146,5 @@ def _train(
             else:
                 pool.give_back(worker)
         pool.end_idle()
+    if errors:
+        raise errors[0]

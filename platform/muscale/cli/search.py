@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import SEARCH, command
 from muscale.cli.ending import Ending
 from muscale.cli.full_run import after_promotion
-from muscale.cli.options import Flag, Paths, StageOptions, StudyFile
+from muscale.cli.options import Flag, Numbers, Paths, StageOptions, StudyFile
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 from muscale.layout import REPORT
@@ -62,6 +63,7 @@ def sweep(
     *,
     narrow: Flag = False,
     learn_from: Paths = (),
+    cancel: Numbers = (),
     options: StageOptions = StageOptions(),
 ) -> int:
     """Search the hyperparameter space at the base shape.
@@ -71,7 +73,16 @@ def sweep(
         learn_from: Prior runs that warm-start the searcher: another study of the same corpus and family (file, directory or
             ledger.sqlite), an Optuna storage, or a CSV, Parquet or JSON Lines file with loss and every searched
             hyperparameter. May be repeated.
+        cancel: Train nothing; ask that trial N ends at its next rung and is never trained further. What was measured of it stays.
+            May be repeated.
     """
+    if cancel:
+        if narrow or learn_from or options.dry_run:
+            raise StudyFileError(
+                "sweep: --cancel stands alone, got it with --narrow, --learn-from or --dry-run; leave them out"
+            )
+        again = Ending(next=(options.line("sweep", study),))
+        return run_stage(study, options, lambda opened: _cancelled(opened, cancel), None, ending=lambda *_: again)
     from muscale.importers.imported_space import place_of
 
     if missing := [path for path in learn_from if not (path.exists() or Path(place_of(str(path))[0]).exists())]:
@@ -84,6 +95,15 @@ def sweep(
         ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
         trains=True,
     )
+
+
+def _cancelled(opened: Study, trials: Sequence[int]) -> Any:
+    """Cancel trials, and return a table of them."""
+    import pandas as pd
+
+    for trial in trials:
+        opened.cancel_trial(trial, "by muscale sweep --cancel")
+    return pd.DataFrame({"cancelled_trial": trials})
 
 
 @command(SEARCH, example="muscale transfer study.toml --dry-run")

@@ -21,6 +21,8 @@ from search_spaces import Config, Space
 MAX_OBSERVATIONS = 1000
 """Most trials that one of Optuna's samplers gets, the best and the latest half each, and CMA-ES, the latest: their cost grows with
 them, and far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
+MOST_OF_GP = 300
+"""The same for the Gaussian process, whose cost grows with their cube: a suggestion takes .7 s with 300, 10 s with 1,000."""
 CLIP = 1.1
 """A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
 Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
@@ -93,12 +95,14 @@ class OptunaSearcher:
     Attributes:
         make: Builds the sampler for a seed.
         clip: Losses above this many times the best are clipped there.
+        most: Observations that the sampler gets at most, the best and the latest half each.
     """
 
     space: Space
     make: Callable[[int], Any]
     seed: int
     clip: float = math.inf
+    most: int = MAX_OBSERVATIONS
 
     @cached_property
     def _contains(self) -> MemoizedByConfig[bool]:
@@ -112,7 +116,7 @@ class OptunaSearcher:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
-        kept = _kept([seen for seen in known.observations if self._contains(seen.config)])
+        kept = _kept([seen for seen in known.observations if self._contains(seen.config)], self.most)
         for seen, value in zip(kept, clipped_losses(kept, self.clip), strict=True):
             params, distributions = optuna_params_of(self.space, seen.config)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
@@ -139,7 +143,9 @@ def gaussian_process(space: Space, seed: int) -> OptunaSearcher:
     """Optuna's Gaussian process with log expected improvement, losses clipped."""
     import optuna
 
-    return OptunaSearcher(space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number))
+    return OptunaSearcher(
+        space=space, seed=seed, clip=CLIP, most=MOST_OF_GP, make=lambda number: optuna.samplers.GPSampler(seed=number)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +189,11 @@ class CmaEs:
         return Draws(space=self.space, seed=self.seed).propose(number, known)
 
 
-def _kept(observations: Sequence[Observation]) -> list[Observation]:
+def _kept(observations: Sequence[Observation], most: int) -> list[Observation]:
     """All, or of too many the best and the latest, oldest first."""
-    if len(observations) <= MAX_OBSERVATIONS:
+    if len(observations) <= most:
         return list(observations)
-    half = MAX_OBSERVATIONS // 2
+    half = most // 2
     order = sorted(range(len(observations)), key=lambda i: observations[i].loss or math.inf)
     chosen = {*order[:half], *range(len(observations) - half, len(observations))}
     return [observations[i] for i in sorted(chosen)]

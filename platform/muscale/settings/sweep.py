@@ -49,7 +49,7 @@ class SweepSettings(StrictTable):
     max_flops: PositiveFloat | None = None
     max_device_hours: PositiveFloat | None = None
     learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or results from outside
-    seed: int = 0
+    seed: NonNegativeInt = 0
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
     space: Space = Field(default_factory=mup_adamw)
 
