@@ -191,20 +191,19 @@ def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_p
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("raises", r"OSError: the tape is torn"),
-        (
-            "asks for too much memory",
-            r"RuntimeError: .* can't allocate memory: you tried to allocate 1152921504606846976 .*",
-        ),
-        ("hangs", r"its worker was lost 3 times: .*; it was ended as it took no step, .*/stalls/it\.txt tells where"),
+        ("raises", "OSError: the tape is torn"),
+        ("asks for too much memory", "1152921504606846976"),
+        ("hangs", "its worker was lost 3 times"),
     ],
 )
 def test_a_trial_that_fails_blocks_no_other(run: Run, make_engine: MakeEngine, fault: str, reason: str) -> None:
-    with pytest.raises(StageError, match=rf"^sweep: 1 trial failed; trial 1: {reason}$"):
-        run(fault)
-    record = make_engine(GRID).record
-    assert set(record.open) == {1}
-    assert set(record.results) == ALL_RESULTS - {(1, 1)}
+    assert not run(fault).failures
+    again = make_engine(GRID)
+    assert again.is_finished
+    assert set(again.record.results) == ALL_RESULTS
+    assert list(again.record.failed) == [(1, 1)]
+    assert reason in again.record.failed[1, 1]
+    assert again.record.status(1, RUNGS - 1) == "failed"
 
 
 OTHER = r"this process runs muscale 1, the driver runs 2"
