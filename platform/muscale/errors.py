@@ -47,6 +47,10 @@ class LeaseLostError(MuscaleError):
     """The lease was taken over; what was worked under it is not recorded."""
 
 
+class LeaseHeldError(MuscaleError):
+    """Another process does this work, and the command does not wait for it."""
+
+
 class BundleError(MuscaleError):
     """A bundle that can't be used: not one, of another version, damaged, or without what is asked of it."""
 

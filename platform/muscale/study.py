@@ -46,7 +46,8 @@ from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.settings.own_model import require_same_family, write_record
-from muscale.store.cancels import cancel_trial, cancellable
+from muscale.store.cancels import cancellable
+from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
 from muscale.store.open_ledger import open_ledger
 from muscale.store.tables import ResultKind
@@ -333,7 +334,8 @@ class Study(Result):
     def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
         """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
 
-        A run that was trained to its end is not trained again, also where a later fit has made another plan of it.
+        A run that was trained to its end is not trained again, also where a later fit has made another plan of it. A run that
+        another process trains is waited for.
 
         Args:
             plan: One of `plan()`, registered where it is not yet; or the path of a plan's file or its key, and then the file's
@@ -355,28 +357,35 @@ class Study(Result):
         plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):
             return known
-        seen = self._admitted(plan, config, force=force)
-        metrics = self.directory / FULL_RUNS / plan.key / METRICS
-        with (
-            guarding(self.ledger, plan.key, config.promote, self._display.line),
-            self._display.stage("promote") as update,
-            following(metrics, plan.n_tokens, update),
-            self._tracking.during_full_run(plan.key),
-        ):
-            result = promotion.promote(
-                plan,
-                config,
-                self.ledger,
-                self._numerics,
-                verdict=self.transfer().verdict,
-                gate=seen.gate,
-            )
+        result = self._promote(plan, config, force=force)
         if config.promote.bundle:
             try:
                 self._display.line(f"bundle: {self.bundle().path}")
             except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded
                 self._display.line(f"no bundle: {error}; `muscale bundle` writes it")
         return result
+
+    def _promote(self, plan: Plan, config: StudyConfig, *, force: bool) -> Promotion:
+        """Train the plan's run under its lease, or return its promotion if another process recorded one meanwhile."""
+        metrics = self.directory / FULL_RUNS / plan.key / METRICS
+        with lease(self.ledger, name := full_run_lease(plan.key)) as token:
+            if known := promotion.recorded_promotion(self.ledger, plan.key):
+                return known
+            seen = self._admitted(plan, config, force=force)
+            with (
+                guarding(self.ledger, plan.key, config.promote, self._display.line),
+                self._display.stage("promote") as update,
+                following(metrics, plan.n_tokens, update),
+                self._tracking.during_full_run(plan.key),
+            ):
+                return promotion.promote(
+                    plan,
+                    config,
+                    self.ledger.under(name, token),
+                    self._numerics,
+                    verdict=self.transfer().verdict,
+                    gate=seen.gate,
+                )
 
     def prepare(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Prepared:
         """Record the start of the planned run, and write it to a file for ranks started without Ray; trains nothing.
@@ -424,8 +433,12 @@ class Study(Result):
         with self._display.reading("corpus") as on_progress:
             planned = plan_continuation(Path(file), self.config, self.ledger, self.corpus, self._numerics, on_progress)
         metrics = planned.folder / METRICS
-        with self._display.stage("continue") as update, following(metrics, planned.n_tokens, update):
-            return train_continuation(planned, self.config, self.ledger)
+        with (
+            lease(self.ledger, name := full_run_lease(planned.key)) as token,
+            self._display.stage("continue") as update,
+            following(metrics, planned.n_tokens, update),
+        ):
+            return train_continuation(planned, self.config, self.ledger.under(name, token))
 
     def watch(self, losses: str | Path | pd.DataFrame | None = None, plan: str | None = None) -> RunStatus:
         """The full run against its forecast as it stands now; trains nothing.
@@ -488,7 +501,7 @@ class Study(Result):
         from muscale.full_runs.promote.smoke_test import smoke_test_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
-        with self._display.stage("smoke test"):
+        with lease(self.ledger, full_run_lease(plan.key)), self._display.stage("smoke test"):
             return smoke_test_on_cluster(plan, config, self.ledger, self._numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.records.attempts import Attempt
 from muscale.full_runs.train import module as full_run_module
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
@@ -243,8 +244,10 @@ def taken(case: Steps) -> Found:
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(fake_gpu())
+        attempt = Attempt.new(run.directory)
+        attempt.begin(tokens=0, step=0)
         module = FullRunModule(
-            run, 0, None, spent=0.0, checkpoints=Checkpoints(run.directory / "checkpoints"),
+            run, 0, None, attempt=attempt, spent=0.0, checkpoints=Checkpoints(run.directory / "checkpoints"),
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, []),
         )  # fmt: skip
         trainer: Any = _Trainer()

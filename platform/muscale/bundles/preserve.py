@@ -17,6 +17,7 @@ from muscale.full_runs.continue_run.train import Continued
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
+from muscale.store.lease import full_run_lease, lease
 from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
@@ -59,7 +60,8 @@ def preserve_continuation(study: StudyContents, continuation: str, *, average: i
 
 def _written_once(study: StudyContents, key: str, average: int, gather: Callable[[], FinishedRun]) -> Bundle:
     path = study.directory / BUNDLES / (key if average == 1 else f"{key}-average-{average}")
-    return Bundle.open(path) if path.exists() else write_bundle(gather(), path, average=average)
+    with lease(study.ledger, full_run_lease(key)):
+        return Bundle.open(path) if path.exists() else write_bundle(gather(), path, average=average)
 
 
 def _promoted_run(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> FinishedRun:

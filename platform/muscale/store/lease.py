@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import psutil
 import sqlalchemy as sa
 
-from muscale.errors import MuscaleError
+from muscale.errors import LeaseHeldError, MuscaleError
 from muscale.store.ledger import Ledger, stamped
 from muscale.store.statements import check_token, find, insert_once
 from muscale.store.storage import P, T
@@ -42,10 +42,19 @@ Standing: TypeAlias = tuple[str, int, int]
 """Name, token and beat of a lease; unchanged later means that its owner sent no heartbeat."""
 
 
+def full_run_lease(key: str) -> str:
+    """Name of the lease of every writer of a full run's folder: promote, smoke test, train, continue, bundle."""
+    return f"full run {key}"
+
+
 @contextmanager
-def lease(ledger: Ledger, name: str) -> Iterator[int]:
-    """Hold the lease called `name`, waiting for it as long as its owner lives; yields the fencing token."""
-    token = _acquire(ledger, name)
+def lease(ledger: Ledger, name: str, *, wait: bool = True) -> Iterator[int]:
+    """Hold the lease called `name`, waiting for it as long as its owner lives; yields the fencing token.
+
+    Raises:
+        LeaseHeldError: If another owner lives, and `wait` is False.
+    """
+    token = _acquire(ledger, name, wait=wait)
     done = threading.Event()
 
     def beat() -> None:
@@ -138,7 +147,7 @@ class _LedgerClock:
         return found
 
 
-def _acquire(ledger: Ledger, name: str) -> int:
+def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
     me = f"{_me()}/{secrets.token_hex(4)}"  # of this attempt, so that one whose answer was lost is recognized as ours
     clock = _LedgerClock()
     seen: Standing | None = None
@@ -147,10 +156,13 @@ def _acquire(ledger: Ledger, name: str) -> int:
     while True:
         row = next(iter(clock.timed(ledger.read, find, "leases", {"name": name})), None)
         standing = standing_of(row) if row else None
+        free = row is None or row["owner"] is None or is_dead(row["owner"])
         if standing != seen:
+            if row and not free and seen and not wait:  # a heartbeat, or a new owner
+                raise LeaseHeldError(f"{name}: {_who(row['owner'])} is at work on it; wait until it ends")
             seen, since, tried = standing, clock.now(), False
         silent = clock.now() - since
-        free = row is None or row["owner"] is None or is_dead(row["owner"]) or silent > EXPIRES_SECONDS
+        free = free or silent > EXPIRES_SECONDS
         # Where reads are answered while writes wait, the owner can't beat: a write of ours has to go through before its time.
         if free or (silent > _TRIES_WRITING * EXPIRES_SECONDS and not tried):
             held = clock.timed(ledger.write, _take, name, me, standing if free else None)
@@ -158,8 +170,7 @@ def _acquire(ledger: Ledger, name: str) -> int:
                 return int(held["token"])
             tried = True
         elif row and clock.now() > tells_at:
-            who = f"process {process_of(row['owner'])} on {host_of(row['owner'])}"
-            _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
+            _log.warning("%s: %s is at work on it; waiting until it ends", name, _who(row["owner"]))
             tells_at = math.inf
         time.sleep(_POLL_SECONDS)
 
@@ -219,6 +230,10 @@ def process_of(owner: str) -> int:
 def host_of(owner: str) -> str:
     """The name of the owner's machine."""
     return owner.rsplit("/", 3)[0].split(":")[0]
+
+
+def _who(owner: str) -> str:
+    return f"process {process_of(owner)} on {host_of(owner)}"
 
 
 def is_dead(owner: str) -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from muscale.errors import LeaseLostError
+from muscale.errors import LeaseHeldError, LeaseLostError
 from muscale.layout import LEDGER
 from muscale.search.record import Record, RungResult
 from muscale.store import lease as leases
@@ -52,6 +52,20 @@ def test_a_second_owner_waits_for_the_first_logs_it_and_has_a_larger_token(
     assert order == ["first with 1", "second with 2"]
     me = f"process {os.getpid()} on {socket.gethostname()}"
     assert caplog.messages == [f"line: {me} is at work on it; waiting until it ends"], "once"
+
+
+def test_who_does_not_wait_is_refused_while_an_owner_lives_and_not_after_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    with leases.lease(ledger, "line"), pytest.raises(LeaseHeldError), leases.lease(ledger, "line", wait=False):
+        raise AssertionError("two owners")
+    with leases.lease(ledger, "line", wait=False) as token:
+        assert token == 2
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.5)
+    hold_elsewhere(ledger, "silent")
+    with leases.lease(ledger, "silent", wait=False) as token:
+        assert token == 2
 
 
 def test_the_lease_of_a_killed_process_is_taken_over_at_once(ledger: Ledger) -> None:

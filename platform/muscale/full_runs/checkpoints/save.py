@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,17 @@ class Checkpoints(CheckpointFolder):
         keep_every_tokens: The first checkpoint at or after each multiple is kept for good; None: none is.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, keep_every_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_every_tokens: int | None = None,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare to write; rank 0 calls `before_write` before it changes the folder, and an error of it ends the write."""
         super().__init__(folder)
+        self._before_write = before_write
         self.keep_last, self.keep_every_tokens = keep_last, keep_every_tokens
         self._thread: ThreadPoolExecutor | None = None
         self._write: Future[None] | None = None
@@ -82,6 +92,7 @@ class Checkpoints(CheckpointFolder):
         self.finish()
         unfinished = self.folder / f"tokens={tokens}{_UNFINISHED}"
         if rank() == 0:
+            self._before_write()
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         barrier()
@@ -118,6 +129,7 @@ class Checkpoints(CheckpointFolder):
         write_manifest(unfinished, hashes)
         for path in (unfinished / PARAMETRIZATION, unfinished / MANIFEST, unfinished):
             to_disk(path)  # torch has the shards and their index on the disk
+        self._before_write()  # again: the write may have taken minutes
         put_in_place(unfinished, self.path(tokens))
         to_disk(self.folder)
         self._drop(tokens)

@@ -9,20 +9,25 @@ Once it has ended, `muscale promote` compares its result with the forecast. Unti
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from muscale.errors import StageError
+from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError
 from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.layout import CORPUS
+from muscale.layout import COLLECTIVES, CORPUS, LEDGER, LEDGER_PLACE
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.settings.own_model import announce, read_record
 from muscale.settings.strict import short_repr
+from muscale.store.lease import full_run_lease, lease
+from muscale.store.open_ledger import open_ledger
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
@@ -30,6 +35,7 @@ from proxy_models.training.numerics import Numerics
 PREPARED = "prepared.json"
 _MOST_BYTES = 16 << 20  # a file has some kilobytes, more with many schedule stages; assumed
 _LONGEST = 300  # characters of a library's message
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,10 @@ def read(path: Path) -> FullRun:
     Raises:
         StageError: If `prepare` did not write the file, or something that determines the run was changed in it.
     """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[StudyConfig, FullRun]:
     try:
         values = _read_values(path)
         plan, numerics = Plan.from_dict(values["plan"]), Numerics.from_dict(values["numerics"])
@@ -89,7 +99,7 @@ def read(path: Path) -> FullRun:
         )
     directory = path.resolve().parent
     try:
-        return full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
+        return config, full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
     except ValueError as error:
         raise StageError(f"{path}: config: {error}") from error
 
@@ -130,13 +140,41 @@ def train_here(path: Path) -> dict[str, Any]:
 
     Raises:
         StageError: If the file can't be read, or the run diverges.
+        LeaseHeldError: If another process trains this run.
         PreemptedError: If it was preempted; its state is saved.
     """
-    run = read(path)  # before slow imports
+    config, run = _read(path)  # before slow imports
     if isinstance(model := run.numerics.model, ModuleConfig):
         announce(model.family)
-    from muscale.full_runs.distributed import adopt_slurm
+    from muscale.full_runs.distributed import adopt_slurm, broadcast_from_rank0, process_group, rank_device
     from muscale.full_runs.train.attempt import train
 
     adopt_slurm()
-    return train(run)
+    device = rank_device()
+    timeout = timedelta(minutes=run.start_timeout_minutes)
+    with ExitStack() as held, process_group(device, timeout=timeout, records=run.directory / COLLECTIVES):
+
+        def refusal() -> MuscaleError | None:
+            try:
+                _hold_lease(held, config, run.directory)
+            except MuscaleError as error:
+                return error
+            return None
+
+        if error := broadcast_from_rank0(refusal):  # on every rank, so that none waits for rank 0
+            raise error
+        return train(run, device=device)
+
+
+def _hold_lease(held: ExitStack, config: StudyConfig, directory: Path) -> None:
+    """Take the lease of the run in its study's ledger; a folder that was copied without the ledger has no other writer."""
+    study = directory.parents[1]
+    if not any((study / name).exists() for name in (LEDGER, LEDGER_PLACE)):
+        return
+    try:
+        ledger = open_ledger(config.storage, study, config.name)
+        held.enter_context(lease(ledger, full_run_lease(directory.name), wait=False))
+    except (LedgerUnavailableError, StudyDirectoryError) as error:
+        _log.warning(
+            "train: the ledger can't be reached from here, so nothing keeps others from training this run: %s", error
+        )

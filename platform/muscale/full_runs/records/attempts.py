@@ -1,17 +1,22 @@
-"""Attempts at one full run: each resumes from the last checkpoint and records how it ended; the last one writes the result."""
+"""Attempts at one full run: each resumes from the last checkpoint and records how it ended; the last one writes the result.
+
+The record of an attempt's start is its claim to the run's folder: an earlier attempt, such as one that hung, writes no more.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from muscale import json_lines
+from muscale.errors import LeaseLostError
 from muscale.full_runs.distributed import rank
 from muscale.full_runs.records import goodput, retries
 from muscale.layout import EVALUATIONS, METRICS, RESULT
@@ -25,16 +30,71 @@ def finished(directory: Path) -> dict[str, Any] | None:
     return dict(json.loads(result.read_text())) if result.exists() else None
 
 
-def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
-    """Record the start of an attempt after `tokens` tokens; returns the seconds of earlier steps and the incidents so far."""
-    known = json_lines.read(directory / goodput.ATTEMPTS)
-    seconds = go_back(directory, tokens)
-    if known:
-        restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
-        record_incident(directory, restart)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    goodput.record_attempt(directory, "start", tokens=tokens, world_size=world_size)
-    return seconds, read_incidents(directory)
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at the run of a directory, known by a random key, which all its ranks share."""
+
+    directory: Path
+    key: str
+
+    @classmethod
+    def new(cls, directory: Path) -> Self:
+        """An attempt that has not begun."""
+        return cls(directory, secrets.token_hex(8))
+
+    def begin(self, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
+        """Claim the folder after `tokens` tokens; returns the seconds of earlier steps and the incidents so far."""
+        if known := json_lines.read(self.directory / goodput.ATTEMPTS):
+            restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
+            record_incident(self.directory, restart)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        goodput.record_attempt(self.directory, "start", attempt=self.key, tokens=tokens, world_size=world_size)
+        return go_back(self.directory, tokens), read_incidents(self.directory)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other attempt has begun since."""
+        records = json_lines.read(self.directory / goodput.ATTEMPTS)
+        return [record.get("attempt") for record in records if record["event"] == "start"][-1:] == [self.key]
+
+    def require_last(self) -> None:
+        """Check the claim before a write to the folder.
+
+        Raises:
+            LeaseLostError: If another attempt has begun since.
+        """
+        if not self.is_last:
+            raise LeaseLostError(f"{self.directory}: another attempt at this run has begun; this one writes no more")
+
+    @contextmanager
+    def recorded(self, step: Callable[[], int]) -> Iterator[None]:
+        """Record any exception in the block with its step, on every rank that is alive."""
+        try:
+            yield
+        except BaseException as error:
+            if self.is_last:  # else it would be taken for the end of the later attempt
+                goodput.record_attempt(self.directory, "stop", rank=rank(), step=step(), **retries.describe(error))
+            raise
+
+    def conclude(self, *, blocked: float, **facts: Any) -> dict[str, Any]:
+        """Write the result of a finished run: last losses, `facts`, goodput and incidents.
+
+        Raises:
+            LeaseLostError: If another attempt has begun since.
+        """
+        self.require_last()
+        last = json_lines.read(self.directory / METRICS)[-1]  # written before the last checkpoint
+        result = {
+            "loss": last["val_loss"],
+            "source_losses": last["source_losses"],
+            "seconds": last["seconds"],
+            **facts,
+            "goodput": goodput.measure(self.directory, blocked_at_end=blocked).to_dict(),
+            "incidents": [asdict(incident) for incident in read_incidents(self.directory)],
+        }
+        with atomic_write(self.directory / RESULT) as unfinished:
+            unfinished.write_text(json.dumps(result))
+        return result
 
 
 def _why_ended(known: list[dict[str, Any]]) -> str:
@@ -59,29 +119,3 @@ def go_back(directory: Path, tokens: int) -> float:
     if seconds := goodput.seconds_of([row for row in rows if row["tokens"] > tokens]):
         goodput.record_attempt(directory, "back", tokens=tokens, repeated_seconds=seconds)
     return float(kept[-1]["seconds"]) if kept else 0.0
-
-
-@contextmanager
-def recorded(directory: Path, step: Callable[[], int]) -> Iterator[None]:
-    """Record any exception in the block with its step, on every rank that is alive."""
-    try:
-        yield
-    except BaseException as error:
-        goodput.record_attempt(directory, "stop", rank=rank(), step=step(), **retries.describe(error))
-        raise
-
-
-def conclude(directory: Path, *, blocked: float, **facts: Any) -> dict[str, Any]:
-    """Write the result of a finished run: last losses, `facts`, goodput and incidents."""
-    last = json_lines.read(directory / METRICS)[-1]  # written before the last checkpoint
-    result = {
-        "loss": last["val_loss"],
-        "source_losses": last["source_losses"],
-        "seconds": last["seconds"],
-        **facts,
-        "goodput": goodput.measure(directory, blocked_at_end=blocked).to_dict(),
-        "incidents": [asdict(incident) for incident in read_incidents(directory)],
-    }
-    with atomic_write(directory / RESULT) as unfinished:
-        unfinished.write_text(json.dumps(result))
-    return result

@@ -24,7 +24,7 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
 from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank_device
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.records import attempts
+from muscale.full_runs.records.attempts import Attempt, finished
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
 from muscale.full_runs.train.sharding import ShardedStrategy
@@ -47,27 +47,31 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
     Raises:
         StageError: If the run diverges, or its ranks can't be laid over the devices.
         ValueError: If the model's family can't be imported here, or has another source.
+        LeaseLostError: If another attempt has begun since; this one wrote nothing after that.
         PreemptedError: If it was preempted; its state is saved.
     """
     import_family(run.numerics.model)
     device = device or rank_device()
     start_timeout, step_timeout = (timedelta(minutes=m) for m in (run.start_timeout_minutes, run.step_timeout_minutes))
     with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
-        if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
-            return finished
+        if result := broadcast_from_rank0(lambda: finished(run.directory)):
+            return result
         run.directory.mkdir(parents=True, exist_ok=True)
         broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
+        attempt = broadcast_from_rank0(lambda: Attempt.new(run.directory))
         checkpoints = Checkpoints(
-            run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
+            run.directory / CHECKPOINTS,
+            keep_last=run.keep_last,
+            keep_every_tokens=run.keep_every_tokens,
+            before_write=attempt.require_last,
         )
         start, resume = checkpoints.latest() or _origin(run)
-        spent, incidents = broadcast_from_rank0(
-            lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start))
-        )
+        spent, incidents = broadcast_from_rank0(lambda: attempt.begin(tokens=start, step=run.n_steps(start)))
         module = FullRunModule(
             run,
             start,
             resume,
+            attempt=attempt,
             spent=spent,
             checkpoints=checkpoints,
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
@@ -91,7 +95,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
         )
         if start < run.n_tokens:
             with (
-                attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)),
+                attempt.recorded(lambda: run.n_steps(module.tokens)),
                 module.step_log.flushing(),
                 module.garbage.controlled(),
             ):
@@ -104,7 +108,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
                 "parallelism": asdict(run.parallelism),
             },
         }
-        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.step_log.blocked, **facts))
+        return broadcast_from_rank0(lambda: attempt.conclude(blocked=module.step_log.blocked, **facts))
 
 
 def _origin(run: FullRun) -> tuple[int, Path | None]:

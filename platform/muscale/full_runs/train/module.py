@@ -25,7 +25,7 @@ from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.distributed import broadcast_from_rank0
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.records import attempts
+from muscale.full_runs.records.attempts import Attempt, go_back
 from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.evaluation import Evaluation
 from muscale.full_runs.train.interventions import Interventions
@@ -57,6 +57,7 @@ class FullRunModule(L.LightningModule):
         start: int,
         resume: Path | None,
         *,
+        attempt: Attempt,
         spent: float,
         checkpoints: Checkpoints,
         interventions: Interventions,
@@ -65,10 +66,10 @@ class FullRunModule(L.LightningModule):
         self.automatic_optimization = False  # the complete step of `proxy_models`
         self.run, self.start, self.resume = run, start, resume
         self.tokens = self._recorded = start
-        self.checkpoints, self.interventions = checkpoints, interventions
+        self.attempt, self.checkpoints, self.interventions = attempt, checkpoints, interventions
         self.model: nn.Module | None = None
         self.compiled = False
-        self.step_log = StepLog(run.directory / METRICS)
+        self.step_log = StepLog(run.directory / METRICS, attempt)
         self._spent = spent  # seconds, by earlier attempts up to the start
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
@@ -315,6 +316,7 @@ class FullRunModule(L.LightningModule):
         )
         self.interventions.incidents.append(incident)
         if self.global_rank == 0:
+            self.attempt.require_last()
             record_incident(self.run.directory, incident)
         logging.getLogger(__name__).warning("%s", incident)
         if policy.action == "skip":
@@ -324,7 +326,7 @@ class FullRunModule(L.LightningModule):
 
     def _roll_back(self, start: int, checkpoint: Path | None) -> None:
         self.step_log.flush()
-        self.step_log.start_clock(broadcast_from_rank0(lambda: attempts.go_back(self.run.directory, start)))
+        self.step_log.start_clock(broadcast_from_rank0(lambda: go_back(self.run.directory, start)))
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
             parametrization = self.run.numerics.parametrization(recipe.optimizer)

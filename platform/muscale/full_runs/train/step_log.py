@@ -16,6 +16,7 @@ from torch import Tensor
 from muscale import json_lines
 from muscale.full_runs.distributed import rank
 from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.records.attempts import Attempt
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.attended import attended_length
 from proxy_models.training.device import datasheet_flops
@@ -46,11 +47,11 @@ class StepLog:
         flops_share: FLOPs per token over the peak FLOP/s of all ranks' devices; None where the peak is not known.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Prepare for rows to append to this file."""
+    def __init__(self, path: Path, attempt: Attempt) -> None:
+        """Prepare for rows of an attempt to append to this file."""
         self.rows: list[dict[str, Any]] = []
         self.blocked = 0.0
-        self._path = path
+        self._path, self._attempt = path, attempt
         self._taken: list[StepTaken] = []
         self.flops_share: float | None = None
         self._started = 0.0
@@ -145,7 +146,13 @@ class StepLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows, on rank 0."""
-        if rank() == 0 and self.rows:
-            json_lines.append(self._path, *self.rows)
+        """Write the rows, on rank 0.
+
+        Raises:
+            LeaseLostError: If another attempt has begun since.
+        """
+        if rank() == 0:
+            self._attempt.require_last()
+            if self.rows:
+                json_lines.append(self._path, *self.rows)
         self.rows.clear()

@@ -15,10 +15,13 @@ import psutil
 import pytest
 
 from muscale import StageError, Study, StudyFileError
+from muscale.cli.entry import run
+from muscale.errors import LeaseHeldError
 from muscale.full_runs.promote.prepared import prepare, read, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
+from muscale.store.lease import full_run_lease, lease
 from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
@@ -75,6 +78,19 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     promotion = promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
     assert study.ledger.result(ResultKind.PROMOTION, plan.key) is not None
+
+
+def test_a_run_that_another_process_trains_is_refused_and_nothing_is_written(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, SMALL, quiet=True)
+    plan = registered_plan(path, study.ledger, *SMALL)
+    directory = study.directory / FULL_RUNS / plan.key
+    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory)
+    with lease(study.ledger, full_run_lease(plan.key)):
+        with pytest.raises(LeaseHeldError):
+            train_here(Path(prepared.path))
+        assert run(["train", prepared.path]) == 2
+    assert [file.name for file in directory.iterdir()] == ["prepared.json"]
 
 
 def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:

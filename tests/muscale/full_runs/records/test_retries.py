@@ -195,13 +195,13 @@ def test_a_restart_names_the_rank_that_failed_and_not_the_peers_that_lost_it(tmp
     def stop(rank: int, error: Exception) -> None:
         record_attempt(tmp_path, "stop", rank=rank, step=3, **describe(error))
 
-    attempts.begin(tmp_path, tokens=0, step=0)
+    attempts.Attempt.new(tmp_path).begin(tokens=0, step=0)
     stop(1, torch.OutOfMemoryError("CUDA out of memory"))
     stop(0, GONE)
-    _, (first,) = attempts.begin(tmp_path, tokens=256, step=1)
+    _, (first,) = attempts.Attempt.new(tmp_path).begin(tokens=256, step=1)
     assert first.reason == "OutOfMemoryError: CUDA out of memory"
     stop(0, GONE)
-    _, (_, second) = attempts.begin(tmp_path, tokens=256, step=1)
+    _, (_, second) = attempts.Attempt.new(tmp_path).begin(tokens=256, step=1)
     assert "Connection closed by peer" in second.reason, "where no better reason is known"
-    _, (*_, third) = attempts.begin(tmp_path, tokens=256, step=1)
+    _, (*_, third) = attempts.Attempt.new(tmp_path).begin(tokens=256, step=1)
     assert third.reason == "killed, or the machine was lost"
