@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muscale.actors.jobs import Job
+from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.layout import CORPUS
 from muscale.plans.next_stems import NextStems, choose
@@ -42,6 +43,11 @@ class StudyContents:
     def directory(self) -> Path:
         """Where everything but the ledger's own database lies."""
         return self.ledger.directory
+
+    @property
+    def commands(self) -> StudyCommands:
+        """Commands on this study under the same settings."""
+        return StudyCommands(self.path, self.overrides)
 
     @property
     def corpus(self) -> Corpus | None:

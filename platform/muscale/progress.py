@@ -82,17 +82,27 @@ class _Left(ProgressColumn):
 
 
 class Display:
-    """Progress of stages on standard error; a bar each in a terminal, a line each elsewhere."""
+    """Progress of stages on standard error; a bar each in a terminal, a line each elsewhere.
 
-    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quiet = quiet
+    Args:
+        completed: Completes the commands that a line names.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        completed: Callable[[str], str] = str,
+    ) -> None:
+        self._quiet, self._completed = quiet, completed
         self._clock = clock
         self._console = Console(file=sys.stderr)
 
     def line(self, text: str) -> None:
         """Print a line above the bars."""
         if not self._quiet:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(self._completed(text), highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
         """An update for logs: a line for every tenth of the way, and again of the next where one stage has several.

@@ -115,7 +115,7 @@ class Study(Result):
         ledger = open_ledger(config.storage, path.parent, config.name)
         ledger.claim(config.identity, config.to_dict())
         contents = StudyContents(config=config, ledger=ledger, path=path, overrides=as_set(overrides))
-        opened = cls(contents, Display(quiet=quiet))
+        opened = cls(contents, Display(quiet=quiet, completed=contents.commands.completed))
         opened._record_members()
         return opened
 
@@ -236,6 +236,12 @@ class Study(Result):
         verdict = transfer.conclude(members, sweep, self.config, self._numerics, self.ledger)
         self._known = replace(self._known, transfer=verdict)
         return verdict
+
+    @property
+    def _gate_verdict(self) -> Verdict:
+        """The verdict that the gate reads: of larger finished grids, if those of [transfer] were extended."""
+        own = self.transfer()
+        return transfer.widest_verdict(self.sweep(), self.config, self._numerics, self.ledger) or own
 
     def ladder(self) -> pd.DataFrame:
         """Every annealed run: its size, tokens, loss, predicted regret, and the reason why the law leaves it out, if any.
@@ -383,7 +389,7 @@ class Study(Result):
                     config,
                     self.ledger.under(name, token),
                     self._numerics,
-                    verdict=self.transfer().verdict,
+                    verdict=self._gate_verdict.verdict,
                     gate=seen.gate,
                 )
 
@@ -406,7 +412,7 @@ class Study(Result):
             plan,
             config,
             self.ledger,
-            verdict=self.transfer().verdict,
+            verdict=self._gate_verdict.verdict,
             gate=seen.gate,
         )
         return prepare(plan, config, self._numerics, self.directory / FULL_RUNS / plan.key)
@@ -525,7 +531,8 @@ class Study(Result):
 
         if isinstance(plan.model, ModuleConfig):
             self._display.line(f"tracing the memory of {plan.model}")
-        return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
+        seen = dry_run(plan, config, self.corpus, check=check, verdict=self._gate_verdict, directory=self.directory)
+        return replace(seen, gate=seen.gate.completed(self.contents.commands))
 
     def run(self, *, force: bool = False) -> Promotion | Plan:
         """Run every stage in turn; finished work is reused.

@@ -113,7 +113,8 @@ def _extended(transfer: Transfer, values: list[float]) -> tuple[dict[str, Any], 
     above = [values[-1] * 2 ** (step * n) for n in range(1, STEPS_BEYOND + 1)]
     if transfer.over == "rate":
         wider = float(octaves[-1] - octaves[0]) + 2 * STEPS_BEYOND * step
-        return {"rates": len(values) + 2 * STEPS_BEYOND, "octaves": round(wider, 10)}, [*below, *above]
+        span = float(f"{wider:.6g}")  # the rates have as many digits
+        return {"rates": len(values) + 2 * STEPS_BEYOND, "octaves": span}, [*below, *above]
     beyond = [float(f"{value:.4g}") for value in (below if low else []) + (above if high else [])]
     return {f"over.{transfer.over}": sorted([*values, *beyond])}, beyond
 

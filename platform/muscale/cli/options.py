@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from muscale.cli.ending import line
+from muscale.commands import StudyCommands
 
 _JSON = "Print the result as JSON, and nothing else on standard output."
 _SET = "Replace a setting of the study file, `table.key=value`; may be repeated."
@@ -32,7 +32,11 @@ class Options:
 
     def line(self, command: str, study: Path, *words: str | Path) -> str:
         """The line of another command on a study, with the same settings."""
-        return line(command, study, *words, *(word for setting in self.set for word in ("--set", setting)))
+        return self.commands(study).line(command, *words)
+
+    def commands(self, study: Path) -> StudyCommands:
+        """Commands on a study with the same settings."""
+        return StudyCommands(study, self.set)
 
 
 @Parameter(name="*")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.ending import Ending, print_ending
 from muscale.cli.options import Options, StageOptions
+from muscale.commands import StudyCommands
 from muscale.errors import StudyFileError
 from muscale.formatting import finite
 
@@ -49,7 +50,8 @@ def run_stage(
             f"{path}: must be an absolute path on a file system that every node has, as this Ray job runs in {Path.cwd()}"
         )
     dry_run = name if isinstance(options, StageOptions) and options.dry_run else None
-    with result_alone(options.json):
+    commands = options.commands(path)
+    with result_alone(options.json), commands.completing():
         if dry_run:
             from muscale.plans.costs import cost_of, with_device_hours, with_total
             from muscale.settings.config import StudyConfig
@@ -63,7 +65,7 @@ def run_stage(
             result = stage(opened)
     if dry_run and not options.json:  # an upper bound, in as many digits as it is worth
         result = result.to_string(index=False, float_format="{:.3g}".format)
-    show(result, as_json=options.json, empty=empty)
+    show(result, as_json=options.json, empty=empty, commands=commands)
     if dry_run:
         return 0
     if not options.json:
@@ -88,14 +90,19 @@ def result_alone(as_json: bool) -> Iterator[None]:
         os.close(kept)
 
 
-def show(result: Any, *, as_json: bool, empty: str = "") -> None:
-    """Print a result as JSON, as a table or by its `str()`; does not import pandas."""
+def show(result: Any, *, as_json: bool, empty: str = "", commands: StudyCommands | None = None) -> None:
+    """Print a result as JSON, as a table or by its `str()`; does not import pandas.
+
+    Args:
+        commands: Complete the commands that the result names.
+    """
     if as_json:
-        print(json.dumps(finite(_plain(result)), indent=1, default=str))
+        values = finite(_plain(result))
+        print(json.dumps(commands.completed_values(values) if commands else values, indent=1, default=str))
     elif hasattr(result, "to_string"):
         print(result.to_string(index=False) if len(result) else empty)
     else:
-        print(result)
+        print(commands.completed(str(result)) if commands else result)
 
 
 def _plain(result: Any) -> Any:

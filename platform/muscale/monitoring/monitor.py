@@ -104,7 +104,7 @@ def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
     for started, external in _STARTED.items():
         if ledger.result(started, plan):
             return plan, external
-    raise StageError(f"watch: no run of plan {plan} has begun; start it with `muscale promote --plan`")
+    raise StageError(f"watch: no run of plan {plan} has begun; start it with `muscale promote --plan {plan}`")
 
 
 def _tokens_per_second(steps: pd.DataFrame) -> float | None:

@@ -10,6 +10,7 @@ import pandas as pd
 import sqlalchemy as sa
 
 from muscale import json_lines
+from muscale.commands import StudyCommands
 from muscale.findings import Findings, StudyContents
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
@@ -60,6 +61,7 @@ class ReportContents:
     bundle: str | None = None
     spending: pd.DataFrame = field(default_factory=pd.DataFrame)
     reproduction: dict[str, Any] | None = None
+    commands: StudyCommands | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -74,6 +76,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
     corpus, known = study.corpus, _full_run(study, found.plan)
     return ReportContents(
         name=study.config.name,
+        commands=study.commands,
         created_at=now(),
         corpus=corpus,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,

@@ -65,6 +65,7 @@ def live_app(live: LivePage) -> FastAPI:
             actions=live.token is not None,
         )
         rules = policy(f"'nonce-{nonce}'", connect="'self'") + "; frame-ancestors 'none'"
+        text = live.study.commands.completed_markup(text)
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
 
     @app.get("/sections")
@@ -81,7 +82,7 @@ def live_app(live: LivePage) -> FastAPI:
         found = next((section for section in live.snapshot.sections if section.ident == ident), None)
         if found is None:
             raise HTTPException(404, f"no section is called {ident!r}")
-        return Response(found.markup, media_type="text/html")
+        return Response(live.study.commands.completed_markup(found.markup), media_type="text/html")
 
     @app.get("/contents")
     def _contents() -> Response:

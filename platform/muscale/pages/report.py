@@ -35,15 +35,22 @@ _of_ledger = partial(Section, command="run", group="Ledger")
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
     written = f"written {moment(contents.created_at)} · {len(contents.runs)} runs in the ledger"
-    return write_page(path, sections_of(contents), name=contents.name, written=written)
+    completed = contents.commands.completed_markup if contents.commands else str
+    return write_page(path, sections_of(contents), name=contents.name, written=written, completed=completed)
 
 
-def write_page(path: Path, sections: list[Section], *, name: str, written: str) -> Path:
-    """Write a self-contained page, whole or not at all, and return its path."""
+def write_page(
+    path: Path, sections: list[Section], *, name: str, written: str, completed: Callable[[str], str] = str
+) -> Path:
+    """Write a self-contained page, whole or not at all, and return its path.
+
+    Args:
+        completed: Completes the commands that the page names.
+    """
     scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
     with atomic_write(path) as unfinished:
-        unfinished.write_text(page(sections, name=name, written=written, policy=policy(hashes), **scripts))
+        unfinished.write_text(completed(page(sections, name=name, written=written, policy=policy(hashes), **scripts)))
     return path
 
 
@@ -130,7 +137,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         _of_ledger(
             title="Every run",
             about="One row for each annealed run, loss in nats per token on held-out text. A long table shows the "
-            "latest runs; muscale runs has all.",
+            "latest runs; `muscale runs` has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
         _reproduction(contents.reproduction),

@@ -5,6 +5,7 @@ Every grid varies one hyperparameter around the sweep's best. A run may be part 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,11 @@ from muscale.proxies.ladder import branches
 from muscale.search.rung_optima import for_horizon
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
-from muscale.settings.transfer import OverSettings
+from muscale.settings.strict import lists_to_tuples
+from muscale.settings.transfer import OverSettings, TransferSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
+from muscale.store.statements import find
 from muscale.store.tables import ResultKind
 from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -116,6 +119,26 @@ def conclude(
     inputs = [sorted(found["run"]), *([optima.to_dict("records")] if len(optima) else [])]
     ledger.record_result(ResultKind.TRANSFER, input_key(*inputs), verdict.to_dict())
     return verdict
+
+
+def widest_verdict(sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger) -> Verdict | None:
+    """The verdict of the largest finished grids that hold those of [transfer], made under any settings of this study.
+
+    So runs that settle a verdict count for the settings that they were asked for by. None: no larger ones are finished.
+    """
+    own = {job.chain.key for job in jobs(members(config, numerics, sweep.best))}
+    found: list[list[GridRun]] = []
+    for tables in {json.dumps(row["config"]["transfer"]): None for row in ledger.read(find, "revisions")}:
+        try:
+            settings = TransferSettings(**lists_to_tuples(json.loads(tables)))
+            wider = members(config.model_copy(update={"transfer": settings}), numerics, sweep.best)
+        except (ValueError, StageError):  # of an earlier version, or not for this winner
+            continue
+        chains = {job.chain.key: job.chain for job in jobs(wider)}
+        if own < chains.keys() and len(ledger.outcomes(chains.values())) == len(chains):
+            found.append(wider)
+    largest = max(found, key=lambda grids: len(jobs(grids)), default=None)
+    return conclude(largest, sweep, config, numerics, ledger) if largest else None
 
 
 def horizon_of(verdict: Verdict) -> HorizonLaw:

@@ -1,0 +1,101 @@
+"""Commands that messages and pages name, completed with the study file and the settings in force, so that they run as printed.
+
+A message names a command between backticks, without the study: it does not know how the study was opened. Whoever prints it does.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_OF_STUDIES = (
+    *(
+        "bundle",
+        "check",
+        "compare",
+        "continue",
+        "fit",
+        "gc",
+        "ladder",
+        "plan",
+        "promote",
+        "report",
+        "run",
+        "runs",
+        "sweep",
+    ),
+    *("sync", "transfer", "ui", "watch"),
+)
+"""Commands whose first argument is the study file."""
+_NAMED = rf"muscale ({'|'.join(_OF_STUDIES)})((?: -[^`<\n]*)?)"  # with an argument it is complete
+_IN_TEXT, _IN_MARKUP = re.compile(f"`{_NAMED}`"), re.compile(f"<code>{_NAMED}</code>")
+
+
+@dataclass(frozen=True)
+class StudyCommands:
+    """Completes commands on a study that was opened from a file under settings."""
+
+    study: Path
+    settings: tuple[str, ...] = ()
+
+    def line(self, command: str, *words: str | Path) -> str:
+        """The command on the study under the settings, but those that the words set anew; it can be pasted into a shell."""
+        given = [str(word) for word in words]
+        anew = {word.partition("=")[0] for before, word in pairwise(given) if before == "--set"}
+        kept = [setting for setting in self.settings if setting.partition("=")[0].strip() not in anew]
+        settings = [word for setting in kept for word in ("--set", setting)]
+        return shlex.join(["muscale", command, str(self.study), *settings, *given])
+
+    def completed(self, text: str) -> str:
+        """The text with its commands completed."""
+        return _IN_TEXT.sub(lambda found: f"`{self._again(*found.groups())}`", text)
+
+    def completed_markup(self, markup: str) -> str:
+        """As `completed`, of a page."""
+
+        def again(found: re.Match[str]) -> str:
+            return f"<code>{html.escape(self._again(found[1], html.unescape(found[2])))}</code>"
+
+        return _IN_MARKUP.sub(again, markup)
+
+    def completed_values(self, values: Any) -> Any:
+        """As `completed`, of every text in plain values."""
+        if isinstance(values, str):
+            return self.completed(values)
+        if isinstance(values, Mapping):
+            return {key: self.completed_values(value) for key, value in values.items()}
+        return [self.completed_values(value) for value in values] if isinstance(values, list | tuple) else values
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Complete the messages of errors that leave the block, and of what is logged in it."""
+        make = logging.getLogRecordFactory()
+
+        def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            made = make(*args, **kwargs)
+            if "`muscale " in str(made.msg):
+                made.msg, made.args = self.completed(made.getMessage()), None
+            return made
+
+        logging.setLogRecordFactory(record)
+        try:
+            yield
+        except Exception as error:
+            error.args = tuple(self.completed_values(list(error.args)))
+            raise
+        finally:
+            logging.setLogRecordFactory(make)
+
+    def _again(self, command: str, rest: str) -> str:
+        try:
+            return self.line(command, *shlex.split(rest))
+        except ValueError:  # not as a shell would have it
+            return f"muscale {command}{rest}"

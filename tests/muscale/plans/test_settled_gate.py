@@ -1,0 +1,85 @@
+"""The command that the gate prints settles the verdict that the gate reads."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from muscale import Study
+from muscale.findings import Findings
+from muscale.proxies import transfer
+from muscale.search.sweep_result import SweepResult
+from muscale.store.tables import segments
+from scaling import Verdict
+from tests.muscale.planted_ladder import registered_plan
+from tests.muscale.search.conftest import Config, Planted, planted_result
+
+MakeStudy = Callable[..., Path]
+SET = "promote.keep_last=3"
+
+
+class Losses(Planted):
+    """As planted, in the space of the micro-study."""
+
+    def annealed(self, config: Config, rung: int, seed: int) -> float:
+        return super().annealed({"zero_readout": False, **config}, rung, seed)
+
+
+def swept(path: Path, *settings: str) -> SweepResult:
+    study = Study.open(path, settings, quiet=True)
+    return planted_result(study.ledger, study.config, "planted", losses=Losses())
+
+
+def opened(path: Path, sweep: SweepResult, *settings: str) -> Study:
+    study = Study.open(path, settings, quiet=True)
+    study._known = Findings(sweep=sweep)
+    return study
+
+
+def finished(study: Study, sweep: SweepResult) -> Verdict:
+    """The verdict of grids whose best rate is three octaves above the sweep's, so that it lies beyond the first grid."""
+    centre = np.log2(sweep.best.learning_rate) + 3
+    for member in transfer.members(study.config, study._numerics, sweep.best):
+        loss = 3 + 0.02 * (np.log2(member.value) - centre) ** 2 - 0.1 * np.log2(member.size)
+        row = {"trained_from": 0, "loss": float(loss), "source_losses": {}, "seconds": 1.0, "environment": {}}
+        for chain in (member.job.chain.parent, member.job.chain):
+            if chain is not None:
+                study.ledger.insert(segments, **chain.row(), **row)
+    return study.transfer()
+
+
+def test_the_printed_command_runs_as_it_stands_and_its_verdict_is_the_gate_s(make_study: MakeStudy) -> None:
+    path = make_study()
+    sweep = swept(path, SET)
+    study = opened(path, sweep, SET)
+    assert finished(study, sweep).verdict == "not enough evidence"
+
+    plan = registered_plan(path, study.ledger, SET)
+    gate = study._dry_run(plan, study.config, None).gate
+    assert "transfer" in gate.failed
+    (command,) = re.findall("`(.*)`", gate.lines[0].advice)
+    words = shlex.split(command)
+    assert words[:3] == ["muscale", "transfer", str(path)]
+    settings = words[4::2]
+    assert set(words[3::2]) == {"--set"}
+    assert {SET, "transfer.rates=9", "transfer.octaves=8"} <= set(settings)
+
+    settled = finished(opened(path, sweep, *settings), sweep)
+    assert settled.verdict == "pass"
+    again = opened(path, sweep, SET)
+    assert again.transfer().verdict == "not enough evidence", "the plan's law stays that of its own grids"
+    assert again._gate_verdict.verdict == settled.verdict
+    assert "transfer" not in again._dry_run(plan, again.config, None).gate.failed
+
+
+def test_larger_grids_that_are_not_finished_or_do_not_hold_the_study_s_are_not_read(make_study: MakeStudy) -> None:
+    path = make_study()
+    sweep = swept(path)
+    study = opened(path, sweep)
+    own = finished(study, sweep)
+    finished(opened(path, sweep, "transfer.rates=8"), sweep)
+    Study.open(path, ["transfer.seeds=[0, 1]"], quiet=True)  # begun, not finished
+    assert transfer.widest_verdict(sweep, study.config, study._numerics, study.ledger) is None
+    assert study._gate_verdict.verdict == own.verdict
