@@ -25,7 +25,7 @@ from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
 from muscale.monitoring.losses import LossSource
-from muscale.monitoring.monitor import Monitor
+from muscale.monitoring.monitor import monitor_of
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
@@ -453,14 +453,14 @@ class Study(Result):
             losses: Of a run trained elsewhere, all of them so far: a CSV file, `wandb:entity/project/run`, or a DataFrame with a
                 column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both, in nats per token. They are
                 recorded in the study and marked as asserted by the run's owner. None: the run's own records.
-            plan: Key of a plan; by default the one whose run began last, or with `losses` the one registered last.
+            plan: Key of a plan; by default the one whose run began last, or with `losses` that of `plan()`.
 
         Raises:
             StageError: If there is no such run, the losses can't be read or go beyond the plan's tokens, or `losses` are given
                 for a plan that was promoted in this study.
         """
         source = None if losses is None else LossSource(losses=losses)
-        return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after).look()
+        return monitor_of(self.contents, plan, source, self._known).look()
 
     def compare(self, *, one_size: bool = False) -> Comparison:
         """Verdict on each of the study's variants at the target: tuned alike, trained size after size until decided.

@@ -20,7 +20,8 @@ from muscale import StageError, Study, StudyConfig, StudyDirectoryError, StudyFi
 from muscale.actors.worker import Worker
 from muscale.cli import entry
 from muscale.findings import findings
-from muscale.layout import MEMBERS
+from muscale.layout import EXTERNAL_RUNS, MEMBERS
+from muscale.plans.plan_file import path_of
 from muscale.programs import family
 from muscale.programs.process import train
 from muscale.programs.protocol import TrainerJob
@@ -119,6 +120,25 @@ def starts(study: Path) -> int:
     return log.read_text().count("\n") if log.exists() else 0
 
 
+def check_that_another_budget_is_tried_and_registered_beside(
+    path: Path, opened: Study, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run shows the plan of another budget and registers nothing; without it that is the plan registered last."""
+    first, runs = opened.plan(), len(opened.runs())
+    budget = ("--set", f"plan.compute_flops={3 * first.compute_flops:g}")
+    capfd.readouterr()
+    assert entry.run(["plan", str(path), *budget, "--dry-run", "--json"]) == 0
+    other = json.loads(capfd.readouterr().out)
+    assert other["key"] != first.key
+    assert opened.ledger.forecast(other["key"]) is None
+    assert not path_of(path.parent, other["key"]).exists()
+    assert entry.run(["plan", str(path), *budget]) == 0
+    assert len(opened.runs()) == runs
+    latest = opened.ledger.latest_forecast()
+    assert latest is not None
+    assert latest["plan"] == other["key"]
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
@@ -149,9 +169,13 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
     assert (job.width, job.end) == (plan.model.d_model, plan.n_tokens)
     end = train(opened.config.trainer.command, job, path.parent / "full", cwd=path.parent)  # type: ignore[union-attr]
     assert end.loss == pytest.approx(plan.forecast.loss, rel=0.02)
+    check_that_another_budget_is_tried_and_registered_beside(path, opened, capfd)
     before = starts(path)
     assert entry.run(["watch", str(path), "--losses", str(path.parent / "full" / "state" / "rows.jsonl")]) in (0, 1)
     assert f"{end.loss:.4f}" in capfd.readouterr().out
+    assert [folder.name for folder in (path.parent / EXTERNAL_RUNS).iterdir()] == [plan.key], (
+        "not the one registered last"
+    )
 
     monkeypatch.setattr(family, "_allowed", {})
     monkeypatch.setattr(counted, "_counted", {})

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import FULL_RUN, command
 from muscale.cli.ending import Ending, line
 from muscale.cli.options import AsJson, Flag, Options, StageOptions, StudyFile
-from muscale.cli.running import result_alone, run_stage, show
+from muscale.cli.running import is_begun, result_alone, run_stage, show
 from muscale.errors import StudyFileError
-from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
+from muscale.layout import BUNDLES, FULL_RUNS
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -62,7 +62,7 @@ def promote(
         return run_stage(
             study, options, lambda opened: opened.smoke_test(plan, **length), "promote", ending=then, trains=True
         )
-    if options.dry_run and (plan or _is_begun(study)):
+    if options.dry_run and (plan or is_begun(study)):
         return run_stage(
             study,
             options,
@@ -152,8 +152,3 @@ def after_promotion(opened: Study, promoted: Any, study: Path, options: Options,
         return Ending(wrote=wrote, next=(options.line("bundle", study), *report))
     use = "generate" if opened.config.can_generate else "verify"
     return Ending(wrote=wrote | {"bundle": bundle}, next=(*report, line(use, bundle)))
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether a study has a ledger; without one a dry run reads the study file only, and writes nothing."""
-    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))

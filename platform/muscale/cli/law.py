@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
 from muscale.cli.options import Flag, Options, StageOptions, StudyFile
-from muscale.cli.running import result_alone, run_stage, show
+from muscale.cli.running import is_begun, result_alone, run_stage, show, upper_costs
 from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
@@ -170,10 +170,22 @@ def _compare_runs(
 def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions = StageOptions()) -> int:
     """Plan the full run for the budget, register its forecast, and suggest runs that would narrow it.
 
+    With --dry-run, once the ladder is finished, only print the plan, such as that of another budget; register no forecast.
+
     Args:
         export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule; for a
             study with [trainer] the full run's job.
     """
+    if options.dry_run and is_begun(study):
+
+        def tried(opened: Study) -> Any:
+            from muscale.findings import findings
+
+            if findings(opened.contents).fit is None:
+                return upper_costs("plan", opened.config, study, as_json=options.json)
+            return opened.plan()
+
+        return run_stage(study, options, tried, None, trains=True)
     if export and export.exists() and not export.is_dir():
         raise StudyFileError(f"plan: --export {export}: is a file; give a folder")
     wrote: dict[str, Path] = {}

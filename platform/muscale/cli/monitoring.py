@@ -39,7 +39,7 @@ def watch(
         follow: With --losses, keep reading until the run has ended.
         until: Stop after one look ("now"), at the first alarm or the end ("alarm"), or when the run has ended ("end"); by
             default "end", or with --losses "now".
-        plan: Key of a plan; by default the one whose run began last, or with --losses the one registered last.
+        plan: Key of a plan; by default the one whose run began last, or with --losses the plan of the study file and --set.
         tokens_column: Name of the column of tokens or steps; by default tokens or step.
         loss_column: Name of the column of held-out losses; by default loss or val_loss.
         every: Seconds between two looks.
@@ -62,11 +62,11 @@ def watch(
         from rich.console import Console
 
         from muscale.monitoring.follow import follow_run
-        from muscale.monitoring.monitor import Monitor
+        from muscale.monitoring.monitor import monitor_of
 
         console = None if options.json or stop == "now" else Console(file=sys.stderr)
         settings = opened.config.promote
-        monitor = Monitor(opened.ledger, plan, source or None, alarm_after=settings.alarm_after)
+        monitor = monitor_of(opened.contents, plan, source or None)
         return follow_run(monitor, until=stop, every=every, settings=settings, console=console)
 
     return run_stage(study, options, watched, None, lambda status: status.alarming or status.inside is False)

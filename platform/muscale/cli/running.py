@@ -15,8 +15,10 @@ from muscale.cli.options import Options, StageOptions
 from muscale.commands import StudyCommands
 from muscale.errors import StudyFileError
 from muscale.formatting import finite
+from muscale.layout import LEDGER, LEDGER_PLACE
 
 if TYPE_CHECKING:
+    from muscale.settings.config import StudyConfig
     from muscale.study import Study
 
 _Ending = Callable[["Study", Any], Ending]
@@ -53,24 +55,34 @@ def run_stage(
     commands = options.commands(path)
     with result_alone(options.json), commands.completing():
         if dry_run:
-            from muscale.plans.costs import cost_of, with_device_hours, with_total
             from muscale.settings.config import StudyConfig
 
             config = StudyConfig.read(path, options.set, trains=trains)
-            result: Any = with_total(with_device_hours(cost_of(dry_run, config), config, path))
+            result: Any = upper_costs(dry_run, config, path, as_json=options.json)
         else:
             from muscale.study import Study
 
             opened = Study.open(path, options.set, quiet=options.json, trains=trains)
             result = stage(opened)
-    if dry_run and not options.json:  # an upper bound, in as many digits as it is worth
-        result = result.to_string(index=False, float_format="{:.3g}".format)
     show(result, as_json=options.json, empty=empty, commands=commands)
     if dry_run:
         return 0
     if not options.json:
         print_ending(ending(opened, result))
     return 1 if failed(result) else 0
+
+
+def upper_costs(stage: str, config: StudyConfig, path: Path, *, as_json: bool) -> Any:
+    """Upper bound of the costs of a stage and those before it: a table, as text in as many digits as it is worth."""
+    from muscale.plans.costs import cost_of, with_device_hours, with_total
+
+    table = with_total(with_device_hours(cost_of(stage, config), config, path))
+    return table if as_json else table.to_string(index=False, float_format="{:.3g}".format)
+
+
+def is_begun(path: Path) -> bool:
+    """Whether a study has a ledger; without one a dry run reads the study file only, and writes nothing."""
+    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from muscale.monitoring.band import registered_band
 from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger, now
+from muscale.store.statements import find
 from muscale.store.tables import ResultKind
 from proxy_models.files import atomic_write
 
@@ -32,14 +33,20 @@ class ExternalRun:
     """A run trained elsewhere from a registered plan, updated again and again; its residual is recorded once, at the end.
 
     Args:
-        plan: Key of the plan that the run follows, by default the one registered last.
+        plan: Key of the plan that the run follows; by default the only one that is registered.
 
     Raises:
-        StageError: If no forecast is registered, or the plan was promoted in this study.
+        StageError: If no forecast is registered, or several and none is named, or the plan was promoted in this study.
     """
 
     def __init__(self, ledger: Ledger, source: LossSource, plan: str | None = None) -> None:
-        row = ledger.forecast(plan) if plan else ledger.latest_forecast()
+        registered = ledger.read(find, "forecasts", order=("registered_at",))
+        if plan is None and len(registered) > 1:
+            raise StageError(
+                f"watch: {source.name}: needs the plan of the run, as several are registered; name it with --plan, one of "
+                f"{', '.join(row['plan'] for row in registered)}"
+            )
+        row = ledger.forecast(plan) if plan else next(iter(registered), None)
         if row is None:
             which = f" for plan {plan}" if plan else ""
             raise StageError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from muscale.errors import StageError
+from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import find_alarms
 from muscale.full_runs.records.events import run_events
@@ -19,6 +20,7 @@ from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.run_status import RunStatus
 from muscale.store.ledger import Ledger
+from muscale.store.statements import find
 from muscale.store.tables import ResultKind
 
 _RATE_STEPS = 50  # steps over which tokens per second are measured
@@ -32,7 +34,7 @@ class Monitor:
     """Watches one run; each look reads only new records.
 
     Args:
-        plan: Key of a plan; by default the one whose run began last, or with `losses` the one registered last.
+        plan: Key of a plan; by default the one whose run began last, or with `losses` the only one that is registered.
         losses: Source of the losses of a run trained elsewhere; None: the records in the study's directory.
         alarm_after: Evaluations in a row outside the band that raise an alarm.
 
@@ -84,6 +86,25 @@ class Monitor:
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,
         )
+
+
+def monitor_of(
+    study: StudyContents, plan: str | None, losses: LossSource | None, known: Findings | None = None
+) -> Monitor:
+    """The monitor of a study's run: with `losses` and no `plan`, of the plan that the study file and its settings name.
+
+    Raises:
+        StageError: As `Monitor`, or if that plan is not registered: losses are final, and belong to no other plan.
+    """
+    if losses and plan is None and (planned := findings(study, known).plan):
+        plan = planned.key
+        if study.ledger.forecast(plan) is None:
+            others = ", ".join(row["plan"] for row in study.ledger.read(find, "forecasts", order=("registered_at",)))
+            raise StageError(
+                f"watch: {losses.name}: the plan of these settings, {plan}, must be registered; run `muscale plan` first"
+                + (f", or name the plan of the run with --plan, one of {others}" if others else "")
+            )
+    return Monitor(study.ledger, plan, losses, alarm_after=study.config.promote.alarm_after)
 
 
 def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, Study
+from muscale.findings import Findings
 from muscale.layout import EXTERNAL_RUNS
 from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
@@ -26,7 +27,7 @@ from muscale.monitoring.run_status import RunStatus
 from muscale.store.tables import ResultKind
 from proxy_models.recipes.batch_ramp import BatchRamp
 from tests.muscale.command_lines import muscale
-from tests.muscale.planted_ladder import OFFSET, PlantedPlan, log_ratio
+from tests.muscale.planted_ladder import OFFSET, PlantedPlan, log_ratio, registered_plan
 
 MakeStudy = Callable[..., Path]
 
@@ -248,6 +249,29 @@ def test_a_dataframe_is_watched_like_a_file(elsewhere: Elsewhere) -> None:
     assert status.asserted
     assert study.watch().tokens == status.tokens
     assert calibrate(study.ledger).table.empty
+    study.ledger.close()
+
+
+def test_losses_go_to_the_plan_that_is_named_and_never_to_the_one_registered_last(
+    elsewhere: Elsewhere, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere.write(0.2, header=True)
+    other = registered_plan(elsewhere.study, elsewhere.ledger, "plan.compute_flops=4e10")
+    folder = elsewhere.ledger.directory / EXTERNAL_RUNS
+    command = ("watch", elsewhere.study, "--losses", elsewhere.table)
+    assert muscale(capsys, *command).code == 2, "two are registered, and without a ladder the settings name none"
+    assert not folder.exists()
+
+    study = Study.open(elsewhere.study, quiet=True)
+    study._known = Findings(plan=elsewhere.plan)
+    assert study.watch(elsewhere.table).plan == elsewhere.plan.key
+    study._known = Findings(plan=replace(other, key="fedcba9876543210"))
+    with pytest.raises(StageError):
+        study.watch(elsewhere.table)
+    assert [path.name for path in folder.iterdir()] == [elsewhere.plan.key]
+    assert study.ledger.result(ResultKind.EXTERNAL_RUN_STARTED, other.key) is None
+    assert muscale(capsys, *command, "--plan", other.key).code == 0
+    assert {path.name for path in folder.iterdir()} == {elsewhere.plan.key, other.key}
     study.ledger.close()
 
 
