@@ -302,7 +302,13 @@ class Study(Result):
             StageError: If the plan's file was edited by hand.
         """
         registered = planning.register(plan, self.ledger)
-        plan_file.write(registered, self.config, self.directory, along=self._band(registered).along)
+        plan_file.write(
+            registered,
+            self.config,
+            self.directory,
+            along=self._band(registered).along,
+            completed=self.contents.commands.completed,
+        )
         return registered
 
     def _band(self, plan: Plan) -> Band:

@@ -199,10 +199,12 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
         plan = opened.register(opened.plan())
         wrote["plan"] = path_of(opened.directory, plan.key)
         if export:
-            write, name = (
-                (export_job, "for the trainer") if opened.config.trainer else (write_export, "for other frameworks")
-            )
-            wrote[name] = write(plan, opened.config.shared_numerics(opened.corpus), export)
+            numerics = opened.config.shared_numerics(opened.corpus)
+            if opened.config.trainer:
+                wrote["for the trainer"] = export_job(plan, numerics, export)
+            else:
+                completed = opened.contents.commands.completed
+                wrote["for other frameworks"] = write_export(plan, numerics, export, completed=completed)
         return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
 
     def ending(opened: Study, _result: Any) -> Ending:

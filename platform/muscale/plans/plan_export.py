@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,18 @@ added after the token embedding was multiplied. Gradients are clipped to a globa
 {thinned}
 ## Afterwards
 
-`muscale watch study.toml --losses losses.csv` compares the run with the forecast. The file has a column `tokens` or `step`, and
+`muscale watch --plan {key} --losses losses.csv` compares the run with the forecast. The file has a column `tokens` or `step`, and
 `loss`, on the held-out text of the study, in nats per token of its tokenizer.
 """
 
 
-def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
+def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[[str], str] = str) -> Path:
     """Write plan.json, tensors.csv, schedule.csv and a README into a folder, and return it.
 
     Args:
         plan: Registered.
         folder: Created if it is not there.
+        completed: Completes the commands that the README names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors, schedule = tensor_table(plan, numerics), schedule_table(plan)
@@ -113,7 +114,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
         "tensors.csv": tensors.to_csv(index=False),
         "schedule.csv": schedule.to_csv(index=False),
         "plan.json": json.dumps(whole, indent=1) + "\n",
-        "README.md": readme,
+        "README.md": completed(readme),
     }
     for name, text in texts.items():
         with atomic_write(folder / name) as unfinished:

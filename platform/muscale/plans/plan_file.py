@@ -41,7 +41,7 @@ _TITLES = {
     "data": "Hashes of the corpus and of its tokenizer; promotion compares them.",
     "model": "The full-size shape.",
     "hyperparameters": "At the base shape, which the parametrization carries to the model above; rules: what took each value here.\n"
-    "To state one for this run alone: muscale plan --set plan.explicit.NAME=VALUE, which makes another plan.",
+    "To state one for this run alone: `muscale plan --set plan.explicit.NAME=VALUE`, which makes another plan.",
     EDITABLE: "What it is trained on. This table may be edited; a key that is taken out has the study file's value.",
     "cost": "As of the day that the file was written; prices are assumed unless the study file states them.",
     "forecast": "Of the final annealed validation loss, as registered. Where the loss along the run is forecast too, `along` has\n"
@@ -102,7 +102,7 @@ def text(values: _Contents) -> str:
     """The file: `contents` with their hash and comments."""
     head = [
         f"# The full run of study {values['study']}, written by `muscale plan`.",
-        "# `muscale promote study.toml --plan THIS_FILE` trains it, --dry-run shows what it would do.",
+        f"# `muscale promote --plan {values['plan']}` trains it, --dry-run shows what it would do.",
         "# [resources] may be edited; [cost] and [decision] only inform; any other edit is refused.",
         f"# {DIGEST} tells a file that was edited, which `muscale plan` does not write over.",
         "",
@@ -116,11 +116,19 @@ def text(values: _Contents) -> str:
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
-def write(plan: Plan, config: StudyConfig, directory: Path, *, along: Sequence[Mapping[str, float]] = ()) -> Path:
+def write(
+    plan: Plan,
+    config: StudyConfig,
+    directory: Path,
+    *,
+    along: Sequence[Mapping[str, float]] = (),
+    completed: Callable[[str], str] = str,
+) -> Path:
     """Write the plan's file into a study's directory; one that stands there is brought up to date.
 
     Args:
         plan: Registered.
+        completed: Completes the commands that the file names.
 
     Raises:
         StageError: If the file that stands there was edited by hand.
@@ -130,7 +138,7 @@ def write(plan: Plan, config: StudyConfig, directory: Path, *, along: Sequence[M
         _require_unedited(path, values)
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as unfinished:
-        unfinished.write_text(text(values))
+        unfinished.write_text(completed(text(values)))
     return path
 
 

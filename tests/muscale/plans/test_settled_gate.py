@@ -14,22 +14,15 @@ from muscale.search.sweep_result import SweepResult
 from muscale.store.tables import segments
 from scaling import Verdict
 from tests.muscale.planted_ladder import registered_plan
-from tests.muscale.search.conftest import Config, Planted, planted_result
+from tests.muscale.search.conftest import MicroPlanted, planted_result
 
 MakeStudy = Callable[..., Path]
 SET = "promote.keep_last=3"
 
 
-class Losses(Planted):
-    """As planted, in the space of the micro-study."""
-
-    def annealed(self, config: Config, rung: int, seed: int) -> float:
-        return super().annealed({"zero_readout": False, **config}, rung, seed)
-
-
 def swept(path: Path, *settings: str) -> SweepResult:
     study = Study.open(path, settings, quiet=True)
-    return planted_result(study.ledger, study.config, "planted", losses=Losses())
+    return planted_result(study.ledger, study.config, "planted", losses=MicroPlanted())
 
 
 def opened(path: Path, sweep: SweepResult, *settings: str) -> Study:

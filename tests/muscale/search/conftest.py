@@ -162,6 +162,13 @@ class Planted:
         return None if diverged else self.annealed(config, rung, 0) + 0.1
 
 
+class MicroPlanted(Planted):
+    """As planted, in the space of the micro-study."""
+
+    def annealed(self, config: Config, rung: int, seed: int) -> float:
+        return super().annealed({"zero_readout": False, **config}, rung, seed)
+
+
 @pytest.fixture
 def planted() -> Callable[..., Planted]:
     """Makes losses with a known optimum."""
