@@ -1,6 +1,7 @@
 """Commands that messages and pages name, completed with the study file and the settings in force, so that they run as printed.
 
-A message names a command between backticks, without the study: it does not know how the study was opened. Whoever prints it does.
+A message names a command between backticks or at the end of a line, as in "settle it: muscale transfer", without the study: it
+does not know how the study was opened. Whoever prints it does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _OF_STUDIES = (
 )
 """Commands whose first argument is the study file."""
 _NAMED = rf"muscale ({'|'.join(_OF_STUDIES)})((?: -[^`<\n]*)?)"  # with an argument it is complete
-_IN_TEXT, _IN_MARKUP = re.compile(f"`{_NAMED}`"), re.compile(f"<code>{_NAMED}</code>")
+_IN_TEXT = re.compile(f"(?:(?<=`)|(?<= it: )){_NAMED}(?=`|$)", re.MULTILINE)  # "settle it: muscale …" ends a line
+_IN_MARKUP = re.compile(f"<code>{_NAMED}</code>")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class StudyCommands:
 
     def completed(self, text: str) -> str:
         """The text with its commands completed."""
-        return _IN_TEXT.sub(lambda found: f"`{self._again(*found.groups())}`", text)
+        return _IN_TEXT.sub(lambda found: self._again(*found.groups()), text)
 
     def completed_markup(self, markup: str) -> str:
         """As `completed`, of a page."""

@@ -216,7 +216,7 @@ def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:
 
 
 def _toml(value: Any) -> str:
-    """A number or a list as TOML has it, without spaces; a whole number without a point."""
+    """A number or a list as TOML has it, without spaces."""
     if isinstance(value, list):
         return f"[{','.join(map(_toml, value))}]"
-    return repr(value.item() if isinstance(value, np.generic) else value).removesuffix(".0")
+    return repr(value.item() if isinstance(value, np.generic) else value)

@@ -124,7 +124,7 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
         tied_reach: Width of the full run over that of the widest grid, where a table is tied; 1 where none is.
     """
     text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
-    remedy = f": `muscale transfer {options}`" if options else " with more transfer.seeds or transfer.rates"
+    remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
     too_wide = (
         f"a tied table's rate is to be trusted over {TIED_REACH:g}× in width, and the full run is {tied_reach:.3g}× as wide as "
         "the widest grid: add a wider one to transfer.widths, or untie"
@@ -206,7 +206,7 @@ def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> Gate
             name=name,
             status="failed",
             compared=f"{', '.join(text)}: no transfer rule covers {'it' if len(text) == 1 else 'them'}",
-            advice=f"state it: `muscale plan --set plan.explicit.{first}=VALUE`",
+            advice=f"state it: muscale plan --set plan.explicit.{first}=VALUE",
         )
     stated = [f"{one.name} = {one.value}" for one in every if "explicit" in one.rules]
     same = [
