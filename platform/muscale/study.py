@@ -46,7 +46,7 @@ from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.settings.own_model import require_same_family, write_record
-from muscale.store.cancels import cancellable
+from muscale.store.cancels import cancel_trial, cancellable
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
 from muscale.store.open_ledger import open_ledger
