@@ -23,7 +23,7 @@ from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import Checkpointing
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from proxy_models.architecture.causal_lm import CausalLM
 
@@ -198,11 +198,10 @@ class ConfigFamily(Family):
                 layer.gradient_checkpointing = checkpointing == "full"
                 layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
-    def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
-        """Write the buffers, which depend on the heads' size and not on the width, from a model of the least width."""
-        import torch
+    def constants(self, width: int, depth: int) -> dict[str, Tensor]:
+        """Return the buffers of a member on the CPU; its parameters, which are most of it, are left without values."""
+        from torch import nn
+        from torch.nn.modules.module import register_module_parameter_registration_hook as replacing
 
-        with torch.device("cpu"):
-            constants = dict(self.build(self.width_step, depth).named_buffers())
-        for name, buffer in model.named_buffers():
-            buffer.copy_(constants[name])
+        with replacing(lambda _module, _name, parameter: nn.Parameter(parameter.to("meta"), parameter.requires_grad)):
+            return super().constants(width, depth)

@@ -135,16 +135,17 @@ class Family(ABC):
             elif checkpointing != "none":
                 raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
 
+    def constants(self, width: int, depth: int) -> dict[str, Tensor]:
+        """Return the buffers of a member by name, with the values that it is built with on the CPU."""
+        import torch
+
+        with torch.device("cpu"):
+            return dict(self.build(width, depth).named_buffers())
+
     def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
-        """Write the buffers of a model that was built without values.
-
-        They are those of another one, built on the CPU; a family whose models have large constants replaces this.
-        """
+        """Write the buffers of a model that was built without values, of which it has the width and depth."""
         if buffers := dict(model.named_buffers()):
-            import torch
-
-            with torch.device("cpu"):
-                constants = dict(self.build(width, depth).named_buffers())
+            constants = self.constants(width, depth)
             for name, buffer in buffers.items():
                 buffer.copy_(constants[name])
 
@@ -228,7 +229,8 @@ class Family(ABC):
         """Return the table that carries values tuned at `base` to `member`; options as for `parametrization_of`.
 
         Raises:
-            ValueError: If a parameter has no rule, or is built with another constant than its rule starts it at.
+            ValueError: If a parameter has no rule, or is built with another constant than its rule starts it at, or two builds
+                have different buffers.
         """
         table = parametrization_of(
             _shapes(self, member.d_model, member.n_layers, base.d_model),
@@ -312,11 +314,19 @@ def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]
     """Parameters that a model is built with one constant in, by name; two builds tell a constant from a single random number."""
     import torch
 
+    from proxy_models.architecture.sharded import have_same_values  # it imports torch
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        first, second = (dict(family.build(width, depth).named_parameters()) for _ in range(2))
+        one, other = (family.build(width, depth) for _ in range(2))
+    buffers, second = dict(other.named_buffers()), dict(other.named_parameters())
+    if random := [name for name, buffer in one.named_buffers() if not have_same_values(buffer, buffers[name])]:
+        raise FamilyError(
+            f"{type(one).__name__}: two builds must have the same buffers, as each rank and each run builds its own; "
+            f"got others in {', '.join(random)}; draw them from a torch.Generator with a fixed seed"
+        )
     return {
         name: value
-        for name, parameter in first.items()
+        for name, parameter in one.named_parameters()
         if bool((parameter == (value := parameter.flatten()[0].item())).all()) and bool((second[name] == value).all())
     }
 

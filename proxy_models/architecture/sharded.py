@@ -33,6 +33,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def have_same_values(one: Tensor, other: Tensor) -> bool:
+    """Return True for tensors of the same shape, dtype and bits, so that NaN equals NaN; sharded ones are gathered."""
+    one, other = whole(one), whole(other)
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
     """Return a whole tensor as one that belongs to the parameter `like`: sharded as it, a copy on each rank if of another shape.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import Parametrization
-from proxy_models.architecture.sharded import laid_out, whole
+from proxy_models.architecture.sharded import have_same_values, laid_out
 from proxy_models.files import atomic_write
 
 
@@ -96,7 +96,7 @@ def buffers_held(module: nn.Module) -> Iterator[None]:
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if name in kept}
     yield
     after = dict(module.named_buffers())
-    changed = [name for name, buffer in before.items() if not torch.equal(whole(buffer), whole(after[name]))]
+    changed = [name for name, buffer in before.items() if not have_same_values(buffer, after[name])]
     if changed:
         raise FamilyError(
             f"{type(module).__name__}: buffers must stay constant in a training step; got changes of {', '.join(changed)}; "

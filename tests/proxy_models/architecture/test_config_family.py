@@ -176,14 +176,17 @@ def test_whole_blocks_are_recomputed_to_the_same_gradients() -> None:
         qwen.set_checkpointing(model, "selective")
 
 
-def test_constants_are_written_without_a_model_of_full_width() -> None:
-    qwen = family("Qwen3Config")
+@pytest.mark.parametrize("name", ["Qwen3Config", "GemmaConfig"])  # Gemma's embed_scale is the root of the width
+def test_constants_are_those_of_the_member_s_own_width(name: str) -> None:
+    found = load(f"transformers:{name}")(vocab_size=256, context_length=32, **TRANSFORMERS["Qwen3Config"])
     with torch.device("meta"):
-        model = qwen.build(64, 2)
+        model = found.build(64, 2)
     model.to_empty(device="cpu")
-    qwen.write_constants(model, 64, 2)
-    for name, buffer in qwen.build(64, 2).named_buffers():
-        torch.testing.assert_close(model.get_buffer(name), buffer)
+    found.write_constants(model, 64, 2)
+    built = dict(found.build(64, 2).named_buffers())
+    assert built.keys() == dict(model.named_buffers()).keys()
+    for buffer_name, buffer in built.items():
+        torch.testing.assert_close(model.get_buffer(buffer_name), buffer)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import linecache
+import math
 import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -384,3 +385,33 @@ def test_a_gain_that_is_built_with_another_constant_than_1_is_refused() -> None:
     member = neutral.member(32, 2)
     assert neutral.parametrization(member, member).rules["layers.1.gain"].init_mean == 1
     assert torch.equal(torch.rand(1), expected)
+
+
+class RandomBuffer(Recurrent):
+    """A buffer holds random numbers, which every build draws again unless the generator has a seed."""
+
+    seeded: ClassVar[bool] = False
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        generator = torch.Generator().manual_seed(0) if self.seeded else None
+        drawn = torch.randn(width, generator=generator, device="cpu")
+        drawn[0] = math.nan  # equal to itself here
+        network.register_buffer("features", drawn.to(network.head.weight.device))
+        return network
+
+
+class SeededBuffer(RandomBuffer):
+    """The same random numbers at every build."""
+
+    seeded = True
+
+
+def test_buffers_that_differ_between_two_builds_are_refused() -> None:
+    """Each rank, and the proxies and the full run, would compute with others."""
+    drawn, seeded = (of(vocab_size=256, context_length=32) for of in (RandomBuffer, SeededBuffer))
+    member = drawn.member(32, 2)
+    with pytest.raises(FamilyError):
+        drawn.parametrization(member, member)
+    member = seeded.member(32, 2)
+    assert seeded.parametrization(member, member).rules

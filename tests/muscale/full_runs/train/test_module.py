@@ -97,6 +97,7 @@ def train_beside(folder: Path, run: FullRun) -> None:
         "my_family:Convolutions",
         "transformers:Qwen3Config",
         "transformers:GPT2Config",
+        pytest.param("transformers:XGLMConfig", marks=pytest.mark.soak),  # its positions are a buffer of the width
         pytest.param("transformers:LlamaConfig", marks=pytest.mark.soak),
     ],
 )
@@ -107,7 +108,8 @@ def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and
     (tmp_path / FAMILY[0]).write_text((resources.files("muscale") / f"{FAMILY[0]}.txt").read_text())
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_family", raising=False)
-    arguments = TRANSFORMERS.get(name.removeprefix("transformers:"), {})
+    xglm = {"d_model": 32, "attention_heads": 4, "ffn_dim": 96, "dropout": 0.0, "attention_dropout": 0.0}
+    arguments = {**TRANSFORMERS, "XGLMConfig": xglm}.get(name.removeprefix("transformers:"), {})
     family = load(name)(vocab_size=256, context_length=32, **arguments)
     model, base = family.member(32, 2), family.member(16, 2)
     run = replace(run, numerics=replace(run.numerics, model=model, base=base), min_unit_params=0)
