@@ -203,5 +203,8 @@ class ConfigFamily(Family):
         from torch import nn
         from torch.nn.modules.module import register_module_parameter_registration_hook as replacing
 
-        with replacing(lambda _module, _name, parameter: nn.Parameter(parameter.to("meta"), parameter.requires_grad)):
+        def without_values(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+            return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+        with replacing(without_values):
             return super().constants(width, depth)

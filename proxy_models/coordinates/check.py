@@ -20,7 +20,8 @@ no counterpart in each other; compared are the stream, as the last block leaves 
 | (h) initial norm       | hidden matrix's norm at t = 0                | within ±0.15    | init                           |
 | (i) first update       | norm of a matrix's change at its first step  | in [-0.4, 0.3]  | learning-rate scaling          |
 
-Hidden is every module but the readout. Outputs of norms are left out of (a) and (c): a norm holds its own size.
+Hidden is every module but the readout, the model, and what is computed from the readout's output, as a function of the logits: these
+are held to the readout's bounds. Outputs of norms are left out of (a) and (c): a norm holds its own size.
 
 (h) and (i) are of tensors, along the width: the largest singular value over √(fan_out / fan_in) (`tensors`). They find what
 activations don't show: a recurrent matrix of a GRU whose rate is wrong by a factor of √m or 1/m keeps every bound up to (g), and

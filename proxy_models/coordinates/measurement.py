@@ -127,13 +127,14 @@ def measure(
     optimizer = make_optimizer(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
     readout = family_of(config).readout
-    kinds = {name: _kind(name, module, readout, parametrization) for name, module in model.named_modules()}
+    kinds: dict[str, str] = {}
     measured: dict[Key, float] = {}
     first: dict[str, Tensor] = {}
     for step in range(n_steps + 1):
-        with buffers_held(model), recorded_outputs(model) as outputs:
+        nodes: dict[str, Any] = {}
+        with buffers_held(model), recorded_outputs(model, nodes) as outputs:
             loss = sequence_loss(model, sequences)  # the readout is to be seen
-        first = first or outputs
+        first, kinds = first or outputs, kinds or _kinds(model, readout, parametrization, nodes)
         for name, output in outputs.items():
             measured[name, kinds[name], "size", step] = rms(output)
             if step:
@@ -150,8 +151,8 @@ def measure(
 
 
 @contextmanager
-def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Detached output of each module in the forward passes inside, by name.
+def recorded_outputs(model: nn.Module, nodes: dict[str, Any] | None = None) -> Iterator[dict[str, Tensor]]:
+    """Detached output of each module in the forward passes inside, by name; `nodes` takes what computed each, torch's `grad_fn`.
 
     A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
     a second time, nor is one whose output no parameter enters (rotary angles).
@@ -163,6 +164,8 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         if output.requires_grad and not any(output is other for other in seen):
             seen.append(output)
             outputs[name] = output.detach()
+            if nodes is not None and output.grad_fn is not None:
+                nodes[name] = output.grad_fn
 
     with watching(model, record):
         yield outputs
@@ -177,11 +180,26 @@ def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, f
     }
 
 
-def _kind(name: str, module: nn.Module, readout: str, parametrization: Parametrization) -> str:
-    rule = parametrization.rules.get(f"{name}.weight")
-    if name == readout or (rule and rule.tensor_class is TensorClass.READOUT):
-        return "readout"
-    return "norm" if is_norm(module) else "hidden"
+def _kinds(model: nn.Module, readout: str, parametrization: Parametrization, nodes: dict[str, Any]) -> dict[str, str]:
+    """Kind of each module; the model itself, and whatever is computed from a readout's output, is held to a readout's bounds."""
+    rules = parametrization.rules.items()
+    tables = {name.rpartition(".")[0] for name, rule in rules if rule.tensor_class is TensorClass.READOUT}
+    readouts = {"", readout, *tables}
+    logits = {nodes[name] for name in readouts & nodes.keys() if name}
+    kinds = {name: "norm" if is_norm(module) else "hidden" for name, module in model.named_modules()}
+    after = {name for name, node in nodes.items() if _is_computed_from(node, logits)}
+    return kinds | dict.fromkeys(readouts | after, "readout")
+
+
+def _is_computed_from(node: Any, others: set[Any]) -> bool:
+    """Whether one of the others is in the graph of a node."""
+    left, seen = [node], {node}
+    while left:
+        if (one := left.pop()) in others:
+            return True
+        left += {before for before, _ in one.next_functions if before is not None} - seen
+        seen |= set(left)
+    return False
 
 
 @torch.no_grad()

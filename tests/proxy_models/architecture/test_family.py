@@ -102,6 +102,46 @@ class OfItsOwnLoss(Bidirectional):
         return lambda model, sequences: model(sequences).logsumexp(-1).mean()
 
 
+class Cap(nn.Module):
+    """Keep logits within ±30, as Gemma 2 does."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return 30 * torch.tanh(logits / 30)
+
+
+class CappedNetwork(Network):
+    """Functions of the logits follow the readout, of which the last is no module's."""
+
+    def __init__(self, vocab_size: int, width: int, depth: int) -> None:
+        super().__init__(vocab_size, width, depth)
+        self.cap = Cap()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.cap(super().forward(tokens)) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        return CappedNetwork(self.vocab_size, width, depth)
+
+
+class ByWeightNetwork(Network):
+    """The readout's weight is used, and its module is not called."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.symbols(tokens)
+        for layer in self.layers:
+            stream = layer(stream, self.branch_multiplier)
+        return nn.functional.linear(self.norm(stream) * self.readout_multiplier, self.head.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByWeight(Recurrent):
+    def build(self, width: int, depth: int) -> Network:
+        return ByWeightNetwork(self.vocab_size, width, depth)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Misnamed(Recurrent):
     readout = "lm_head"
@@ -279,6 +319,18 @@ def test_the_coordinate_check_names_the_readout_of_a_family_that_drops_its_multi
     family = Forgetful(vocab_size=256, context_length=32)
     check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
     assert [(finding.fault, finding.module) for finding in check.findings] == [("readout multiplier", "head")]
+
+
+@pytest.mark.parametrize(("of", "after"), [(Capped, {"", "cap", "head"}), (ByWeight, {""})])
+def test_what_is_computed_from_the_readout_is_held_to_its_bounds(
+    of: type[Family], after: set[str], corpus: Corpus
+) -> None:
+    family = of(vocab_size=256, context_length=32)
+    check = coordinate_check(ModelFamily(base=family.member(32, 2)), VALUES, corpus, widths=WIDTHS, n_steps=1)
+    assert check.passed, check
+    kinds = check.measurements.groupby("kind")["module"].unique()
+    assert set(kinds["readout"]) == after
+    assert {"symbols", "layers.0", "layers.0.layer"} <= set(kinds["hidden"])
 
 
 def test_a_model_whose_values_are_not_finite_fails_the_check(corpus: Corpus) -> None:
