@@ -21,6 +21,7 @@ from muscale.errors import BundleError, StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.train.one_rank import require_shardable
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
@@ -150,6 +151,7 @@ class Study(Result):
 
         Raises:
             StageError: If a program trains: its modules are not seen here.
+            FamilyError: If a full run could not train the model, or the model breaks another rule of its family.
         """
         self._require_no_trainer(
             "check", "muscale has none of its modules to look at; `muscale transfer` measures the drift"
@@ -157,6 +159,8 @@ class Study(Result):
         if known := self._known_check():
             return known
         with self._display.stage("check"):
+            widest = self.config.family.at(width=max(self.config.check.widths))
+            require_shardable(replace(self._numerics, model=widest), self.config.hyperparameters, self.corpus)
             return run_check(self.config, self._numerics, self.ledger, self.corpus)
 
     def _require_no_trainer(self, stage: str, instead: str) -> None:

@@ -5,6 +5,7 @@ Gradients are reduced in fp32. Parameters become DTensors under their own names,
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from proxy_models.architecture.family import Family
+from proxy_models.architecture.family import Family, FamilyError
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS, Sharding
 
 
@@ -32,7 +33,14 @@ def shard(
         family: The model's, which names its units.
         mesh: Of the ranks that share a batch, one dimension; two of "none" and "hybrid", replicas and shards.
         min_unit_params: Units with fewer parameters go with the rest.
+
+    Raises:
+        FamilyError: If a parameter has no dimension, along which it could be sharded.
     """
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        raise FamilyError(
+            f"{', '.join(scalars)}: a parameter needs a dimension to be sharded along; got shape (); make it of shape (1,)"
+        )
     unit = partial(
         fully_shard,
         mesh=mesh,
@@ -43,13 +51,27 @@ def shard(
         ),
     )
     readout = model.get_submodule(family.readout)
-    for module in family.units(model):
-        if sum(parameter.numel() for parameter in module.parameters()) >= min_unit_params:
-            again = module is not readout and sharding in ("full", "hybrid")
-            sharded = unit(module, reshard_after_forward=again)
-            if isinstance(module, nn.Embedding):
-                sharded.set_unshard_in_backward(False)  # its gradient takes no weights
+    for module in units_by_themselves(model, family, min_unit_params=min_unit_params):
+        again = module is not readout and sharding in ("full", "hybrid")
+        sharded = unit(module, reshard_after_forward=again)
+        if isinstance(module, nn.Embedding):
+            sharded.set_unshard_in_backward(False)  # its gradient takes no weights
     unit(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
+
+
+def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: int = MIN_UNIT_PARAMS) -> list[nn.Module]:
+    """The family's units that are sharded by themselves: large ones, without a parameter that another unit has, too.
+
+    What is shared goes with the rest of the model, where both uses find it.
+    """
+    units = {unit: set(unit.parameters()) for unit in family.units(model)}
+    uses = Counter(parameter for parameters in units.values() for parameter in parameters)
+    return [
+        unit
+        for unit, parameters in units.items()
+        if sum(parameter.numel() for parameter in parameters) >= min_unit_params
+        and all(uses[parameter] == 1 for parameter in parameters)
+    ]
 
 
 def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) -> None:

@@ -21,7 +21,6 @@ from proxy_models.architecture.families import family_of
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
-    MIN_UNIT_PARAMS,
     Checkpointing,
     MemoryEstimate,
     Precision,
@@ -29,6 +28,7 @@ from proxy_models.architecture.memory import (
     state_bytes,
     training_memory,
 )
+from proxy_models.training.fsdp import units_by_themselves
 from proxy_models.training.precision import DTYPES
 
 _FP32 = 4
@@ -194,8 +194,8 @@ def _units(member: Member, precision: Precision) -> tuple[int, int, int]:
     family = family_of(member)
     with torch.device("meta"):
         model = family.build(member.d_model, member.n_layers)
-    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in family.units(model)]
-    large = [size for size in sizes if size >= MIN_UNIT_PARAMS]
+    units = units_by_themselves(model, family)
+    large = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(large)
     gathered = DTYPES[precision] if hasattr(model, "compute_dtype") else torch.float32
     return max(large, default=0), rest, gathered.itemsize

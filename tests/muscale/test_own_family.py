@@ -194,6 +194,14 @@ def test_an_error_inside_the_model_is_not_an_internal_one(
     assert f"{file}:24, in forward: RuntimeError" in capsys.readouterr().err
 
 
+def test_a_parameter_that_a_full_run_can_t_shard_fails_the_check(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = with_family(make_study(), "tests.muscale.full_runs.train.test_one_rank:WithScalar")
+    assert entry.run(["check", str(study)]) == 2
+    assert "layers.1.scale" in capsys.readouterr().err
+
+
 def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

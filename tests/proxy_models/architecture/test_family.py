@@ -117,7 +117,7 @@ class CappedNetwork(Network):
         self.cap = Cap()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.cap(super().forward(tokens)) - 1
+        return cast(Tensor, self.cap(super().forward(tokens))) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
