@@ -95,6 +95,10 @@ class Family(ABC):
         """Classes of parameters by name, where they are not those that the shapes tell: {"blocks.0.decay": "block_bias"}."""
         return {}
 
+    def active_shares(self, width: int, depth: int) -> Mapping[str, float]:
+        """Share of a parameter's entries that one token uses, by name, where it is not 1: 2 / 8 for two of eight experts."""
+        return {}
+
     @property
     def attention(self) -> float:
         """Scale of the attention logits, before the tuned multiplier."""
@@ -333,13 +337,28 @@ def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]
 
 @cache
 def count_member(family: Family, width: int, depth: int) -> Counts:
-    """Counts of a member; parameters that are looked up are those of the class embedding."""
+    """Counts of a member; n_params are the parameters that one token uses but embeddings, which are looked up.
+
+    Raises:
+        FamilyError: If an active share is none, or of no parameter.
+    """
     import torch
 
     with torch.device("meta"):
         sizes = {name: parameter.numel() for name, parameter in family.build(width, depth).named_parameters()}
-    shapes = _shapes(family, width, depth, width)
-    n_params = sum(size for name, size in sizes.items() if shapes[name].tensor_class is not TensorClass.EMBEDDING)
+    shapes, active = _shapes(family, width, depth, width), family.active_shares(width, depth)
+    for name, share in active.items():
+        if name not in sizes or not 0 < share <= 1:
+            raise FamilyError(
+                f"{type(family).__name__}.active_shares: must be shares in (0, 1] by parameter name; got {share!r} for {name!r}"
+            )
+    n_params = round(
+        sum(
+            size * active.get(name, 1)
+            for name, size in sizes.items()
+            if shapes[name].tensor_class is not TensorClass.EMBEDDING
+        )
+    )
     return Counts(
         n_params=n_params,
         n_params_total=sum(sizes.values()),

@@ -21,6 +21,7 @@ from proxy_models.architecture.families import family_of
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
+    MIN_UNIT_PARAMS,
     Checkpointing,
     MemoryEstimate,
     Precision,
@@ -194,7 +195,7 @@ def _units(member: Member, precision: Precision) -> tuple[int, int, int]:
     family = family_of(member)
     with torch.device("meta"):
         model = family.build(member.d_model, member.n_layers)
-    units = units_by_themselves(model, family)
+    units = units_by_themselves(model, family, min_unit_params=MIN_UNIT_PARAMS)
     large = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(large)
     gathered = DTYPES[precision] if hasattr(model, "compute_dtype") else torch.float32

@@ -199,7 +199,7 @@ def test_a_parameter_that_a_full_run_can_t_shard_fails_the_check(
 ) -> None:
     study = with_family(make_study(), "tests.muscale.full_runs.train.test_one_rank:WithScalar")
     assert entry.run(["check", str(study)]) == 2
-    assert "layers.1.scale" in capsys.readouterr().err
+    assert "layers.0.scale" in capsys.readouterr().err
 
 
 def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(

@@ -467,3 +467,20 @@ def test_buffers_that_differ_between_two_builds_are_refused() -> None:
         drawn.parametrization(member, member)
     member = seeded.member(32, 2)
     assert seeded.parametrization(member, member).rules
+
+
+@pytest.mark.parametrize("share", [0.25, 0.0, 1.5])
+def test_parameters_of_experts_that_a_token_does_not_use_are_not_counted(share: float) -> None:
+    class Experts(Recurrent):
+        def active_shares(self, width: int, depth: int) -> dict[str, float]:
+            return {f"layers.{layer}.layer.weight_hh_l0": share for layer in range(depth)}
+
+    family, whole = Experts(vocab_size=256, context_length=32), FAMILY.member(64, 2)
+    if not 0 < share <= 1:
+        with pytest.raises(FamilyError):
+            family.member(64, 2)
+        return
+    member = family.member(64, 2)
+    assert member.n_params == whole.n_params - 0.75 * 2 * 3 * 64 * 64
+    assert member.n_params_total == whole.n_params_total
+    assert member.train_flops_per_token == 6 * member.n_params

@@ -19,15 +19,15 @@ from tests.proxy_models.families import Network, Recurrent
 
 @dataclass(frozen=True, kw_only=True)
 class WithScalar(Recurrent):
-    """A gain without a dimension in the second block."""
+    """A gain without a dimension in the last block."""
 
     def build(self, width: int, depth: int) -> Network:
         network = super().build(width, depth)
-        network.layers[1].scale = nn.Parameter(torch.tensor(0.0))
+        network.layers[-1].scale = nn.Parameter(torch.tensor(0.0))
         return network
 
     def tensor_classes(self, width: int, depth: int) -> dict[str, str]:
-        return {"layers.1.scale": "block_bias"}
+        return {f"layers.{depth - 1}.scale": "block_bias"}
 
 
 @dataclass(frozen=True, kw_only=True)
