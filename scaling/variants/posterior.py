@@ -121,17 +121,24 @@ class Gains:
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str) -> Gains:
-        """Computes at which the baseline has the variant's losses, over the variant's own."""
+        """Computes at which the baseline has the variant's losses, over the variant's own.
+
+        Raises:
+            ScalingError: a loss is below the floor of the baseline's law.
+        """
         x = np.log(cells["flops"].to_numpy())
         weights = law.between(x, tuple(cells["size"]))
         y = cells["y"].to_numpy() - weights @ law.residual
         if (low := y <= law.floor).any():
             raise ScalingError(
                 f"variant {name!r} has a loss of {math.exp(float(cells['y'].to_numpy()[low][0])):.4g}, below the floor "
-                f"{math.exp(law.floor):.4g} of the baseline's law: no compute of the baseline reaches it"
+                f"{math.exp(law.floor):.4g} of the baseline's law: no compute of the baseline reaches it, so it has no multiplier; "
+                "check that both have losses in one unit on one held-out set, or add larger runs of the baseline"
             )
         equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
-        per_loss = 1 / law.slope(x)
+        per_loss = 1 / law.slope(
+            equal
+        )  # where log m ends: at x a baseline that hardly falls any more would blur any gap
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
         return cls(
             x=x - law.x0,
