@@ -18,6 +18,11 @@ RECIPE_COLUMNS = frozenset(_RECIPE.split())
 """Names of columns of hyperparameters, capitals and punctuation aside. A seed is none: runs that differ in it are repeats."""
 
 
+def is_recipe(column: Hashable) -> bool:
+    """Whether a column is named like a hyperparameter, whatever its prefix (`config/lr`, `optim.lr`)."""
+    return plain(str(column).split("/")[-1].split(".")[-1]).strip("_") in RECIPE_COLUMNS
+
+
 def worse_recipes(
     table: pd.DataFrame, cells: pd.DataFrame, loss: pd.Series
 ) -> tuple[tuple[Hashable, ...], NDArray[np.bool_]]:
@@ -31,9 +36,7 @@ def worse_recipes(
         loss: Checked losses of the same rows.
     """
     cell = cells.groupby([*cells.columns]).ngroup().to_numpy()
-    found = [
-        name for name in table.columns if plain(str(name).split("/")[-1].split(".")[-1]).strip("_") in RECIPE_COLUMNS
-    ]
+    found = [name for name in table.columns if is_recipe(name)]
     texts = {name: table[name].astype(str).to_numpy() for name in found}
     varying = tuple(
         name

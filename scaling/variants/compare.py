@@ -20,6 +20,7 @@ import pandas as pd
 from scaling.checks import losses, names, numbers, plain, renamed, require_columns, row_name
 from scaling.errors import ScalingError
 from scaling.fits.as_found import COMPUTE
+from scaling.fits.recipes import is_recipe
 from scaling.fits.runs import Table, naming, read_runs
 from scaling.forms.law import compute_flops
 from scaling.variants.comparison import VariantComparison
@@ -61,12 +62,13 @@ def compare_variants(
 
     Raises:
         ValueError: a column is missing, a value breaks its rule, or a finished run is listed twice.
-        ScalingError: the baseline has no finished run, there is no variant, or a variant's loss is below the baseline's floor.
+        ScalingError: the baseline has no finished run, or there is no variant.
     """
     table = read_runs(runs)
     with naming(runs):
         rows = _read(table, baseline)
-    _require(level=level, worth=worth, error=error, noise=noise)
+        _require(level=level, worth=worth, error=error, noise=noise)
+        _refuse_rising(rows[rows["variant"] == baseline], baseline, noise[0])
     target = float(rows["flops"].max() if target_flops is None else target_flops)
     if not 0 < target < math.inf:
         raise ValueError(f"target_flops must be a positive number, got {target_flops!r}")
@@ -132,6 +134,10 @@ def _require(*, level: float, worth: float, error: float, noise: tuple[float, fl
         raise ValueError(f"noise must be a positive standard deviation and positive degrees of freedom, got {noise!r}")
 
 
+_LEAST_SPAN = 1.5
+"""Ratio of the baseline's largest compute to its least from which its losses tell a rise from a change of D/N (assumed)."""
+_MOST_RISE = 4.0
+"""Rise of the baseline's log loss over its runs, in standard deviations of the noise, from which it is no noise (assumed)."""
 _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer"), "compute_flops": COMPUTE}
 """Names under which other tables have a column, capitals and punctuation aside."""
 
@@ -156,25 +162,46 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
     found = pd.DataFrame({"variant": names(rows, "variant"), "size": "", "flops": flops, "loss": losses(rows)})
     found["size"] = rows["size"].astype(str).to_numpy() if "size" in rows else _shapes(rows, found, baseline)
-    if "seed" in rows:
-        return found.assign(seed=rows["seed"].to_numpy())
-    _refuse_split(rows, found, baseline)
+    found = found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
+    _refuse_split(rows, found)
     return found
 
 
-def _refuse_split(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> None:
-    """Raise ValueError if a column, such as an evaluation set, tells apart the baseline's runs of one size."""
-    own = (found["variant"] == baseline).to_numpy()
-    cell = found[own].groupby(["size", "flops"]).ngroup()
-    measured = {"variant", "size", "compute_flops", "n_params", "n_tokens", "loss"}
-    for column in rows.columns.difference(list(measured), sort=False):
-        values = pd.Series(rows.loc[own, column].astype(str).to_numpy(), index=cell.index)
-        recurs = cell.groupby(values).nunique().min() > 1  # an identifier of runs, or another metric, does not
-        if recurs and values.groupby(cell).nunique().max() > 1:
+def _refuse_split(rows: pd.DataFrame, found: pd.DataFrame) -> None:
+    """Raise ValueError if a column, such as an evaluation set, tells apart runs of one variant and size that no seed does."""
+    finished = found["loss"].notna().to_numpy()
+    rows, found = rows[finished].reset_index(drop=True), found[finished].reset_index(drop=True)
+    same = ["variant", "size", "flops"]
+    cell = found.groupby(same).ngroup()
+    repeats = found.groupby([*same, "seed"], dropna=False).ngroup() if "seed" in found else cell
+    for column in rows.columns.difference([*_MEASURED], sort=False):
+        values = rows[column].astype(str)
+        tuned = is_recipe(column)  # another rate for each seed is no repeat
+        within = values.groupby(cell if tuned else repeats).transform("nunique") > 1
+        recurs = cell.groupby(values).nunique().median() > 1  # an identifier of runs, or another metric, does not
+        if within.any() and (tuned or recurs):
+            name = found.loc[within, "variant"].iloc[0]
             raise ValueError(
-                f"column {column!r}: runs of one variant and size must be repeats; got {baseline!r} at one size with "
-                f"several of {sorted(set(values))[:5]}; keep the rows of one value, or name the column seed if they are repeats"
+                f"column {column!r}: runs of one variant and size must be repeats; got {name!r} at one size with "
+                f"several of {sorted(set(values[within]))[:5]}; keep one value, or name the column seed if they are repeats"
             )
+
+
+_MEASURED = ("variant", "size", "compute_flops", "n_params", "n_tokens", "loss", "seed")
+
+
+def _refuse_rising(own: pd.DataFrame, baseline: str, noise: float) -> None:
+    """Raise ValueError if the baseline's metric rises with compute, by more than the noise: it is no loss."""
+    own = own[own["loss"].notna()]
+    x, y = np.log(own["flops"].to_numpy()), np.log(own["loss"].to_numpy())
+    if len(own) < 2 or np.ptp(x) < math.log(_LEAST_SPAN):
+        return
+    rise = float(np.polyfit(x, y, 1)[0] * np.ptp(x))
+    if rise > _MOST_RISE * noise:
+        raise ValueError(
+            f"loss must fall with compute; that of {baseline!r} rises by {math.expm1(rise):.1%} from {math.exp(x.min()):.2g} to "
+            f"{math.exp(x.max()):.2g} FLOPs; if more is better, give what is left to its best value, such as 1 - accuracy"
+        )
 
 
 def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:

@@ -33,8 +33,9 @@ class VariantComparison(JsonResult):
         baseline_loss: of the baseline at the target, by a power law with a floor.
         table: by variant, as of the look that decided it, or the last: runs, diverged, sizes, flops (of its largest run), change (of
             the loss there against the baseline's at that compute, log ratio), change_low, change_high, multiplier (median at the
-            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict; and loss at the
-            target by the baseline's law as of the last look.
+            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict, reason
+            (why a variant with finished runs has no multiplier, else empty); and loss at the target by the baseline's law
+            as of the last look.
         measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant, as long as it was undecided: multiplier, low, high, p_better, p_worth, verdict.
@@ -100,6 +101,8 @@ class VariantComparison(JsonResult):
         }
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"
+        for row in table[table["reason"] != ""].to_dict("records"):
+            about[f"no verdict on {row['variant']}"] = row["reason"]
         for row in self.next_runs.to_dict("records"):
             about[f"next for {row['variant']}"] = (
                 f"{row['seeds']} {'seed' if row['seeds'] == 1 else 'seeds'} at {row['compute_flops']:.2g} FLOPs, beside "

@@ -36,7 +36,8 @@ class Look:
         target: compute that is decided on, FLOPs.
         level: of the intervals.
         law: the baseline's.
-        gains: of each variant with a finished run.
+        gains: of each variant with a finished run and losses above the floor of the baseline's law.
+        unmeasured: reason why a variant has finished runs but no gains.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.
     """
 
@@ -45,6 +46,7 @@ class Look:
     level: float
     law: Baseline
     gains: dict[str, Gains]
+    unmeasured: dict[str, str]
     scales: Array
     chances: Array
 
@@ -59,15 +61,15 @@ class Look:
         level: float,
         noise: tuple[float, float],
     ) -> Look:
-        """Fit the baseline's law, and weigh the noise by what all variants say.
-
-        Raises:
-            ScalingError: a variant has a loss below the baseline's floor.
-        """
+        """Fit the baseline's law, and weigh the noise by what all variants say."""
         cells, sd, dof = _cells(rows, noise)
         law = Baseline.fitted(cells[cells["variant"] == baseline])
-        finished = set(cells["variant"])
-        gains = {name: Gains.measured(law, cells[cells["variant"] == name], name) for name in names if name in finished}
+        finished, gains, unmeasured = set(cells["variant"]), {}, {}
+        for name in (name for name in names if name in finished):
+            try:
+                gains[name] = Gains.measured(law, cells[cells["variant"] == name], name)
+            except ScalingError as reason:  # the others are judged all the same
+                unmeasured[name] = str(reason)
         scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
         posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
         for own in gains.values():
@@ -79,6 +81,7 @@ class Look:
             level=level,
             law=law,
             gains=gains,
+            unmeasured=unmeasured,
             scales=scales,
             chances=chances / chances.sum(),
         )
@@ -93,7 +96,9 @@ class Look:
         better = {name: own.above(0.0) for name, own in self._at_target.items()}
         worthwhile = {name: own.above(math.log1p(worth)) for name, own in self._at_target.items()}
         found = verdicts(better, worthwhile, promote=promote, reject=reject)
-        found |= {name: "reject" for name in names if name not in self.gains}
+        found |= {
+            name: "undecided" if name in self.unmeasured else "reject" for name in names if name not in self.gains
+        }
         return {
             name: "undecided" if outcome == "promote" and self._diverged(name) else outcome
             for name, outcome in found.items()
@@ -108,6 +113,7 @@ class Look:
             "diverged": self._diverged(name),
             "sizes": 0,
             "flops": float(runs["flops"].max()),
+            "reason": self.unmeasured.get(name, ""),
         }
         if name not in self.gains:
             unknown = (*CHANGE, *ENDS, "p_better", "p_worth")
@@ -181,17 +187,21 @@ class Look:
 
 def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame, float, float]:
     """Mean log loss of each variant, size and compute (variant, size, flops, y, runs), the noise's scale and degrees of freedom."""
-    sd, dof = noise
+    (sd, dof), finished = noise, rows[rows["loss"].notna()]
     if "seed" in rows:
         blocks = rows["size"].where(rows["size"] != "", rows["flops"].astype(str))
         try:
-            known = seed_noise(rows.assign(size=blocks)[rows["loss"].notna()], ("variant",), blocks=("size",))
+            known = seed_noise(rows.assign(size=blocks)[rows["loss"].notna()], ("variant",), blocks=("size",)).prior
         except ScalingError:  # no variant has two seeds at one size: the noise stays what it was
-            pass
-        else:
-            own, own_dof = known.prior
-            sd, dof = math.sqrt((dof * sd**2 + own_dof * own**2) / (dof + own_dof)), dof + own_dof
-    finished = rows[rows["loss"].notna()]
+            known = sd, 0
+    else:  # rows of one cell that nothing tells apart are repeats of unpaired seeds
+        y = np.log(finished["loss"])
+        cell = finished.groupby(["variant", "size", "flops"]).ngroup()
+        own_dof = len(y) - cell.nunique()
+        squares = float(((y - y.groupby(cell).transform("mean")) ** 2).sum())
+        known = math.sqrt(squares / max(own_dof, 1)), own_dof
+    own, own_dof = known
+    sd, dof = math.sqrt((dof * sd**2 + own_dof * own**2) / (dof + own_dof)), dof + own_dof
     cells = (
         finished.assign(y=np.log(finished["loss"]))
         .groupby(["variant", "size", "flops"], sort=False)["y"]

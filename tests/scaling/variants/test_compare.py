@@ -194,7 +194,7 @@ def test_the_result_is_kept_as_json_and_drawn(tmp_path: Path) -> None:
         (lambda rows: rows.assign(variant=rows["variant"].where(rows.index != 3)), ValueError, ("variant", "row 3")),
         (lambda rows: rows[rows["variant"] != "baseline"], ScalingError, ("'baseline'", "'a'")),
         (lambda rows: rows[rows["variant"] == "baseline"], ScalingError, ("'baseline'",)),
-        (lambda rows: rows.assign(loss=rows["loss"].where(rows["variant"] != "a", 0.2)), ScalingError, ("'a'", "0.2")),
+        (lambda rows: rows.assign(loss=3 / rows["loss"]), ValueError, ("'baseline'",)),
     ],
 )
 def test_a_bad_table_is_named(
@@ -270,3 +270,58 @@ def test_a_column_that_splits_the_runs_of_a_size_is_refused() -> None:
     assert (
         compare_variants(runs.drop(columns="seed"), "baseline").verdict("a") != "reject"
     )  # names of runs do not split
+
+
+@pytest.mark.parametrize("last", [0.49, 0.475])
+def test_a_hopeless_variant_is_rejected_though_the_baseline_hardly_falls_any_more(last: float) -> None:
+    flops = [8e14, 2e15, 7e15, 2e16, 5e16]
+    losses = {"base": [0.55, 0.51, 0.503, 0.48, last], "v": [0.591, 0.497, 0.508, 1.738, 2.388]}
+    runs = pd.concat([pd.DataFrame({"variant": name, "compute_flops": flops, "loss": y}) for name, y in losses.items()])
+    assert compare_variants(runs, "base").verdict("v") == "reject"
+
+
+def test_a_variant_below_the_floor_of_the_baseline_has_a_reason_and_the_others_their_verdicts() -> None:
+    runs = planted(0, {"a": 1.3, "low": 1.0, "b": 0.8}, noise=3e-4)
+    runs.loc[runs["variant"] == "low", "loss"] = 0.2
+    found = compare_variants(runs, "baseline", target_flops=TARGET)
+    assert {name: found.verdict(name) for name in ("a", "low", "b")} == {
+        "a": "promote",
+        "low": "undecided",
+        "b": "reject",
+    }
+    rows = found.table.set_index("variant")
+    assert rows["multiplier"].isna().to_dict() == {"a": False, "low": True, "b": False}
+    assert rows["reason"].ne("").to_dict() == {"a": False, "low": True, "b": False}
+    assert str(VariantComparison.from_dict(found.to_dict())) == str(found)
+    alone = compare_variants(runs[runs["variant"].isin(["baseline", "low"])], "baseline", n_looks=3)
+    assert alone.undecided == ["low"]
+    assert alone.next_runs.empty
+
+
+@pytest.mark.parametrize("change", ["variant's sets", "sets of every seed", "batches", "rates by seed"])
+def test_a_column_that_tells_apart_runs_that_are_no_repeats_is_refused(change: str) -> None:
+    runs = planted(0, {"a": 1.1}, noise=1e-3)
+    if change == "variant's sets":
+        runs = runs[(runs["variant"] == "a") | (runs["seed"] == 0)].rename(columns={"seed": "set"})
+    elif change == "sets of every seed":
+        runs = pd.concat([runs.assign(corpus=name, loss=runs["loss"] * f) for name, f in (("web", 1.0), ("code", 0.7))])
+    elif change == "batches":
+        runs = runs.assign(batch=range(len(runs))).drop(columns="seed")  # no value at two sizes
+    else:
+        runs = runs.assign(learning_rate=runs["seed"].map({0: 1e-3, 1: 3e-3}))
+    with pytest.raises(ValueError):
+        compare_variants(runs.reset_index(drop=True), "baseline")
+
+
+def test_repeats_without_a_seed_widen_the_interval_by_what_they_differ() -> None:
+    runs = planted(0, {"a": 1.1}, noise=1e-3)
+    apart = runs.assign(loss=runs["loss"] * runs["seed"].map({0: 1.0, 1: 0.7}))
+    found = compare_variants(apart.drop(columns="seed"), "baseline")
+    assert found.verdict("a") == "undecided"
+    assert found.noise > 0.1
+    assert compare_variants(runs.drop(columns="seed"), "baseline").noise == pytest.approx(1e-3, rel=0.6)
+
+
+def test_a_baseline_that_hardly_moves_is_no_rising_metric() -> None:
+    flat = planted(0, {"a": 1.0}).assign(loss=lambda r: 2 + 1e-3 * np.sin(np.arange(len(r))))
+    assert compare_variants(flat, "baseline").verdict("a") == "undecided"
