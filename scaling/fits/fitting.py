@@ -20,7 +20,7 @@ from scaling.arrays import Array
 from scaling.errors import TooFewRunsError
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
-from scaling.forms import ALL_FORMS, Chinchilla
+from scaling.forms import ALL_FORMS, Chinchilla, Joint
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
@@ -154,19 +154,38 @@ def select(runs: Table, form: Form, *, max_regret: float, loss_unit: str | None)
 
 
 def _require_points(checked: Runs, form: Form) -> None:
-    rows, also = checked.rows, f"; {checked.omitted}" if checked.omitted else ""
-    columns = [rows[name].to_numpy() for name in form.columns]
-    points, wanted = len(np.unique(np.stack(columns), axis=1).T), len(form.parameters) + 1
-    if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
-        raise TooFewRunsError(
-            f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
-        )
+    """Raise TooFewRunsError, with every level and point that is missing, unless the rows determine the form and a forecast."""
+    rows, lacking = checked.rows, []
     for column in ("n_params", "n_tokens"):
         if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
-            raise TooFewRunsError(
-                f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
-                f"got {levels}{also}"
+            lacking.append(
+                f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, got {levels}"
             )
+    columns = [rows[name].to_numpy() for name in form.columns]
+    # As many points as there are parameters are met exactly, and leave no residual; a forecast's fits have one parameter more.
+    points = len(np.unique(np.stack(columns), axis=1).T)
+    fitted = (form, Joint()) if {*form.columns} == {*Joint().columns} else (form,)
+    n_parameters = max(len(each.parameters) for each in fitted)
+    if points <= n_parameters:
+        lacking.append(
+            f"need at least {n_parameters + 1} distinct ({', '.join(form.columns)}) for {n_parameters} parameters, got {points}"
+        )
+    if lacking and (rising := _rising(rows)):
+        lacking.append(rising)
+    if lacking:
+        raise TooFewRunsError("; ".join([*lacking, *filter(None, [checked.omitted])]))
+
+
+def _rising(rows: pd.DataFrame) -> str:
+    """Remark where larger models have larger losses at one length; empty where they do not."""
+    for n_tokens, part in rows.groupby("n_tokens"):
+        sizes = part.groupby("n_params")["loss"].mean()
+        if len(sizes) > 1 and sizes.iloc[-1] > sizes.iloc[0]:
+            return (
+                f"the loss rises with n_params at {n_tokens:.3g} tokens, from {sizes.iloc[0]:.4g} to {sizes.iloc[-1]:.4g}: "
+                "is it tuned at each size, and is less better?"
+            )
+    return ""
 
 
 def _fit_warnings(

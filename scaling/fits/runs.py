@@ -23,6 +23,7 @@ from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, require_
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.checkpoints import Checkpoints, checkpoints
 from scaling.fits.recipes import worse_recipes
+from scaling.fits.support import MOST_NATS
 from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
@@ -45,8 +46,6 @@ RATIO = (1e-2, 1e5)
 """Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
 """Median compute over 6·N·D, either way, from which one of the three is warned of: attention and embeddings explain less (assumed)."""
-MOST_NATS = math.log(1e6)
-"""Loss of a uniform guess among a million tokens."""
 VOCABULARY = "vocab_size"
 RUN_NAMES = ("run", "run_name", "run_id")
 """Columns by which rows may share a training run where there is no `stem`."""
@@ -266,11 +265,12 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
                 *notes,
                 f"{shared.earlier.sum()} rows before the last of their run (column {shared.column}) are left out",
             )
-    if "regret" not in runs:
+    tuned = "regret" in runs  # or its best recipe of several: no assumption
+    if not tuned:
         open_rows = np.flatnonzero(reason == "")
         cells = rows[[name for name in needed if name != "loss"]].iloc[open_rows]
         varying, worse = worse_recipes(runs.iloc[open_rows], cells, rows["loss"].iloc[open_rows])
-        if worse.any():
+        if tuned := bool(worse.any()):
             names = ", ".join(map(str, varying))
             reason[open_rows[worse]] = f"not the best {names} of its n_params and n_tokens"
             notes = (
@@ -278,6 +278,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
                 f"{worse.sum()} of {len(worse)} rows are not the best {names} of their n_params and n_tokens: left out",
             )
 
+    stated = {"annealed": False, "regret": tuned, "stem": bool(shared)}
     kept = np.flatnonzero(reason == "")
     left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
     kept = kept[np.lexsort([table[name][kept] for name in ("loss", "n_tokens", "n_params")])]
@@ -292,7 +293,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         assumptions=(
             *((UNIT_ASSUMED,) if loss_unit is None else ()),
             *notes,
-            *(text for column, text in ASSUMED.items() if column not in runs and not (column == "stem" and shared)),
+            *(text for column, text in ASSUMED.items() if column not in runs and not stated[column]),
         ),
     )
 

@@ -6,13 +6,15 @@ that were dropped because they predicted no miss. Everything is judged from the 
 beside them changes nothing. Ranges end where two runs lie, and misfit is a median, so one corrupted row extends no support.
 """
 
+import math
+
 import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.fits.ensemble import MAD, Ensemble
-from scaling.forms.law import compute_flops
+from scaling.forms.law import NATS, compute_flops
 
 MIN_RUNS = 10
 """Independent runs. Of runs drawn at random of the public ladders, 7 or 8 give errors of 1.8 and 1.7 % where 10 give 1.5 and 12 1.2;
@@ -30,6 +32,8 @@ LEAST_FLOOR = 0.4
 """E of the forecast's fits over the least loss they give a run. Below, 95 % intervals held 84 %, above 95 (measured, on losses in
 mid-schedule); planted with E at .05 to .6 of it, 90 % intervals held 77 % of 350 sets below .3, 87 % of 188 from there to .4 and 93 %
 of 162 above (`tests/benchmarks/low_floor.py`)."""
+MOST_NATS = math.log(1e6)
+"""Loss of a uniform guess among a million tokens; a larger one is no loss in nats."""
 
 
 def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, n_tokens: float) -> dict[str, str]:
@@ -70,6 +74,11 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
     if (share := floor_share(rows, ensemble)) < LEAST_FLOOR:
         found["low floor"] = (
             f"E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at which forecasts were tested"
+        )
+    if ensemble.law.loss_unit == NATS and (most := float(made["loss"].max())) > MOST_NATS:
+        found["unit"] = (
+            f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million tokens, as a perplexity is: "
+            "forecasts were tested on losses"
         )
     return found
 

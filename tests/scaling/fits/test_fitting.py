@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Joint, Law, ScalingFit, fit
+from scaling import Chinchilla, Joint, Law, ScalingFit, decide, fit
+from scaling.errors import TooFewRunsError
 from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
@@ -126,7 +127,7 @@ def test_missing_column(ladder: Ladder) -> None:
 
 def test_too_few_points(ladder: Ladder) -> None:
     five = ladder().iloc[[0, 1, 7, 13, 19]]
-    with pytest.raises(ValueError, match=r"need at least 6 distinct \(n_params, n_tokens\) .* got 5"):
+    with pytest.raises(ValueError, match=r"need at least 7 distinct \(n_params, n_tokens\) .* got 5"):
         fitted(pd.concat([five, five]))
     with pytest.raises(ValueError, match=r"need at least 3 distinct values of n_params .* got 2"):
         fitted(ladder().query("n_params < 3e7"))
@@ -191,3 +192,22 @@ def test_a_floor_far_below_every_run_raises_a_warning(ladder: Ladder) -> None:
     runs = ladder(noise=0.001)
     runs["loss"] *= low.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])
     assert "of the least loss, below 0.3" in "; ".join(fitted(runs).warnings)
+
+
+@pytest.mark.parametrize("n_points", [6, 7])
+def test_a_law_is_fitted_to_as_many_points_as_its_decision_needs(ladder: Ladder, n_points: int) -> None:
+    rows = ladder().iloc[[0, 1, 6, 7, 13, 14, 19][:n_points]]
+    if n_points < 7:
+        with pytest.raises(TooFewRunsError):
+            fitted(rows)
+    else:
+        assert decide(fitted(rows), 1e20).warnings
+
+
+def test_one_length_is_named_with_the_losses_that_rise_along_it() -> None:
+    n_params = np.array([1e7, 2e7, 4e7, 8e7, 1.6e8])
+    for loss, rises in ((3 + 0.1 * np.arange(5), True), (3 - 0.1 * np.arange(5), False)):
+        with pytest.raises(TooFewRunsError) as raised:
+            fitted(pd.DataFrame({"n_params": n_params, "n_tokens": 1e9, "loss": loss}))
+        assert "n_tokens" in str(raised.value)
+        assert ("rises" in str(raised.value)) == rises

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from scaling import fit
+from scaling.fits.runs import ASSUMED
 
 
 def searched(column: str = "lr", values: tuple[object, ...] = (0.001, 0.004, 0.016)) -> pd.DataFrame:
@@ -31,6 +32,7 @@ def test_the_best_of_each_cell_is_kept(column: str, values: tuple[object, ...]) 
     table = searched(column, values)
     found = fit(table, n_params_convention="total", n_bootstrap=4)
     assert len(found.left_out) == 32
+    assert ASSUMED["regret"] not in found.assumptions
     assert sorted(found.rows.index) == table.index[table[column] == values[1]].tolist()
     best = table[table[column] == values[1]]
     assert found.law.parameters == fit(best, n_params_convention="total", n_bootstrap=4).law.parameters

@@ -151,3 +151,12 @@ def test_one_corrupted_row_supports_nothing(reason: str, row: int, column: str, 
 def test_bad_target(result: ScalingFit) -> None:
     with pytest.raises(ValueError, match="n_tokens .*got 0"):
         unsupported(result.rows, result.ensemble, 1e9, 0)
+
+
+def test_perplexities_give_no_supported_forecast() -> None:
+    table = planted_ladder(0.003)
+    perplexity = table.assign(loss=np.exp(table["loss"]))
+    assert "unit" in reasons(fitted(perplexity), *NEAR)
+    named = fit(perplexity, n_params_convention="total", n_bootstrap=2, loss_unit="perplexity")
+    assert "unit" not in reasons(named, *NEAR)
+    assert "unit" not in reasons(fitted(table), *NEAR)
