@@ -43,6 +43,7 @@ class BestMixture(JsonResult):
         value: the objective of the mixture; low, high: of a run of it.
         best_run: row number of the run whose mixture, moved into the limits, the law expects the least objective of.
         best_run_value: that objective.
+        unsupported: reasons why intervals at this scale were not validated; empty if they were.
         p_better: probability that the mixture's objective is below that of the best run's mixture, by the draws.
     """
 
@@ -57,6 +58,7 @@ class BestMixture(JsonResult):
     best_run: int
     best_run_value: float
     p_better: float
+    unsupported: tuple[str, ...] = ()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -71,8 +73,8 @@ class BestMixture(JsonResult):
 
     @property
     def status(self) -> str:
-        """`ok`; `look` if there are `caveats`."""
-        return "look" if self.caveats else "ok"
+        """`ok`; `look` if there are `caveats`; `not supported` at a scale where intervals were not validated."""
+        return "not supported" if self.unsupported else "look" if self.caveats else "ok"
 
     def plot(self) -> Figure:
         """Weight of each domain with its interval, beside its limits."""
@@ -86,7 +88,7 @@ class BestMixture(JsonResult):
             "best run": f"row {self.best_run}, expected {self.best_run_value:.4f} within the limits",
             "better than it": f"with probability {self.p_better:.2f}",
             **({"at": ", ".join(f"{name} {value:.3g}" for name, value in self.scale.items())} if self.scale else {}),
-            "status": "; ".join((self.status, *self.caveats)),
+            "status": "; ".join((self.status, *self.unsupported, *self.caveats)),
         }
         return lines(about)
 
@@ -198,7 +200,7 @@ def best_mixture(
         }
     )
     chosen = {n: float(c) for n, c in zip(fit.targets, wanted.coefficients, strict=True) if c > 0}
-    predicted = fit.predict(point[None], **wanted.scale, level=level).drop(columns="mixture")
+    predicted = fit.predict(point[None], **wanted.scale, level=level).drop(columns=["mixture", "unsupported"])
     return BestMixture(
         objective=chosen,
         scale=dict(wanted.scale),
@@ -211,4 +213,5 @@ def best_mixture(
         best_run=best_run,
         best_run_value=float(values[best_run]),
         p_better=float((drawn[:, 0] < drawn[:, -1]).mean()),
+        unsupported=fit.unsupported(wanted.scale),
     )

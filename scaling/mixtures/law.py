@@ -11,14 +11,16 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.checks import positive
+from scaling.checks import numbers, positive
 from scaling.mixtures.process import POWER, Inputs, Process, judged_rows
-from scaling.mixtures.table import Weights, as_weights, require_known
+from scaling.mixtures.table import LEAST_RUNS, SCALES, Weights, as_weights, require_known
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
 
 Objective = str | Mapping[str, float] | None
 """What is minimised: one target, a weighted sum of several, or (None) the mean of all."""
+SAME_SCALE = 1.01
+"""Factor within which two sizes are one, for rounding."""
 _LEAST_SPREAD = 1e-3  # of w^.4, where a domain's weight hardly differs between runs
 
 
@@ -86,6 +88,22 @@ class MixtureLaw(JsonResult):
         given = {"n_params": n_params, "n_tokens": n_tokens}
         return {name: given[name] or float(self.scales[name].max()) for name in self.varying}
 
+    def unsupported(self, scale: Mapping[str, float]) -> tuple[str, ...]:
+        """Reasons why intervals at a size and length were not validated: beyond the runs', or too few runs so large."""
+        found = []
+        for name in self.varying:
+            runs, value = self.scales[name].to_numpy(), scale[name]
+            ratio = max(value / runs.max(), runs.min() / value)
+            if ratio > SAME_SCALE:
+                end, bound = ("largest", runs.max()) if value > runs.max() else ("smallest", runs.min())
+                found.append(
+                    f"{name} {value:.3g} lies {ratio:.3g} times beyond the {end} run's {bound:.3g}: "
+                    "intervals hold within the runs' only"
+                )
+            elif (n := int((runs >= value / SAME_SCALE).sum())) < LEAST_RUNS:
+                found.append(f"{n} runs have {name} {value:.3g} or more: add {LEAST_RUNS - n} for intervals that hold")
+        return tuple(found)
+
     def inputs(self, weights: Array, scales: pd.DataFrame | Mapping[str, float]) -> Inputs:
         """Mixtures [p, m] at one scale or at one for each, as the processes take them."""
         return inputs(weights, scales, self.weights, self.scales)
@@ -104,28 +122,45 @@ class MixtureLaw(JsonResult):
         *,
         level: float = 0.9,
     ) -> pd.DataFrame:
-        """Loss of one run of each mixture on each target: mixture (number), domain, loss, low, high.
+        """Loss of one run of each mixture on each target: mixture (number), domain, loss, low, high, unsupported (reasons, or empty).
 
         The interval's width is that which holds for `level` of the runs left out one at a time, over their standard deviations.
 
         Args:
-            weights: by domain (those left out are 0), a DataFrame, or an array in the order of `domains`.
-            n_params, n_tokens: of the run; by default the largest of the runs. Only where the runs differ in them.
+            weights: by domain (those left out are 0), a DataFrame, or an array in the order of `domains`. A DataFrame may have
+                n_params and n_tokens of each run.
+            n_params, n_tokens: of all runs; by default the largest of the law's. Only where the runs differ in them.
             level: of the interval.
 
         Raises:
             ValueError: an unknown domain, weights that are negative or do not sum to 1, or a bad level or scale.
         """
         mixtures = as_weights(weights, self.domains)
-        at = self.inputs(mixtures, self.scale(n_params, n_tokens))
+        scales = self._scales(weights if isinstance(weights, pd.DataFrame) else None, len(mixtures), n_params, n_tokens)
+        reasons = ["; ".join(self.unsupported(scale)) for scale in scales.to_dict("records")]
+        at = self.inputs(mixtures, scales)
         tables = []
         for name, process in zip(self.targets, self.processes, strict=True):
             mean = process.mean(at)
             half = self.widening(name, level) * np.sqrt(process.variance(at) + process.noise(at))
             loss, low, high = (process.loss(mean + shift) for shift in (0.0, -half, half))
             number = range(len(mixtures))
-            tables.append(pd.DataFrame({"mixture": number, "domain": name, "loss": loss, "low": low, "high": high}))
+            columns = {"loss": loss, "low": low, "high": high, "unsupported": reasons}
+            tables.append(pd.DataFrame({"mixture": number, "domain": name, **columns}))
         return pd.concat(tables, ignore_index=True).sort_values("mixture", kind="stable", ignore_index=True)
+
+    def _scales(
+        self, table: pd.DataFrame | None, n: int, n_params: float | None, n_tokens: float | None
+    ) -> pd.DataFrame:
+        """Size and length of each of n mixtures: the table's own, those given, or the largest of the runs."""
+        given = {"n_params": n_params, "n_tokens": n_tokens}
+        own = {} if table is None else {name: numbers(table, name) for name in SCALES if name in table}
+        if both := [name for name in own if given[name] is not None]:
+            raise ValueError(
+                f"{both[0]}: the table of mixtures has a column of it; got {given[both[0]]:g} besides; leave out one"
+            )
+        rows = [self.scale(**(given | {name: float(values[i]) for name, values in own.items()})) for i in range(n)]
+        return pd.DataFrame(rows, index=range(n))
 
     def widening(self, target: str, level: float) -> float:
         """Standard deviations within which `level` of the runs left out lie: the conformal quantile (Barber et al. 1905.02928)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,6 +24,8 @@ TOLERANCE = 0.01
 """Distance from 1 within which a mixture's weights must sum: 17 weights rounded to .001 are up to .0085 off."""
 SPAN = 1e3
 """Largest loss of a target over its smallest: no mixture does more (assumed; RegMix's losses lie within 3.6)."""
+SPLIT = 0.75
+"""Share of the variance left by the mixture, above which a further column splits the losses (assumed)."""
 LEAST_RUNS = 5
 """Fewest runs that tell noise from the mixture's effect (assumed)."""
 
@@ -60,6 +63,7 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
     """
     rows = read_runs(runs)
     with naming(runs):
+        rows = _prefixed(_prefixed(rows, weight_prefix), loss_prefix)
         domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
         rows = finished(rows, *(loss_prefix + name for name in targets))
         weights = mixtures_of(rows, domains, weight_prefix)
@@ -77,6 +81,8 @@ def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = L
                 )
         if (weights == weights[0]).all():
             raise TooFewRunsError(f"the mixture must differ between runs, got the same in all {len(rows)}")
+        known = [*(weight_prefix + name for name in domains), *(loss_prefix + name for name in targets), *scales]
+        _refuse_split(rows.drop(columns=known), weights, np.log(measured), pd.DataFrame(scales, index=rows.index))
     return Mixtures(
         domains=domains,
         targets=targets,
@@ -136,6 +142,42 @@ def _require_within(name: str, values: Array, least: float, most: float) -> None
         raise ValueError(
             f"{name} must lie from {least:g} to {most:g}, losses within a factor of {SPAN:g}; got {values.min():g} to {values.max():g}"
         )
+
+
+def _prefixed(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
+    """The table with columns such as `arxiv_loss` or `loss/arxiv` as `loss_arxiv`, noted, where none begins with the prefix."""
+    word = re.escape(prefix.strip("_"))
+    if not word or any(str(name).startswith(prefix) for name in rows):
+        return rows
+    form = re.compile(rf"(?:(.+)[_/. -]{word}|{word}[/. -](.+))", re.IGNORECASE)
+    found = {name: prefix + (match[1] or match[2]) for name in rows if (match := form.fullmatch(str(name)))}
+    if not found or len({*found.values()}) < len(found):
+        return rows
+    rows = rows.rename(columns=found)
+    first, ours = next(iter(found.items()))
+    rows.attrs[NOTES] = (*rows.attrs.get(NOTES, ()), f"{ours} is column {first}, and {len(found) - 1} more likewise")
+    return rows
+
+
+def _refuse_split(others: pd.DataFrame, weights: Array, y: Array, scales: pd.DataFrame) -> None:
+    """Raise ValueError if a further column, such as a size, explains most of what the mixture leaves of the log losses [n, k]."""
+    n = len(y)
+    base = np.column_stack(
+        [np.ones(n), np.sqrt(weights), *(pd.get_dummies(scales[name]).to_numpy(np.float64) for name in scales)]
+    )
+    for column in others:
+        values = others[column].astype(str)
+        if not 1 < values.nunique() <= n / 2:  # an identifier, or another metric, does not recur
+            continue
+        unexplained = []
+        for design in (base, np.column_stack([base, pd.get_dummies(values).to_numpy(np.float64)])):
+            left = y - design @ np.linalg.lstsq(design, y)[0]
+            unexplained.append((left**2).sum() / max(n - np.linalg.matrix_rank(design), 1))
+        if unexplained[1] < (1 - SPLIT) * unexplained[0]:
+            raise ValueError(
+                f"column {column!r} splits the losses, and the law would pool its values {sorted(set(values))[:5]}: if it is the size "
+                "or length of the runs, name it n_params or n_tokens, as numbers; else keep the rows of one value, or drop the column"
+            )
 
 
 def _named(rows: pd.DataFrame, prefix: str) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def mixture(
         max_epochs: Maximum number of epochs over any domain.
         n_params: Size of the run that is planned, where the runs differ in size.
         next: Number of mixtures to suggest; 0 for none.
-        predict: Instead, a table of mixtures (weight_DOMAIN) whose losses to print.
+        predict: Instead, a table of mixtures (weight_DOMAIN, and n_params and n_tokens if they differ) whose losses to print.
         weight_prefix: Beginning of the names of the weights' columns.
         loss_prefix: Beginning of the names of the losses' columns.
         html: A file for the result as a page: the best mixture with its interval, whose data lowers which loss, the runs to make.
@@ -94,9 +94,9 @@ def mixture(
 
 
 def _predictions(fit: MixtureFit, path: Path, n_params: float | None, n_tokens: float | None) -> Any:
-    from scaling.fits.runs import naming, read_table
+    from scaling.fits.runs import naming, read_runs
 
-    table = read_table(path)
+    table = read_runs(path)
     with naming(path):
         return fit.predict(table, n_params, n_tokens)
 

@@ -223,3 +223,53 @@ def test_regmix_mixtures_are_put_in_order_at_their_size_and_sixty_times_it(
             assert own["loss"].corr(runs[target], method="spearman") > bound
             if runs is test:
                 assert 0.85 < ((own["low"] < runs[target]) & (runs[target] < own["high"])).mean() < 0.99
+
+
+def test_beyond_the_runs_sizes_intervals_are_not_supported() -> None:
+    rows = table(20, sizes=(1e7, 4e7))
+    fit = fit_mixture(rows)
+    inside, beyond = {"n_params": 4e7, "n_tokens": 8e8}, {"n_params": 1e8, "n_tokens": 2e9}
+    assert [len(fit.unsupported(scale)) for scale in (inside, beyond)] == [0, 2]
+    assert "2.5" in fit.unsupported(beyond)[0]
+    assert fit.predict(rows.iloc[:2])["unsupported"].eq("").all()
+    few = fit_mixture(rows.iloc[:24])
+    assert len(few.unsupported(inside)) == 2, "four runs are too few at a size"
+    assert (fit.best(n_params=4e7).status == "not supported", fit.best(n_params=1e9).status) == (False, "not supported")
+
+
+def test_each_mixture_is_predicted_at_its_own_size() -> None:
+    rows = table(20, sizes=(1e7, 4e7, 1.6e8))
+    fit = fit_mixture(rows)
+    one = rows.iloc[[0] * 4].assign(n_params=[1e7, 4e7, 1e8, 1e9], n_tokens=2e9)
+    found = fit.predict(one)
+    for number, row in enumerate(one.to_dict("records")):
+        weights = {name: row[f"weight_{name}"] for name in DOMAINS}
+        alone = fit.predict(weights, row["n_params"], row["n_tokens"])
+        own = found[found["mixture"] == number]
+        assert own["loss"].tolist() == pytest.approx(alone["loss"].tolist())
+        assert own["unsupported"].tolist() == alone["unsupported"].tolist()
+    with pytest.raises(ValueError):
+        fit.predict(one, n_params=1e8)
+    with pytest.raises(ValueError):
+        fit_mixture(table(20)).predict(one)
+
+
+@pytest.mark.parametrize("form", ["{}_loss", "loss/{}", "{}/loss"])
+def test_losses_may_be_named_the_other_way_round(form: str) -> None:
+    rows = table(20)
+    other = rows.rename(columns={f"loss_{name}": form.format(name) for name in TARGETS})
+    fit = fit_mixture(other)
+    assert fit.targets == TARGETS
+    assert fit.losses.tolist() == fit_mixture(rows).losses.tolist()
+    assert len(fit.notes) == 1
+
+
+def test_a_column_that_splits_the_losses_is_named() -> None:
+    rows = table(20, sizes=(1e7, 4e7))
+    sizes = rows["n_params"].map({1e7: "10M", 4e7: "40M"})
+    with pytest.raises(ValueError) as raised:
+        fit_mixture(rows.drop(columns=["n_params", "n_tokens"]).assign(size=sizes))
+    assert "size" in str(raised.value)
+    largest = rows.filter(like="weight_").idxmax(axis=1)
+    harmless = fit_mixture(rows.assign(size=sizes, largest=largest, half=np.arange(len(rows)) % 2))
+    assert harmless.losses.tolist() == fit_mixture(rows).losses.tolist()
