@@ -3,7 +3,8 @@
     python tests/benchmarks/variants.py [--sets 100]
 
 Public tables, each variant decided from its smaller sizes and held against its largest; and planted variants of known multipliers
-with the seeds' noise, judged once and after each size. Public tables are read from $MUSCALE_REFERENCE_DATA or ../shared/data.
+with the seeds' noise, judged once and after each size. Then planted tables whose rows are easily pooled wrongly. Public tables
+are read from $MUSCALE_REFERENCE_DATA or ../shared/data.
 """
 
 from __future__ import annotations
@@ -141,9 +142,51 @@ def planted(n_sets: int) -> None:
         print(f"    any of the {len(PLANTED)} variants wrong: {wrong.mean():.1%} of the sets")
 
 
+def tables(n_sets: int) -> None:
+    """Counts of verdicts, wrong ones and refusals on tables whose rows are easily pooled wrongly."""
+    counts: dict[str, dict[str, int]] = {}
+    for number in range(n_sets):
+        rng = np.random.default_rng(number)
+        n_params, ratio = np.repeat([1e8, 2.25e8, 4e8], 3), np.tile([1.0, 4.0, 16.0], 3)
+        base = pd.DataFrame({"n_params": n_params, "n_tokens": 20 * n_params * ratio})
+
+        def measured(shift: float, rows: pd.DataFrame, rng: np.random.Generator = rng) -> pd.DataFrame:
+            law = 1.8 + 480 / rows["n_params"] ** 0.34 + 2000 / rows["n_tokens"] ** 0.366
+            return rows.assign(loss=law * np.exp(shift + NOISE * rng.standard_normal(len(rows))))
+
+        for shift in (-0.01, 0.0, 0.001, 0.01):
+            both = [
+                measured(0.0, base).assign(variant="baseline"),
+                measured(shift, base[ratio == 1]).assign(variant="v"),
+            ]
+            runs = pd.concat(both, ignore_index=True)
+            sets = pd.concat(
+                [runs.assign(corpus=name, loss=runs["loss"] * f) for name, f in (("web", 1.0), ("code", 0.7))]
+            )
+            batches = pd.concat([runs.assign(batch=b, loss=runs["loss"] * f) for b, f in ((256, 1.0), (512, 1.03))])
+            for name, table in {
+                "equal 6ND, other (N, D)": runs,
+                "two corpora": sets,
+                "two corpora, unnamed": sets.drop(columns="corpus"),
+                "two batches": batches,
+                "rising metric": runs.assign(loss=5 / runs["loss"]),
+            }.items():
+                try:
+                    verdict = compare_variants(table.reset_index(drop=True), "baseline").table["verdict"].iloc[0]
+                    said = "WRONG" if verdict == ("promote" if shift >= 0 else "reject") else verdict
+                except ValueError:
+                    said = "refused"
+                counts.setdefault(name, {}).setdefault(said, 0)
+                counts[name][said] += 1
+    print(f"\nplanted tables, {n_sets} sets of four variants")
+    for name, found in counts.items():
+        print(f"  {name:26} " + ", ".join(f"{said} {n}" for said, n in sorted(found.items())))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", type=int, default=100)
     arguments = parser.parse_args()
     public()
     planted(arguments.sets)
+    tables(arguments.sets)

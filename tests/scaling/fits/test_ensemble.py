@@ -135,7 +135,7 @@ def test_noisy_rows_weigh_less_where_their_noise_is_given(ladder: Ladder, plante
 def test_too_few_rows_for_its_fits_are_refused(ladder: Ladder) -> None:
     runs = ladder().iloc[[0, 3, 5, 10, 12, 19]]
     with pytest.raises(ScalingError, match=r"need at least 7 distinct \(N, D\), got 6"):
-        fit(runs, n_params_convention="total", n_bootstrap=2).forecast(*TARGET)
+        fit_ensemble(with_stems(runs))
 
 
 def test_the_mean_is_a_law_of_its_own(ladder: Ladder) -> None:
