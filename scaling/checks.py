@@ -14,8 +14,12 @@ OTHER_NAMES = {
     "loss": "final_loss val_loss eval_loss test_loss validation_loss",
 }
 """Names under which other tables have a column, capitals and punctuation aside."""
+_NEAR = {"n_params": "param|size|weight", "n_tokens": "token|flop|compute", "loss": "loss|bpb|nll|entropy|bits_per"}
+"""What the name of a column that may be meant contains."""
 
 
+COLUMNS = "columns"
+"""Key of `DataFrame.attrs` of the names of all columns in the caller's table."""
 FOUND_AS = "found_as"
 """Key of `DataFrame.attrs` under which a table carries the names that its renamed columns had."""
 DROP = ": drop such rows"
@@ -64,12 +68,19 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
     """Raise ValueError unless every column is there; the message suggests which one may be meant under another name."""
     missing = [column for column in columns if column not in rows.columns]
     if missing:
-        got = [str(column) for column in rows.columns]
-        meant = [
-            f"rename {' or '.join(found)} to {column}"
-            for column in missing
-            if (found := [name for name in got if plain(name) in OTHER_NAMES.get(column, "").split()])
-        ]
+        got = rows.attrs.get(COLUMNS, [str(column) for column in rows.columns])
+        known = [column for column in missing if column in OTHER_NAMES]
+        exact = {column: [name for name in got if plain(name) in OTHER_NAMES[column].split()] for column in known}
+        near = {
+            column: exact[column] or [name for name in got if re.search(_NEAR[column], plain(name))] for column in known
+        }
+        meant = [f"rename {' or '.join(found)} to {column}" for column, found in near.items() if found]
+        if known:
+            meant.append(
+                f"or name the columns: columns={{{known[0]!r}: …}}, on the command line --{known[0].removeprefix('n_')}"
+            )
+        if "n_tokens" in missing and any("flop" in plain(name) for name in got):
+            meant.append("a run's compute in a column compute_flops, in FLOPs, tells n_tokens or n_params too")
         raise ValueError(
             "; ".join(
                 [
@@ -147,7 +158,7 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
 def column_name(rows: pd.DataFrame, column: str) -> str:
     """A column as messages name it, with the name that it had in the caller's table."""
     found = rows.attrs.get(FOUND_AS, {}).get(column)
-    return column if found is None else f"{found} (read as {column})"
+    return column if found in (None, column) else f"{found} (read as {column})"
 
 
 def renamed(rows: pd.DataFrame, found: str, column: str) -> pd.DataFrame:

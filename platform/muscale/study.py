@@ -6,7 +6,7 @@ command, is called again. Each method only joins functions of other modules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -58,6 +58,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import ScalingFit, Verdict
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Study(Result):
         scheduler: Scheduler | None = None,
         narrower: bool = False,
         learn_from: Sequence[str | Path] = (),
+        columns: Mapping[str, str] = NO_COLUMNS,
     ) -> SweepResult:
         """The search at the base shape.
 
@@ -192,13 +194,15 @@ class Study(Result):
             narrower: Once the study file's trials are done, search as many again around the best region.
             learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
                 results from elsewhere, asserted by their owner: a table of hyperparameters with loss, an Optuna storage.
+            columns: Names of the columns loss, n_params, n_tokens and run in the tables of `learn_from`, by ours.
 
         Raises:
             StageError: If no trial has an annealed run, or a searcher or scheduler breaks its protocol.
         """
         if (known := self._known.sweep) and not (searcher or scheduler or narrower or learn_from):
             return known
-        sweep = replace(Sweep.of(self.config, self.ledger, self.corpus), learn_from=tuple(map(str, learn_from)))
+        sweep = Sweep.of(self.config, self.ledger, self.corpus)
+        sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns)
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._known = Findings(sweep=result)  # the later stages stand on it
         return result

@@ -8,6 +8,8 @@ best size is taken to be the geometric mean of the two. (Hoffmann et al. use eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from scaling.approaches.compute_powers import (
 from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
-from scaling.fits.as_found import NOTES
+from scaling.fits.as_found import NO_COLUMNS, NOTES
 from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats
 from scaling.fits.unfinished import finished
 from scaling.forms.law import NATS, compute_flops
@@ -39,6 +41,7 @@ def fit_envelope(
     loss_unit: str = NATS,
     n_bootstrap: int = 400,
     seed: int = 0,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> ComputePowers:
     """Fit N* and D* as powers of compute through the envelope of loss curves.
 
@@ -46,7 +49,7 @@ def fit_envelope(
         curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
             (smoothed; a row without one is left out, and named); optional `annealed`. A curve's losses should be what a run of
             that length ends at: annealed branches, or runs of several lengths; of one cosine run only the end is.
-        loss_unit: as for `fit`.
+        loss_unit, columns: as for `fit`; the column `run` may be named, too.
 
     Returns:
         Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
@@ -57,7 +60,7 @@ def fit_envelope(
     """
     require_convention(n_params_convention)
     require_draws(n_bootstrap)
-    given = read_runs(curves)
+    given = read_runs(curves, columns)
     with naming(curves):
         require_columns(given, ("run", "n_params", "n_tokens", "loss"))
         given = finished(given, "loss")

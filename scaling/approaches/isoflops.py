@@ -9,6 +9,7 @@ such error.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +29,7 @@ from scaling.approaches.compute_powers import (
 )
 from scaling.arrays import Array
 from scaling.errors import ScalingError
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.fitting import fit, select
 from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
@@ -95,6 +97,7 @@ def fit_isoflops(
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> ComputePowers:
     """Fit N* and D* as powers of compute through the vertices of parabolas.
 
@@ -102,7 +105,7 @@ def fit_isoflops(
         runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
             budgets, if they are not 6·N·D.
         loss_unit: as for `fit`.
-        max_regret: as for `fit`.
+        max_regret, columns: as for `fit`.
 
     Returns:
         Powers, with `points` one row per budget used (also: off_centre and half_width of its sizes in octaves, curvature per
@@ -117,7 +120,7 @@ def fit_isoflops(
     """
     require_convention(n_params_convention)
     require_draws(n_bootstrap)
-    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit)
+    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit, columns=columns)
     rows, compute = checked.rows, checked.compute_flops
     n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
     grids, left_out = _grids(compute, n_params)

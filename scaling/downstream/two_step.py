@@ -6,6 +6,7 @@ forecast brings its own interval, the second `fit_downstream`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast, interval_factor
 from scaling.fits.result import ScalingFit
@@ -114,6 +116,7 @@ def fit_two_step(
     form: Form | None = None,
     n_bootstrap: int = 200,
     seed: int = 0,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> TwoStep:
     """Fit the task's loss in N and D, and the metric in the task's loss.
 
@@ -128,12 +131,13 @@ def fit_two_step(
             they belong to one run.
         chance, ceiling, most: as for `fit_downstream`.
         form: of the first step, Chinchilla's by default.
+        columns: as for `fit`; `task_loss` may be named, too.
         seed: of the resampling, and of the draws of the second.
 
     Raises:
         ValueError, ScalingError: as `fit` and `fit_downstream`.
     """
-    given = read_runs(runs)
+    given = read_runs(runs, columns)
     with naming(runs):
         require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
         factor, unit = to_nats(loss_unit)

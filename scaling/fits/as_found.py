@@ -6,11 +6,13 @@ What is unambiguous is read and noted; what is not stays as it is, for the check
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
 
-from scaling.checks import OTHER_NAMES, or_nan, plain, renamed, row_name
+from scaling.checks import COLUMNS, FOUND_AS, OTHER_NAMES, or_nan, plain, renamed, row_name
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 
 NOTES = "notes"
@@ -42,18 +44,30 @@ _COUNT = re.compile(
 _HEADER = re.compile(r"(?:(.+?)_(?:in_)?)(k|m|b|g|t|thousand|million|billion|trillion)s?_*")
 _PF_DAYS = re.compile(r"(?:.*_)?(?:pf|pflops?|petaflops?)(?:_s)?_?days?_*")
 _RATIO = ("tokens_per_param", "tokens_per_parameter", "d_n")
-COMPUTE = ("compute_flops", "flops", "total_flops", "train_flops", "training_flops", "compute", "c")
+_PREFIXES = ["", *"kmgtpezy", "kilo", "mega", "giga", "tera", "peta", "exa", "zetta", "yotta"]
+_PREFIX = dict(zip(_PREFIXES, [1.0, *(1000.0**k for k in range(1, 9)), *(1000.0**k for k in range(1, 9))], strict=True))
+_OF_RUN = "total|cumulative|training|pretraining|compute"
+_COMPUTE = re.compile(
+    rf"((?:(?:{_OF_RUN}|train|c|in)_)*?)(?:({'|'.join(_PREFIX)})flops?|compute|c)(?:_({_OF_RUN}|used))?"
+    r"(?:_(?:x_)?(?:1?e_?|10_)(\d+)(?:_flops?)?)?"
+)
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
-def as_found(table: pd.DataFrame) -> pd.DataFrame:
+def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd.DataFrame:
     """The table with plain columns n_params, n_tokens, loss where they can be derived, and notes on how in its `attrs`.
 
+    Args:
+        columns: The caller's names of columns, by ours: `{"loss": "c4_loss"}`.
+
     Raises:
-        ValueError: a column in millions, say, holds a value with a unit of its own.
+        ValueError: a column in millions, say, holds a value with a unit of its own, or a column that the caller names is not there.
     """
     table, notes = table.copy(deep=False), [*table.attrs.get(NOTES, ())]
     if levels := [name for name in table.index.names if name is not None and name not in table]:
         table = table.reset_index(levels)  # such as a groupby leaves
+    table.attrs[COLUMNS] = [*map(str, table.columns)]
+    table = _as_stated(table, columns, notes)
     for column in (*COUNTS, "loss"):
         if column in table:
             continue
@@ -80,14 +94,57 @@ def as_found(table: pd.DataFrame) -> pd.DataFrame:
     if len(known) > 1 and (empty := table[known].isna().all(axis=1)).any() and not empty.all():
         table = table[~empty]
         notes.append(f"{empty.sum()} rows without {', '.join(known)} were skipped")
-    if "n_params" in table:
-        _tokens_of_others(table, notes)
+    _counts_of_others(table, notes)
     if (
         BYTES not in table
         and len(found := [name for name in table.columns if plain(str(name)).strip("_") == BYTES]) == 1
     ):
         table = renamed(table, found[0], BYTES)
     table.attrs[NOTES] = tuple(notes)
+    return table
+
+
+def compute_unit(name: str) -> float | None:
+    """FLOPs in the unit of a column of a run's compute; None if the column is none.
+
+    A bare "TFLOPs" is none, as it is often a speed.
+    """
+    if _PF_DAYS.fullmatch(plain(name).strip("_")):
+        return PF_DAY
+    found = _COMPUTE.fullmatch(plain(re.split(r"[/.]", name)[-1] or name).strip("_"))
+    if found is None:
+        return None
+    words, prefix, after, power = found.groups()
+    if prefix and not re.search(_OF_RUN, f"{words}{after}") and _PREFIX[prefix] < _PREFIX["exa"]:
+        return None
+    return float(_PREFIX[prefix or ""] * 10.0 ** int(power or 0))
+
+
+def _as_stated(table: pd.DataFrame, columns: Mapping[str, str], notes: list[str]) -> pd.DataFrame:
+    """The table with the columns that the caller names under our names; other columns of these names are dropped."""
+    for column, name in columns.items():
+        if (times := int((table.columns == name).sum())) != 1:
+            raise ValueError(
+                f"{column} must be a column that the table has once, got {name!r}, which it has {times} times; "
+                f"the columns are {', '.join(map(str, table.columns))}"
+            )
+    if len({*columns.values()}) < len(columns):
+        raise ValueError(
+            f"columns must differ, got {', '.join(f'{name} for {column}' for column, name in columns.items())}"
+        )
+    aside = {*columns, *(("stem",) if "run" in columns else ())} - {*columns.values()}
+    table = table.drop(columns=[name for name in table.columns if name in aside])
+    table = table.rename(columns={name: column for column, name in columns.items()})
+    table.attrs[FOUND_AS] = {**table.attrs.get(FOUND_AS, {}), **columns}
+    for column, name in columns.items():
+        of_unit = _HEADER.fullmatch(plain(name)) if column in COUNTS and name != column else None
+        factor = _FACTORS[of_unit[2]] if of_unit else 1.0
+        if column in COUNTS:
+            table[column] = _scaled(table, column, name, factor)
+        if column == "loss" and _BITS_PER_BYTE.fullmatch(plain(name)):
+            table.attrs[UNIT] = PER_BYTE
+        if name != column:
+            notes.append(f"{column} is column {name}" + (f", in units of {factor:.0e}" if factor != 1 else ""))
     return table
 
 
@@ -124,28 +181,33 @@ def _read(cells: pd.Series) -> list[object] | None:
     ]
 
 
-def _tokens_of_others(table: pd.DataFrame, notes: list[str]) -> None:
-    """Tokens where a row has none, from the one column of compute, in FLOPs or PF-days, or of D/N."""
-    without = table["n_tokens"].isna() if "n_tokens" in table else pd.Series(True, table.index)
-    names = {name: plain(str(name)).strip("_") for name in table.columns}
-    by_unit = {name: PF_DAY for name, text in names.items() if _PF_DAYS.fullmatch(text)}
-    by_unit |= {name: 1.0 for name, text in names.items() if text in COMPUTE}
-    ratios = [name for name, text in names.items() if text in _RATIO]
-    if not without.any() or len(by_unit) + len(ratios) != 1:
+def _counts_of_others(table: pd.DataFrame, notes: list[str]) -> None:
+    """Fill N or D in rows without it, from the other and the one column of compute, in FLOPs or PF-days, or of D/N."""
+    units = {name: unit for name in table.columns if (unit := compute_unit(str(name))) is not None}
+    ratios = [name for name in table.columns if plain(str(name)).strip("_") in _RATIO]
+    if len(units) + len(ratios) != 1:
         return
-    params = np.array([or_nan(cell) for cell in table["n_params"]])
-    if ratios:
-        (name,) = ratios
-        tokens, note = params * np.array([or_nan(cell) for cell in table[name]]), f"{name} · n_params"
-    else:
-        ((name, unit),) = by_unit.items()
+    name, unit = next(iter(units.items()), (*ratios, 1.0))
+    by = np.array([or_nan(cell) for cell in table[name]])
+    for column, other in (("n_tokens", "n_params"), ("n_params", "n_tokens")):
+        without = table[column].isna() if column in table else pd.Series(True, table.index)
+        if other not in table or not without.any():
+            continue
+        known = np.array([or_nan(cell) for cell in table[other]])
         with np.errstate(all="ignore"):
-            tokens = unit * np.array([or_nan(cell) for cell in table[name]]) / (FLOPS_PER_PARAM_TOKEN * params)
-        in_days = ", a PF-day of 8.64e19 FLOPs" if unit == PF_DAY else ""
-        note = f"{name} / (6·n_params): C = 6·N·D is taken for granted{in_days}"
-    if "n_tokens" in table:
-        table["n_tokens"] = table["n_tokens"].astype(object).where(~without, tokens)
-        notes.append(f"n_tokens of {without.sum()} rows that have none is {note}")
-    else:
-        table["n_tokens"] = tokens
-        notes.append(f"n_tokens is {note}; no column has it")
+            if units:
+                counts, note = unit * by / (FLOPS_PER_PARAM_TOKEN * known), f"{name} / (6·{other})"
+                note += ": C = 6·N·D is taken for granted"
+                note += (
+                    ", a PF-day of 8.64e19 FLOPs" if unit == PF_DAY else f", in units of {unit:.0e} FLOPs" * (unit != 1)
+                )
+            elif column == "n_tokens":
+                counts, note = known * by, f"{name} · {other}"
+            else:
+                counts, note = known / by, f"{other} / {name}"
+        if column in table:
+            table[column] = table[column].astype(object).where(~without, counts)
+            notes.append(f"{column} of {without.sum()} rows that have none is {note}")
+        else:
+            table[column] = counts
+            notes.append(f"{column} is {note}; no column has it")

@@ -6,7 +6,7 @@ its interval too narrow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
 from scaling.drawing import Figure
 from scaling.errors import ScalingError, TooFewRunsError
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.fitting import fit, require_form
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.law_figures import backtest_data, draw_backtest
@@ -103,6 +104,7 @@ def backtest(
     cuts: Sequence[float] = (10, 30),
     forms: Sequence[Form] | Form = FORMS_COMPARED,
     seed: int = 0,
+    columns: Mapping[str, str] = NO_COLUMNS,
     **options: Any,
 ) -> Backtest:
     """Fit the runs with C < Cmax/cut, and predict those above.
@@ -112,6 +114,7 @@ def backtest(
     Args:
         cuts: Cmax over the compute below which runs are fitted.
         forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
+        columns: as for `fit`.
         options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:
@@ -122,7 +125,7 @@ def backtest(
         raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
     forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
     require_convention(n_params_convention)
-    table = read_runs(runs).reset_index(drop=True)
+    table = read_runs(runs, columns).reset_index(drop=True)
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")
@@ -142,10 +145,10 @@ def backtest(
             ]
         except TooFewRunsError as error:
             too_few[cut] = str(error)
-    columns = ["cut", "method"]
-    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+    first = ["cut", "method"]
+    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=first)
     return Backtest(
-        predictions=found[[*columns, *found.columns.difference(columns, sort=False)]],
+        predictions=found[[*first, *found.columns.difference(first, sort=False)]],
         too_few=too_few,
         n_params_convention=n_params_convention,
         loss_unit=checked.loss_unit,

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.checks import plain
+from scaling.checks import FOUND_AS, plain, require_filled, row_name
 
 RUNS = [
     "run",
@@ -60,7 +60,16 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
     Args:
         table: Rows as found.
         n_params, n_tokens: Checked columns of the same rows.
+
+    Raises:
+        ValueError: The caller names a column of runs, and a row has none or a run has several sizes.
     """
+    if "run" in table.attrs.get(FOUND_AS, {}):
+        require_filled(table, "run")
+        sizes = n_params.groupby(table["run"].to_numpy()).transform("nunique").to_numpy()
+        if (sizes > 1).any():
+            row = int(np.argmax(sizes > 1))
+            raise ValueError(f"run must have one n_params, got {sizes[row]} in that of row {row_name(table, row)}")
     called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
     steps = any(name in STEPS for name in called.values())
     named = [
@@ -79,6 +88,21 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
         return None
     last = n_tokens.groupby(run.to_numpy()).transform("max")
     return Checkpoints(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
+
+
+def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Return the longest row of each run, by n_tokens or compute, where the caller names a column of runs.
+
+    Args:
+        by: Further columns that tell runs apart.
+    """
+    along = [name for name in ("n_tokens", "compute_flops") if name in table]
+    if "run" not in table.attrs.get(FOUND_AS, {}) or not along:
+        return table
+    require_filled(table, "run")
+    length = pd.to_numeric(table[along[0]], errors="coerce")
+    last = length.groupby([table[name].to_numpy() for name in ("run", *by)]).transform("max")
+    return table[~(length < last)]
 
 
 def _is_run(names: pd.Series, n_params: pd.Series, n_tokens: pd.Series) -> bool:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.errors import TooFewRunsError
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
 from scaling.forms import ALL_FORMS, Chinchilla, Joint
@@ -49,6 +50,7 @@ def fit(
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> ScalingFit:
     """Fit a law to finished, annealed, tuned runs; by default L(N, D) = E + A/N^alpha + B/D^beta.
 
@@ -75,6 +77,8 @@ def fit(
         seed: of the resampling. The result does not depend on the order of the rows.
         max_regret: rows above it are left out, and listed with the reason in `ScalingFit.left_out`, as un-annealed rows
             are.
+        columns: names of the table's columns, by ours, where they differ: `{"loss": "c4_loss", "n_params": …, "n_tokens": …}`; of
+            rows that share a `run` the last is fitted.
 
     Raises:
         ValueError: the file can't be read, a column or an argument is missing or breaks its rule, or too few distinct points
@@ -92,7 +96,7 @@ def fit(
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
     form = require_form(Chinchilla() if form is None else form)
-    checked = select(runs, form, max_regret=max_regret, loss_unit=loss_unit)
+    checked = select(runs, form, max_regret=max_regret, loss_unit=loss_unit, columns=columns)
     rows = checked.rows
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
@@ -144,9 +148,11 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
 
-def select(runs: Table, form: Form, *, max_regret: float, loss_unit: str | None) -> Runs:
+def select(
+    runs: Table, form: Form, *, max_regret: float, loss_unit: str | None, columns: Mapping[str, str] = NO_COLUMNS
+) -> Runs:
     """The rows to fit and those left out (see `fit`), enough of them for the form."""
-    table = read_runs(runs)
+    table = read_runs(runs, columns)
     with naming(runs):
         checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
         _require_points(checked, form)

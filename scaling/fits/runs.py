@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import LEAVE_OUT, numbers, or_nan, require_columns, require_filled, row_name
-from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, as_found
+from scaling.checks import LEAVE_OUT, column_name, numbers, or_nan, require_columns, require_filled, row_name
+from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.checkpoints import Checkpoints, checkpoints
 from scaling.fits.recipes import worse_recipes
 from scaling.fits.support import MOST_NATS
@@ -117,15 +118,18 @@ def read_table(runs: Table) -> pd.DataFrame:
         raise ValueError(f"{path}: can't be read as a table: {str(error) or type(error).__name__}") from error
 
 
-def read_runs(runs: Table) -> pd.DataFrame:
+def read_runs(runs: Table, columns: Mapping[str, str] = NO_COLUMNS) -> pd.DataFrame:
     """The table with its columns as they are called here (`scaling.fits.as_found`).
+
+    Args:
+        columns: The caller's names of columns, by ours.
 
     Raises:
         ValueError: as `read_table` and `as_found` raise it.
     """
     table = read_table(runs)
     with naming(runs):
-        return as_found(table)
+        return as_found(table, columns)
 
 
 def _json_lines(path: Path) -> pd.DataFrame:
@@ -135,11 +139,17 @@ def _json_lines(path: Path) -> pd.DataFrame:
 
 
 def _separated(path: Path) -> pd.DataFrame:
-    """The table by whichever separator its first line has most; between semicolons a comma is a decimal point."""
+    """The table by whichever separator its header has most; between semicolons a comma is a decimal point.
+
+    A first line `sep=;`, as Excel takes it, states the separator instead.
+    """
     with path.open(encoding="utf-8-sig") as lines:
-        header = lines.readline()
-    separator = max(",;\t", key=header.count)
-    return pd.read_csv(path, sep=separator, decimal="," if separator == ";" else ".")
+        header = next((line for line in lines if line.strip()), "")
+        stated = re.fullmatch(r'"?sep=(.)"?[,;\s]*', header.rstrip("\n"), re.IGNORECASE)
+        separator = stated[1] if stated else max(",;\t", key=header.count)
+        if not stated:
+            lines.seek(0)
+        return pd.read_csv(lines, sep=separator, decimal="," if separator == ";" else ".")
 
 
 _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
@@ -194,13 +204,13 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     if (many := values > MOST_COUNT).any():
         first = int(np.argmax(many))
         raise ValueError(
-            f"{column} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {row_name(rows, first)}"
+            f"{column_name(rows, column)} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {row_name(rows, first)}"
         )
     if (few := values < LEAST_COUNT).any():
         first = int(np.argmax(few))
         raise ValueError(
-            f"{column} must be a plain count of at least {LEAST_COUNT:g}, got {values[first]:g} in row {row_name(rows, first)} "
-            f"({few.sum()} of {len(rows)} rows break this rule): is it in millions or billions?"
+            f"{column_name(rows, column)} must be a plain count of at least {LEAST_COUNT:g}, got {values[first]:g} "
+            f"in row {row_name(rows, first)} ({few.sum()} of {len(rows)} rows break this rule): is it in millions or billions?"
         )
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack
@@ -10,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.drawing import Figure
+from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.runs import Table
 from scaling.mixtures.best import BestMixture, best_mixture
 from scaling.mixtures.figures import draw_effects
@@ -127,7 +129,9 @@ class MixtureFit(MixtureLaw):
 
 
 @single_threaded
-def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS) -> MixtureFit:
+def fit_mixture(
+    runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS, columns: Mapping[str, str] = NO_COLUMNS
+) -> MixtureFit:
     """Fit each domain's loss over mixture weights, and over N and D where the runs differ in them.
 
     Args:
@@ -136,11 +140,12 @@ def fit_mixture(runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = 
             unit; a run that lacks one is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. Other
             columns are left alone.
         weight_prefix, loss_prefix: beginnings of the names, where the table has others.
+        columns: names of the table's columns, by ours; a `loss` is the one target, and of rows that share a `run` the last counts.
 
     Raises:
         ValueError: a column is missing, or a value breaks its rule; the file, column, row and value are named.
     """
-    table = read_mixtures(runs, weight_prefix, loss_prefix)
+    table = read_mixtures(runs, weight_prefix, loss_prefix, columns)
     at = inputs(table.weights, table.scales, table.weights, table.scales)
     processes = [Process.fitted(at, loss) for loss in table.losses.T]
     expected, deviations = zip(*(process.cross_fitted() for process in processes), strict=True)

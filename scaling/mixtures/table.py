@@ -13,7 +13,8 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns, row_name
 from scaling.errors import TooFewRunsError
-from scaling.fits.as_found import NOTES
+from scaling.fits.as_found import NO_COLUMNS, NOTES
+from scaling.fits.checkpoints import last_of_runs
 from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
 from scaling.fits.unfinished import finished
 
@@ -54,16 +55,23 @@ class Mixtures:
     notes: tuple[str, ...]
 
 
-def read_mixtures(runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS) -> Mixtures:
+def read_mixtures(
+    runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS, columns: Mapping[str, str] = NO_COLUMNS
+) -> Mixtures:
     """The table's runs that have every loss.
 
     Raises:
         ValueError: no column begins with a prefix, or a weight, loss, size or sum breaks its rule.
         TooFewRunsError: fewer than `LEAST_RUNS` runs, or one mixture or loss in all of them.
     """
-    rows = read_runs(runs)
+    rows = read_runs(runs, columns)
     with naming(runs):
-        rows = _prefixed(_prefixed(rows, weight_prefix), loss_prefix)
+        rows = last_of_runs(_prefixed(_prefixed(rows, weight_prefix), loss_prefix))
+        if "loss" in columns:  # the one target
+            others = [name for name in rows if str(name).startswith(loss_prefix)]
+            rows = rows.drop(columns=others).rename(
+                columns={"loss": loss_prefix + columns["loss"].removeprefix(loss_prefix)}
+            )
         domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
         rows = finished(rows, *(loss_prefix + name for name in targets))
         weights = mixtures_of(rows, domains, weight_prefix)

@@ -12,6 +12,7 @@ seeds and from the residuals. Offset, slope, walk and noise are integrated over;
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import pandas as pd
 
 from scaling.checks import losses, names, numbers, plain, renamed, require_columns, row_name
 from scaling.errors import ScalingError
-from scaling.fits.as_found import COMPUTE
+from scaling.fits.as_found import NO_COLUMNS, compute_unit
+from scaling.fits.checkpoints import last_of_runs
 from scaling.fits.recipes import is_recipe
 from scaling.fits.runs import Table, naming, read_runs
 from scaling.forms.law import compute_flops
@@ -41,6 +43,7 @@ def compare_variants(
     noise: tuple[float, float] = NOISE,
     error: float = ERROR,
     n_looks: int | None = None,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> VariantComparison:
     """Hold each variant against the baseline, at the compute of the run that is decided on.
 
@@ -59,12 +62,13 @@ def compare_variants(
         error: probability that any promotion is wrong, over all variants and looks; of the rejections likewise.
         n_looks: looks that were planned: the first at the baseline's two smallest sizes, each at one more; a variant keeps the
             verdict of the look that first decided it. None: one look, at all runs.
+        columns: names of the table's columns, by ours; of rows that share a `run` the last counts.
 
     Raises:
         ValueError: a column is missing, a value breaks its rule, or a finished run is listed twice.
         ScalingError: the baseline has no finished run, or there is no variant.
     """
-    table = read_runs(runs)
+    table = read_runs(runs, columns)
     with naming(runs):
         rows = _read(table, baseline)
         _require(level=level, worth=worth, error=error, noise=noise)
@@ -138,7 +142,7 @@ _LEAST_SPAN = 1.5
 """Ratio of the baseline's largest compute to its least from which its losses tell a rise from a change of D/N (assumed)."""
 _MOST_RISE = 4.0
 """Rise of the baseline's log loss over its runs, in standard deviations of the noise, from which it is no noise (assumed)."""
-_OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer"), "compute_flops": COMPUTE}
+_OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer")}
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
@@ -148,7 +152,13 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         named = [name for name in rows if plain(str(name)) in others]
         if column not in rows and len(named) == 1:
             rows = renamed(rows, named[0], column)
+    units = {name: unit for name in rows if (unit := compute_unit(str(name))) is not None}
+    if "compute_flops" not in rows and len(units) == 1:
+        ((name, unit),) = units.items()
+        rows = renamed(rows, name, "compute_flops")
+        rows["compute_flops"] = unit * numbers(rows, "compute_flops")
     require_columns(rows, ("variant", "loss"))
+    rows = last_of_runs(rows, "variant")
     repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
     if repeated.any():  # as a second run it would make the noise of seeds look smaller than it is
         raise ValueError(

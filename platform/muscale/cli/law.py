@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import Flag, Options, StageOptions, StudyFile
+from muscale.cli.options import Columns, Flag, Options, StageOptions, StudyFile
 from muscale.cli.running import is_begun, result_alone, run_stage, show, upper_costs
 from muscale.errors import StageError, StudyFileError
 
@@ -38,6 +38,7 @@ def fit(
     loss_unit: str | None = None,
     compute_flops: float | None = None,
     html: Path | None = None,
+    columns: Columns = Columns(),
     options: StageOptions = StageOptions(),
 ) -> int:
     """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study or of a table.
@@ -50,13 +51,13 @@ def fit(
         html: With --runs, a file for the result as a page: decision, figures of the law, backtest, the runs to make next.
     """
     if runs is not None:
-        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, html, options)
+        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, html, columns, options)
     if study is None:
         raise StudyFileError("fit: give a study file, or a table of runs with --runs")
-    if n_params or loss_unit or compute_flops or html:
+    if n_params or loss_unit or compute_flops or html or columns.to_dict():
         raise StudyFileError(
-            "fit: --n-params, --loss-unit, --compute-flops and --html are for --runs; a study's budget is in its [plan], its page "
-            "is `muscale report`"
+            "fit: --n-params, --loss-unit, --compute-flops, --html and names of columns are for --runs; "
+            "a study's budget is in its [plan], its page is `muscale report`"
         )
     ending = Ending(next=(options.line("plan", study),))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
@@ -69,6 +70,7 @@ def _fit_runs(
     loss_unit: str | None,
     compute_flops: float | None,
     html: Path | None,
+    columns: Columns,
     options: StageOptions,
 ) -> int:
     from muscale.importers.runs_fit import fit_runs
@@ -83,8 +85,13 @@ def _fit_runs(
         raise StudyFileError("fit: --runs trains nothing; leave out --dry-run")
     _require_folder("fit", html)
     with result_alone(options.json):
-        unit = {"loss_unit": loss_unit} if loss_unit else {}
-        found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
+        found = fit_runs(
+            runs,
+            n_params_convention=n_params,
+            loss_unit=loss_unit or None,
+            compute_flops=compute_flops,
+            columns=columns.to_dict(),
+        )
         if html:
             from muscale.pages.table_pages import write_fit_page
 
@@ -107,6 +114,7 @@ def compare(
     target_flops: float | None = None,
     worth: float | None = None,
     html: Path | None = None,
+    columns: Columns = Columns(),
     options: StageOptions = StageOptions(),
 ) -> int:
     """Say which variants of a recipe still win at the target's compute: promote, reject or undecided, and what to run next.
@@ -125,7 +133,9 @@ def compare(
             raise StudyFileError(
                 f"compare: --one-size, --set and --dry-run are for a study file, a .toml; got the table {runs}"
             )
-        return _compare_runs(runs, baseline or "baseline", target_flops, worth, html, as_json=options.json)
+        return _compare_runs(runs, baseline or "baseline", target_flops, worth, html, columns, as_json=options.json)
+    if columns.to_dict():
+        raise StudyFileError(f"compare: names of columns are for a table of runs; got the study file {runs}")
     if html:
         raise StudyFileError(
             f"compare: --html is for a table of runs; `muscale report {runs}` shows a study's variants"
@@ -147,7 +157,14 @@ def compare(
 
 
 def _compare_runs(
-    runs: Path, baseline: str, target_flops: float | None, worth: float | None, html: Path | None, *, as_json: bool
+    runs: Path,
+    baseline: str,
+    target_flops: float | None,
+    worth: float | None,
+    html: Path | None,
+    columns: Columns,
+    *,
+    as_json: bool,
 ) -> int:
     from scaling import ScalingError, compare_variants
     from scaling.variants.verdicts import WORTH
@@ -155,7 +172,13 @@ def _compare_runs(
     _require_folder("compare", html)
     with result_alone(as_json):
         try:
-            found = compare_variants(runs, baseline, target_flops=target_flops, worth=WORTH if worth is None else worth)
+            found = compare_variants(
+                runs,
+                baseline,
+                target_flops=target_flops,
+                worth=WORTH if worth is None else worth,
+                columns=columns.to_dict(),
+            )
         except (ScalingError, ValueError) as error:
             raise StageError(f"compare: {error}") from error
         if html:

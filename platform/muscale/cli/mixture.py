@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
-from muscale.cli.options import AsJson, Words
+from muscale.cli.options import AsJson, Columns, Words
 from muscale.cli.running import result_alone, show
 from muscale.errors import StageError, StudyFileError
 
@@ -31,6 +31,7 @@ def mixture(
     weight_prefix: str = "weight_",
     loss_prefix: str = "loss_",
     html: Path | None = None,
+    columns: Columns = Columns(),
     json: AsJson = False,
 ) -> int:
     """Fit each domain's loss over mixture weights; print the best mixture within limits, and the mixtures to train next.
@@ -70,7 +71,7 @@ def mixture(
     wanted = _numbers("objective", objective) or None
     with result_alone(json):
         try:
-            fit = fit_mixture(runs, weight_prefix=weight_prefix, loss_prefix=loss_prefix)
+            fit = fit_mixture(runs, weight_prefix=weight_prefix, loss_prefix=loss_prefix, columns=columns.to_dict())
             found: dict[str, Any] = {"fit": fit}
             if predict:
                 found["predictions"] = _predictions(fit, predict, n_params, n_tokens)

@@ -41,6 +41,29 @@ class Options:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Names of a table's columns, where they are not found by their usual names.
+
+    Attributes:
+        loss: Of a table of runs, the column of losses.
+        params: Of a table of runs, the column of n_params.
+        tokens: Of a table of runs, the column of n_tokens.
+        run: Of a table of runs, the column that names each row's training run; of rows that share a run the last counts.
+    """
+
+    loss: str | None = None
+    params: str | None = None
+    tokens: str | None = None
+    run: str | None = None
+
+    def to_dict(self) -> dict[str, str]:
+        """The table's names by ours."""
+        names = {"loss": self.loss, "n_params": self.params, "n_tokens": self.tokens, "run": self.run}
+        return {column: name for column, name in names.items() if name is not None}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class StageOptions(Options):
     """Options of commands that cost compute.
 

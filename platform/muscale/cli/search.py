@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import SEARCH, command
 from muscale.cli.ending import Ending
 from muscale.cli.full_run import after_promotion
-from muscale.cli.options import Flag, Numbers, Paths, StageOptions, StudyFile
+from muscale.cli.options import Columns, Flag, Numbers, Paths, StageOptions, StudyFile
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 from muscale.layout import REPORT
@@ -64,6 +64,7 @@ def sweep(
     narrow: Flag = False,
     learn_from: Paths = (),
     cancel: Numbers = (),
+    columns: Columns = Columns(),
     options: StageOptions = StageOptions(),
 ) -> int:
     """Search the hyperparameter space at the base shape.
@@ -85,12 +86,14 @@ def sweep(
         return run_stage(study, options, lambda opened: _cancelled(opened, cancel), None, ending=lambda *_: again)
     from muscale.importers.imported_space import place_of
 
+    if columns.to_dict() and not learn_from:
+        raise StudyFileError("sweep: names of columns are for a table of --learn-from, and none is given")
     if missing := [path for path in learn_from if not (path.exists() or Path(place_of(str(path))[0]).exists())]:
         raise StudyFileError(f"sweep: --learn-from {missing[0]}: there is no such file or directory")
     return run_stage(
         study,
         options,
-        lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from),
+        lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from, columns=columns.to_dict()),
         "sweep --narrow" if narrow else "sweep",
         ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
         trains=True,

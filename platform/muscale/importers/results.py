@@ -19,10 +19,12 @@ from muscale.importers.imported_space import place_of
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
-from scaling.fits.runs import read_table
+from scaling.fits.as_found import NO_COLUMNS
+from scaling.fits.checkpoints import last_of_runs
+from scaling.fits.runs import read_runs
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 
-TABLES = (".csv", ".parquet", ".jsonl")
+TABLES = (".csv", ".tsv", ".parquet", ".jsonl")
 _SCALES = ("n_params", "n_tokens")
 
 
@@ -38,18 +40,21 @@ def is_outside(source: Path) -> bool:
     return is_optuna(plain)
 
 
-def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int) -> pd.DataFrame:
+def outside_results(
+    source: Path, space: Space, *, n_params: int, n_tokens: int, columns: Mapping[str, str] = NO_COLUMNS
+) -> pd.DataFrame:
     """A row for each result: every searched hyperparameter, n_params, n_tokens, loss (nats per token; NaN: diverged).
 
     Args:
         source: A table with these columns, or a storage of Optuna's; what is not searched is left aside. Without n_params or
             n_tokens its losses are taken to be at the sweep's own scale.
         n_params, n_tokens: Of the sweep's proxy and its last rung.
+        columns: Names of the table's columns, by ours; of rows that share a `run` the last counts.
 
     Raises:
         StageError: Naming the file, the column, the rule and the value.
     """
-    table = _read(source)
+    table = _read(source, columns)
     missing = [name for name in (*space.searched, "loss") if name not in table.columns]
     if missing:
         raise StageError(
@@ -85,10 +90,10 @@ def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame
     ledger.record_result(ResultKind.OUTSIDE_RESULTS, input_key(sweep, payload["source"], payload["sha256"]), payload)
 
 
-def _read(source: Path) -> pd.DataFrame:
+def _read(source: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     if source.suffix.lower() in TABLES:
         try:
-            return read_table(source)
+            return last_of_runs(read_runs(source, columns))
         except ValueError as error:
             raise StageError(f"sweep: {error}") from error
     from muscale.importers.optuna_study import open_study, results_of

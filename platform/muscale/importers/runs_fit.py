@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pandas as pd
 from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan
-from scaling.fits.as_found import UNIT
+from scaling.fits.as_found import NO_COLUMNS, UNIT
 from scaling.fits.runs import read_runs, unit_name
 from scaling.forms.law import NATS
 
@@ -41,7 +42,12 @@ class RunsFit:
 
 
 def fit_runs(
-    path: Path, *, n_params_convention: str, loss_unit: str | None = None, compute_flops: float | None = None
+    path: Path,
+    *,
+    n_params_convention: str,
+    loss_unit: str | None = None,
+    compute_flops: float | None = None,
+    columns: Mapping[str, str] = NO_COLUMNS,
 ) -> RunsFit:
     """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
 
@@ -50,18 +56,19 @@ def fit_runs(
         n_params_convention: What n_params counts, such as "without embeddings".
         loss_unit: Of the losses; "bits per token" become nats; nats per token where it is not given.
         compute_flops: A budget, for the best size and the forecast there; where the runs do not tell the best D/N, at their own.
+        columns: Names of the table's columns, by ours, as for `scaling.fit`.
 
     Raises:
         StageError: Naming the file, the column, the rule and the value.
     """
     try:
-        found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit)
+        found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit, columns=columns)
         doubt = None if compute_flops is None else found.unidentified(compute_flops)
         ratio = doubt.tokens_per_param if doubt else None
         decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
-    table = read_runs(path)
+    table = read_runs(path, columns)
     unit = table.attrs.get(UNIT, NATS) if loss_unit is None else unit_name(loss_unit)
     warnings = (*([str(doubt)] if doubt else []), *_unit_warnings(table, unit))
     return RunsFit(fit=found, decision=decision, warnings=warnings)

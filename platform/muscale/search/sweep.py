@@ -39,6 +39,7 @@ from muscale.store.lineage import input_key
 from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
+from scaling.fits.as_found import NO_COLUMNS
 
 OnResult = Callable[[RungResult], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
@@ -102,6 +103,7 @@ class Sweep:
 
     Attributes:
         learn_from: Sources of prior runs beside those of the study file.
+        columns: Names of the columns in the tables among these sources, by ours.
         searcher, scheduler: In place of those that the study file names.
         own_methods: Identities of a searcher or scheduler of the user's own. Without the objects the sweep can be read, not searched.
     """
@@ -110,6 +112,7 @@ class Sweep:
     ledger: Ledger
     numerics: Numerics
     learn_from: tuple[str, ...] = ()
+    columns: Mapping[str, str] = NO_COLUMNS
     searcher: Searcher | None = None
     scheduler: Scheduler | None = None
     own_methods: Mapping[str, Any] = field(default_factory=dict)
@@ -223,7 +226,8 @@ class Sweep:
     def results_from(self, file: Path) -> pd.DataFrame:
         """Results of a table, or of a study of Optuna's, under their owner's names."""
         n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
-        return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens)
+        columns = self.columns if str(file) in self.learn_from else NO_COLUMNS
+        return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens, columns=columns)
 
     def sources(self) -> list[Path]:
         """Studies and outside results that the search learns from; those of the study file relative to it."""

@@ -91,3 +91,27 @@ def test_a_faulty_table_is_refused_with_file_column_and_value(tmp_path: Path) ->
         fit_runs(path, n_params_convention="total")
     with pytest.raises(StageError, match=r"none\.csv: no such file"):
         fit_runs(tmp_path / "none.csv", n_params_convention="total")
+
+
+def test_commands_read_the_columns_that_their_options_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plain = tmp_path / "found.csv", tmp_path / "plain.csv"
+    names = {"loss": "c4 nll", "n_params": "weights", "n_tokens": "seen_"}
+    options = ["--loss", "c4 nll", "--params", "weights", "--tokens", "seen_"]
+    table = pd.concat(
+        [ladder().assign(variant="v"), ladder().assign(variant="baseline", loss=lambda t: 1.02 * t["loss"])]
+    )
+    for command in (["fit", "--n-params", "total", "--runs"], ["compare"]):
+        rows = table if command == ["compare"] else ladder()
+        rows.to_csv(plain, index=False)
+        rows.rename(columns=names).assign(loss=9.0).to_csv(path, index=False)
+        found = []
+        for arguments in ([*command, str(path), *options, "--json"], [*command, str(plain), "--json"]):
+            assert app(arguments, result_action="return_value") == 0
+            found.append(json.loads(capsys.readouterr().out))
+        if command == ["compare"]:
+            assert found[0] == found[1]
+        else:
+            assert found[0]["fit"]["law"] == found[1]["fit"]["law"]
+    for study in (["fit", "study.toml"], ["compare", "study.toml"], ["sweep", "study.toml"]):
+        with pytest.raises(StudyFileError):
+            app([*study, "--loss", "c4"], result_action="return_value")

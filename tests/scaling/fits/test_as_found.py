@@ -214,3 +214,63 @@ def test_what_is_ambiguous_is_refused() -> None:
     mixed.loc[2, "Params (M)"] = "1.3B"
     with pytest.raises(ValueError, match=r"Params \(M\) must hold numbers, got '1.3B' in row 2"):
         rows_of(mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("total_training_Gflops", 1e9),
+        ("training compute (FLOP)", 1.0),
+        ("EFLOPs", 1e18),
+        ("C (1e18 FLOPs)", 1e18),
+        ("compute_pf_days", PF_DAY),
+    ],
+)
+def test_either_count_follows_from_compute_in_its_unit(name: str, unit: float) -> None:
+    table = PLAIN.assign(**{name: compute_flops(PLAIN["n_params"], PLAIN["n_tokens"]) / unit})
+    for column in ("n_params", "n_tokens"):
+        found = read_runs(table.drop(columns=column))
+        np.testing.assert_allclose(found[column], PLAIN[column])
+        assert any(name in note for note in found.attrs[NOTES])
+
+
+@pytest.mark.parametrize("name", ["TFLOPs", "tflops_per_second", "FLOP/s", "perf/tflops"])
+def test_a_speed_is_not_taken_for_compute(name: str) -> None:
+    table = PLAIN.assign(**{name: 1e14}).drop(columns="n_tokens")
+    with pytest.raises(ValueError, match="n_tokens"):
+        rows_of(table)
+
+
+@pytest.mark.parametrize("first", ["sep=;\n", '"sep=;"\n', "\n", "\nSEP=;\n"])
+def test_what_precedes_the_header_is_no_header(first: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("﻿" + first + PLAIN.to_csv(sep=";", decimal=",", index=False), encoding="utf-8")
+    pd.testing.assert_frame_equal(rows_of(path), rows_of(PLAIN))
+
+
+def test_columns_that_the_caller_names_are_read_in_place_of_others() -> None:
+    table = PLAIN.rename(columns={"n_params": "Active (M)", "loss": "c4 nll"}).assign(loss=9.0, n_params=1e12)
+    table["Active (M)"] /= 1e6
+    names = {"n_params": "Active (M)", "loss": "c4 nll"}
+    found = check_runs(read_runs(table, names), (), max_regret=1.0, loss_unit=None)
+    for column in PLAIN:
+        np.testing.assert_allclose(found.rows[column], rows_of(PLAIN)[column])
+    law = fit(table, n_params_convention="total", n_bootstrap=2, columns=names).law
+    assert law["E"] == pytest.approx(fit(PLAIN, n_params_convention="total", n_bootstrap=2).law["E"])
+    for wrong in ({"loss": "none"}, {"loss": "c4 nll", "n_params": "c4 nll"}):
+        with pytest.raises(ValueError, match="c4 nll"):
+            read_runs(table, wrong)
+
+
+def test_the_last_row_of_each_run_that_the_caller_names_is_fitted() -> None:
+    early = PLAIN.assign(n_tokens=PLAIN["n_tokens"] / 2, loss=PLAIN["loss"] + 1)
+    table = pd.concat([early.assign(member=range(14)), PLAIN.assign(member=range(14))], ignore_index=True)
+    found = check_runs(read_runs(table, {"run": "member"}), (), max_regret=1.0, loss_unit=None)
+    assert [*found.rows.index] == [*(rows_of(PLAIN).index + 14)]
+    with pytest.raises(ValueError, match="run must have one n_params"):
+        check_runs(read_runs(table.assign(member=0), {"run": "member"}), (), max_regret=1.0, loss_unit=None)
+
+
+def test_an_error_lists_the_columns_of_the_file() -> None:
+    with pytest.raises(ValueError, match=r"got Params, flops, score"):
+        rows_of(pd.DataFrame({"Params": PLAIN["n_params"], "flops": 1e20, "score": PLAIN["loss"]}))
