@@ -43,6 +43,17 @@ class WorkerLostError(MuscaleError):
     """A worker that died with its process, its node or by its own hand as it hung; another can train what it had at work."""
 
 
+class TrainerError(MuscaleError):
+    """A training program that breaks the protocol: the message names the rule, what came and what to do."""
+
+
+class TrainingFailedError(TrainerError):
+    """A training that its program ended with a fault: an exit code, a row that breaks the protocol, no row for too long.
+
+    The same training may fail again, others need not.
+    """
+
+
 class LeaseLostError(MuscaleError):
     """The lease was taken over; what was worked under it is not recorded."""
 

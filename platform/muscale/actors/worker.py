@@ -62,7 +62,8 @@ class Worker:
         self.ranks = mesh.size() if mesh else 1
         self.trainer: Trainer | ProgramTrainer
         if corpus.is_own_data:
-            self.trainer = ProgramTrainer(corpus, self.directory)
+            self.trainer = ProgramTrainer(corpus, self.directory, stall_seconds)
+            self.stall_seconds = math.inf  # the program alone is ended, and its fault has a message
             return
         self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share, mesh=mesh)
         if device_share < 1 and self.trainer.device.type == "cuda":  # what a neighbour allocates must not fail for us

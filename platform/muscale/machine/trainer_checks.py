@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from muscale.errors import TrainerError
 from muscale.machine.diagnosis import Diagnosis, Finding, Status
 from muscale.programs.family import table_of
 from muscale.programs.process import TrainerEnd, TrainerStatus, describe, train
-from muscale.programs.protocol import Description, TrainerError, TrainerJob
+from muscale.programs.protocol import Description, TrainerJob
 
 SMALL = TrainerJob(
     width=64,

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import psutil
 
-from muscale.programs.protocol import ROWS, Description, TrainerError, TrainerJob, fill, rows_of
+from muscale.errors import TrainerError
+from muscale.programs.protocol import ROWS, Description, TrainerJob, fill, rows_of
 from proxy_models.files import atomic_write
 
 DESCRIBE = "--describe"
+OUTPUT = "output.log"
 _LOOK_SECONDS = 0.02  # between looks at the rows; a look that finds a file of unchanged size reads nothing
 GRACE_SECONDS = 10.0  # assumed: to save after SIGTERM
 _PROCESS = "process.json"  # id of the program's process and when it was created
@@ -53,11 +55,13 @@ class TrainerEnd:
         status: A loss that is not finite is a result ("diverged"); "failed" and "stalled" may be tried again.
         rows: Loss by tokens seen.
         reason: Why it did not finish; else empty.
+        was_killed: Whether a signal ended it, as of a machine without memory; its own faults give an exit code.
     """
 
     status: TrainerStatus
     rows: Mapping[int, float]
     reason: str = ""
+    was_killed: bool = False
 
     @property
     def loss(self) -> float | None:
@@ -108,16 +112,17 @@ def train(
 
     Args:
         command: The trainer's, with {config} and {state}.
-        folder: For `config.json`, `output.log` and the folder `state` with the program's state and rows.
+        folder: For `config.json`, `output.log` (standard output and errors) and the folder `state` with the program's state and rows.
         stall_seconds: Allowed between two rows, and from the start to the first; then the program is killed.
         grace_seconds: For saving, between SIGTERM and SIGKILL of a program that is ended.
         on_row: Is given tokens and loss of each row of this segment; the program and all that it started are ended if it raises.
         cwd: The program's working directory; None: this process's.
 
     Raises:
-        TrainerError: If the command can't be started, or the rows break the protocol.
+        TrainerError: If the command can't be started.
+        TrainingFailedError: If the rows break the protocol.
     """
-    state, log = folder / "state", folder / "output.log"
+    state, log = folder / "state", folder / OUTPUT
     state.mkdir(parents=True, exist_ok=True)
     _end_leftover(folder)
     words = fill(command, _write(job, folder), state)
@@ -138,7 +143,7 @@ def train(
             if ended:
                 break
             if time.monotonic() - moved > stall_seconds:
-                reason = f"no row for {stall_seconds:g} s after {seen:,} tokens; it was killed"
+                reason = f"no row for {stall_seconds:g} s after {seen:,} tokens, so it was ended"
                 return TrainerEnd(status=TrainerStatus.STALLED, rows=rows, reason=reason)
             time.sleep(_LOOK_SECONDS)
     return _judge(job, rows, process.returncode, log)
@@ -149,7 +154,9 @@ def _judge(job: TrainerJob, rows: Mapping[int, float], code: int, log: Path) -> 
         reason = f"the loss is not finite after {diverged[0]:,} tokens"
         return TrainerEnd(status=TrainerStatus.DIVERGED, rows=rows, reason=reason)
     if code:
-        return TrainerEnd(status=TrainerStatus.FAILED, rows=rows, reason=f"exit code {code}: {_last_line(log)}")
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = f"{how}: {_last_line(log)}"
+        return TrainerEnd(status=TrainerStatus.FAILED, rows=rows, reason=reason, was_killed=code < 0)
     if job.end not in rows:
         reason = f"exit code 0 without a row at tokens.to = {job.end:,}; the last is at {max(rows, default=0):,}"
         return TrainerEnd(status=TrainerStatus.FAILED, rows=rows, reason=reason)

@@ -12,17 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from muscale.errors import MuscaleError
+from muscale.errors import TrainerError, TrainingFailedError
 from proxy_models.architecture.parametrization import TensorClass
 
 CONFIG, STATE = "{config}", "{state}"
 """What a command writes for the path of the job's JSON, and for the folder of its state and rows."""
 ROWS = "rows.jsonl"
 PROTOCOL = 1
-
-
-class TrainerError(MuscaleError):
-    """A training program that breaks the protocol: the message names the rule, what came and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +150,7 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
         known: Lines that were there before the job was started.
 
     Raises:
-        TrainerError: If a row is none, lies beyond the job's tokens, or has a loss that is not above 0.
+        TrainingFailedError: If a row is none, lies beyond the job's tokens, or has a loss that is not above 0.
     """
     rows: dict[int, float] = {}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # text may hold other ends of lines, as U+2028
@@ -165,17 +161,21 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
             tokens, loss = row["tokens"], _loss(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
             rule = 'must be like {"tokens": 1024, "loss": 3.2}'
-            raise TrainerError(f"{where}: {rule}, got {line.decode(errors='replace').strip()[:80]!r}") from error
+            raise TrainingFailedError(f"{where}: {rule}, got {line.decode(errors='replace').strip()[:80]!r}") from error
         if isinstance(tokens, float) and tokens.is_integer():
             tokens = int(tokens)
         if type(tokens) is not int or not 0 <= tokens <= job.end:
             rule = f"tokens must be a whole number up to tokens.to = {job.end:,}"
-            raise TrainerError(f"{where}: {rule}, got {tokens!r}")
+            raise TrainingFailedError(f"{where}: {rule}, got {tokens!r}")
         if loss <= 0:
             rule = "loss must be above 0, as searches and laws take its logarithm"
-            raise TrainerError(f"{where}: {rule}; got {loss:g}; report a positive metric of which less is better")
+            raise TrainingFailedError(
+                f"{where}: {rule}; got {loss:g}; report a positive metric of which less is better"
+            )
         if tokens < job.start and number >= known:
-            raise TrainerError(f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}")
+            raise TrainingFailedError(
+                f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}"
+            )
         rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
     return rows
 

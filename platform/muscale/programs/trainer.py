@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import shutil
 import time
@@ -14,11 +15,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from muscale.errors import WorkerLostError
+from muscale.errors import TrainingFailedError, WorkerLostError
 from muscale.layout import PROGRAM_RUNS
 from muscale.programs.family import Program
 from muscale.programs.job import job_of
-from muscale.programs.process import TrainerStatus, train
+from muscale.programs.process import OUTPUT, TrainerEnd, TrainerStatus, train
 from muscale.programs.protocol import ROWS
 from proxy_models.architecture.families import import_family
 from proxy_models.data.corpus import Corpus
@@ -39,12 +40,13 @@ class ProgramTrainer:
     Args:
         corpus: Names the program's data.
         directory: The study's, in which the program is run and has its unfinished states.
+        stall_seconds: Allowed between two rows.
     """
 
     device = CPU  # of this process; the program's are its own
 
-    def __init__(self, corpus: Corpus, directory: Path) -> None:
-        self.corpus, self._directory = corpus, directory
+    def __init__(self, corpus: Corpus, directory: Path, stall_seconds: float = math.inf) -> None:
+        self.corpus, self._directory, self._stall_seconds = corpus, directory, stall_seconds
 
     def train(
         self,
@@ -61,9 +63,10 @@ class ProgramTrainer:
         A training that was interrupted on this host goes on from the program's own state.
 
         Raises:
-            TrainerError: If the program breaks the protocol, or its files are not those that the study names.
+            TrainerError: If the program can't be started, or its files are not those that the study names.
+            TrainingFailedError: If it exits with a fault, breaks the protocol, or writes no row for too long.
             ValueError: If the model is not a program's.
-            WorkerLostError: If the program failed; it may be tried again, and goes on from its state.
+            WorkerLostError: If a signal ended the program; another attempt continues from its state.
         """
         program = import_family(numerics.model)
         if not isinstance(program, Program):
@@ -85,9 +88,8 @@ class ProgramTrainer:
             if on_step:
                 on_step(tokens, loss)
 
-        end = train(program.words, job, folder, on_row=on_row, cwd=program.directory)
-        if end.status is TrainerStatus.FAILED:
-            raise WorkerLostError(f"the trainer failed: {end.reason}; {folder / 'output.log'} has its output")
+        end = train(program.words, job, folder, stall_seconds=self._stall_seconds, on_row=on_row, cwd=program.directory)
+        _require_result(end, f"trainer at width {job.width}, depth {job.depth}", folder / OUTPUT)
         rows = {tokens: loss for tokens, loss in sorted(end.rows.items()) if tokens > segment.start}
         diverged = end.status is TrainerStatus.DIVERGED
         step = max(rows, default=segment.start) // segment.recipe.batch_tokens
@@ -115,6 +117,14 @@ class ProgramTrainer:
             parametrization=numerics.parametrization(segment.recipe.optimizer),
             tensors=read_files(folder),
         )
+
+
+def _require_result(end: TrainerEnd, who: str, log: Path) -> None:
+    """Raise the fault of a training that gave no result, with the path of its output."""
+    if end.status in (TrainerStatus.FINISHED, TrainerStatus.DIVERGED):
+        return
+    message = f"{who}: {end.reason}; its output is in {log}"
+    raise WorkerLostError(message) if end.was_killed else TrainingFailedError(message)
 
 
 def read_files(folder: Path) -> dict[str, Tensor]:

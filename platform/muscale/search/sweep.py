@@ -184,8 +184,9 @@ class Sweep:
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the finalists repeated.
 
-        Those that are known are noted as runs of this sweep.
+        Those that are known are noted as runs of this sweep, and so are trials that diverged on the way.
         """
+        self._note_divergences(record)
         wanted: tuple[tuple[str, Callable[[], list[tuple[AnnealJob, Job]]]], ...] = (
             ("annealed", lambda: self.branches(record)),
             (
@@ -208,6 +209,16 @@ class Sweep:
             if unknown:
                 return unknown
         return []
+
+    def _note_divergences(self, record: Record) -> None:
+        """Note each trial that diverged before its annealing as a run of the length that it did not reach."""
+        diverged = [trial for (trial, _), result in record.results.items() if result.loss is None]
+        jobs = [job for _, job in (self._anneal_job(record, trial, self.plan.top) for trial in diverged)]
+        ended = self.ledger.outcomes(job.chain for job in jobs)
+        noted = self.ledger.run_losses([outcome.key for outcome in ended.values()])
+        for job in jobs:
+            if (outcome := ended.get(job.chain.key)) and outcome.key not in noted:
+                self.ledger.insert(runs, **job.row(outcome))
 
     def prior_runs(self) -> pd.DataFrame:
         """Runs that locate the optimum at other scales; source: the file of results from outside, "" for ledgers.

@@ -41,8 +41,9 @@ def make_result(
     finished = annealed_table(plan, record, annealed)
     table = trials_table(plan, record, finished, repeated)
     if table.empty or table["annealed_loss"].isna().all():
+        n_diverged = sum(result.loss is None for result in record.results.values())
         raise StageError(
-            f"sweep: none of the {len(table)} trials came to an annealed end; "
+            f"sweep: no trial has a loss after its learning rate was annealed; {n_diverged} of {len(record.configs)} trials diverged; "
             "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
         )
     noise = None if runs is None else known_noise(runs, plan, config.sweep.space)

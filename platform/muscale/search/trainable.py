@@ -9,7 +9,7 @@ import ray
 from ray import tune
 
 from muscale.actors.pool import result_of
-from muscale.errors import MuscaleError, WorkerLostError, of_storage
+from muscale.errors import MuscaleError, TrainingFailedError, WorkerLostError, of_storage
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
 
@@ -49,6 +49,8 @@ class SweepTrainable(tune.Trainable):
             return self._anneal(self._job) if isinstance(self._job, AnnealJob) else self._next_rung(self._job)
         except WorkerLostError as error:
             problem, why = "lost", str(error)
+        except TrainingFailedError as error:
+            problem, why = "failed", str(error)
         except MuscaleError as error:
             problem, why = "refuse", str(error)
         except Exception as error:

@@ -12,10 +12,9 @@ from typing import Any, Self
 import numpy as np
 import pydantic
 
-from muscale.errors import StudyFileError
+from muscale.errors import StudyFileError, TrainerError
 from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
-from muscale.programs.protocol import TrainerError
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.own_model import OwnModel, read_record
 from muscale.settings.strict import FAULTY, build_strictly, format_errors, lists_to_tuples

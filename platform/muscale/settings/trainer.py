@@ -9,8 +9,9 @@ from typing import Annotated, Any, cast
 import pydantic
 from pydantic import Field, PositiveInt
 
+from muscale.errors import TrainerError
 from muscale.programs.family import Program, digest_of
-from muscale.programs.protocol import TrainerError, fill
+from muscale.programs.protocol import fill
 from muscale.settings.own_model import OwnModel
 from muscale.settings.strict import StrictTable
 from proxy_models.architecture.family import qualified_name

@@ -7,8 +7,8 @@ from typing import Any
 
 import pydantic
 
+from muscale.errors import TrainerError
 from muscale.formatting import format_read_error
-from muscale.programs.protocol import TrainerError
 from muscale.settings.compare import VariantSettings
 from muscale.settings.own_model import OwnModel
 from muscale.settings.strict import FAULTY, format_errors

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from muscale.errors import TrainerError
 from muscale.machine.trainer_checks import SMALL
 from muscale.programs.process import TrainerStatus, describe, train
-from muscale.programs.protocol import TrainerError, TrainerJob, rows_of
+from muscale.programs.protocol import TrainerJob, rows_of
 
 PROGRAM, RANKS = (Path(__file__).parents[1] / name for name in ("training_program.py", "ranks_program.py"))
 JOB = replace(SMALL, width=4)

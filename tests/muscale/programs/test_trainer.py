@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.errors import WorkerLostError
+from muscale.errors import TrainingFailedError, WorkerLostError
 from muscale.layout import CORPUS, CURVES, LEDGER, PROGRAM_RUNS, STALLS
 from muscale.programs.family import Program, digest_of
 from muscale.programs.job import job_of
@@ -101,7 +101,7 @@ def test_branches_go_on_from_a_rung_and_end_where_one_piece_ends(trained: Traine
 def test_a_program_that_failed_goes_on_from_its_state_when_it_is_tried_again(trained: Trained, tmp_path: Path) -> None:
     expected = trained.worker.reach(trained.chain(136, 160)).loss
     failing = Trained(tmp_path / "failing", before=FAILS_ONCE)
-    with pytest.raises(WorkerLostError, match="exit code 3.*output.log"):
+    with pytest.raises(TrainingFailedError, match="exit code 3.*output.log"):
         failing.worker.reach(failing.chain(136, 160))
     (left,) = (failing.folder / PROGRAM_RUNS).iterdir()
     before = (left / "state" / "rows.jsonl").read_text()
@@ -154,22 +154,34 @@ def test_a_state_is_its_files_and_none_lies_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_program_without_a_row_for_too_long_ends_with_its_worker(tmp_path: Path) -> None:
-    script = """
-import sys
+SLEEPS = "import sys, time\nif '--describe' not in sys.argv:\n    print('loading', flush=True)\n    time.sleep(60)\n"
+NO_ROW = """import sys
 from pathlib import Path
-from muscale.actors.worker import Worker
-from tests.muscale.programs.test_trainer import Trained
-trained = Trained(Path(sys.argv[1]), before="import sys, time\\nif '--describe' not in sys.argv: time.sleep(60)\\n")
-Worker(trained.ledger, compiled=False, stall_seconds=6.0).reach(trained.chain(80, 96))
+if "--describe" not in sys.argv:
+    (Path(sys.argv[4]) / "rows.jsonl").write_text("loss: 3\\n")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "study")], check=False, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    (report,) = (tmp_path / "study" / STALLS).iterdir()
-    assert "took no step for 6 s" in report.read_text()
-    (left,) = (tmp_path / "study" / PROGRAM_RUNS).iterdir()
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds", "named"), [(SLEEPS, 1.0, "output.log"), (NO_ROW, 60.0, "rows.jsonl, line 1")]
+)
+def test_a_program_without_a_row_for_too_long_or_with_a_bad_one_fails_its_training_alone(
+    tmp_path: Path, before: str, seconds: float, named: str
+) -> None:
+    trained = Trained(tmp_path / "study", before=before)
+    worker = Worker(trained.ledger, compiled=False, stall_seconds=seconds)
+    with pytest.raises(TrainingFailedError) as failed:
+        worker.reach(trained.chain(80, 96))
+    (left,) = (trained.folder / PROGRAM_RUNS).iterdir()
+    assert str(left) in str(failed.value)
+    assert named in str(failed.value)
     pid, created = json.loads((left / "process.json").read_text())
-    if sys.platform == "linux":
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            assert process.create_time() != created or process.wait(timeout=10) is None
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).create_time() != created
+    assert not (trained.folder / STALLS).exists()
+
+
+def test_a_program_that_a_signal_ended_may_be_tried_again(tmp_path: Path) -> None:
+    killed = "import os, sys\nif '--describe' not in sys.argv:\n    os.kill(os.getpid(), 9)\n"
+    trained = Trained(tmp_path / "study", before=killed)
+    with pytest.raises(WorkerLostError):
+        trained.worker.reach(trained.chain(80, 96))
