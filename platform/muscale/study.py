@@ -6,7 +6,7 @@ command, is called again. Each method only joins functions of other modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +17,7 @@ import pandas as pd
 
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
-from muscale.errors import BundleError, StageError
+from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.promotion import Promotion
@@ -34,6 +34,7 @@ from muscale.plans.gate import require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
+from muscale.programs.family import files_of
 from muscale.progress import Display, following
 from muscale.proxies import comparison, ladder, transfer
 from muscale.proxies.check import known_check, run_check
@@ -115,7 +116,11 @@ class Study(Result):
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
-        ledger.claim(config.identity, config.to_dict())
+        try:
+            ledger.claim(config.identity, config.to_dict())
+        except StudyDirectoryError as error:
+            files = files_of(config.trainer.command, path.parent) if config.trainer else {}
+            raise StudyDirectoryError(f"{error}{_advice(files, path)}") from error
         contents = StudyContents(config=config, ledger=ledger, path=path, overrides=as_set(overrides))
         opened = cls(contents, Display(quiet=quiet, completed=contents.commands.completed))
         opened._record_members()
@@ -616,3 +621,13 @@ class Study(Result):
 
     def __str__(self) -> str:
         return overview(self.contents)
+
+
+def _advice(files: Collection[str], study: Path) -> str:
+    """Advice for a study of another trainer than its directory's: the files that count, and how to use what is known."""
+    return (
+        f"; the trainer's files are {', '.join(files)}: with them as they were, `muscale runs {study} --export known.csv` writes "
+        'what is known, and sweep.learn_from = ["known.csv"] of the new study uses it'
+        if files
+        else ""
+    )

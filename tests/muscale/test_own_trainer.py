@@ -325,8 +325,46 @@ def test_another_file_wants_another_directory_and_readers_say_what_is_not_descri
     with pytest.raises(StudyFileError, match="n_params"):
         Study.open(path, quiet=True, trains=True)
     (path.parent / "train.py").write_text((moved / "train.py").read_text() + "# changed\n")
-    with pytest.raises(StudyDirectoryError, match=r"model\.arguments"):
+    with pytest.raises(StudyDirectoryError) as refused:
         Study.open(path, quiet=True, trains=True)
+    for named in ("model.arguments.digest", "train.py", "sweep.learn_from"):
+        assert named in str(refused.value)
+    assert "model.arguments.step" not in str(refused.value), "it is the same"
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("fault", ["diverges", "exits", "bad row"])
+def test_a_sweep_of_trials_that_all_diverge_or_fail_says_so(make: Callable[[str], Path], fault: str) -> None:
+    path = make("study")
+    row = {"diverges": '{"tokens": 8, "loss": null}', "exits": "", "bad row": "loss: 3"}[fault]
+    end = (
+        "raise SystemExit('no such thing')"
+        if fault == "exits"
+        else f"(args.state / 'rows.jsonl').write_text('{row}\\n')"
+    )
+    program = f"""from pathlib import Path
+import argparse, json
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.add_argument("--state", type=Path)
+parser.add_argument("--describe", action="store_true")
+args = parser.parse_args()
+width = json.loads(Path(args.config).read_text())["shape"]["width"]
+if args.describe:
+    print(json.dumps({{"n_params": 1000 * width, "flops_per_token": 1.0}}))
+else:
+    {STARTS.splitlines()[1]}
+        log.write("start\\n")
+    {end}
+"""
+    (path.parent / "train.py").write_text(program)
+    study = Study.open(path, {"sweep.trials": 3}, quiet=True, trains=True)
+    named = {"diverges": "3 of 3 trials diverged", "exits": "no such thing", "bad row": "rows.jsonl, line 1"}[fault]
+    with pytest.raises(StageError, match=named):
+        study.sweep()
+    assert starts(path) == 3, "none is tried again at once"
+    assert len(study.runs()) == (3 if fault == "diverges" else 0)
 
 
 def test_a_variant_is_trained_by_a_program_of_its_own(make: Callable[[str], Path]) -> None:

@@ -172,9 +172,14 @@ def digest_of(words: tuple[str, ...], directory: Path) -> str:
     Raises:
         OSError: If one can't be read.
     """
-    paths = {word: (directory / word).resolve() for word in words}
-    within = {word: path for word, path in paths.items() if path.is_relative_to(directory.resolve()) and path.is_file()}
+    within = files_of(words, directory)
     return content_key({word: file_sha256(path) for word, path in within.items()}) if within else ""
+
+
+def files_of(words: tuple[str, ...], directory: Path) -> dict[str, Path]:
+    """Files below a folder that words of a command name, by word."""
+    paths = {word: (directory / word).resolve() for word in words}
+    return {word: path for word, path in paths.items() if path.is_relative_to(directory.resolve()) and path.is_file()}
 
 
 @cache

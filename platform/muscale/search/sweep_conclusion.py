@@ -41,7 +41,7 @@ def make_result(
     finished = annealed_table(plan, record, annealed)
     table = trials_table(plan, record, finished, repeated)
     if table.empty or table["annealed_loss"].isna().all():
-        n_diverged = sum(result.loss is None for result in record.results.values())
+        n_diverged = sum(map(record.diverged, record.configs))
         raise StageError(
             f"sweep: no trial has a loss after its learning rate was annealed; {n_diverged} of {len(record.configs)} trials diverged; "
             "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"

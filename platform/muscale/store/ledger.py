@@ -7,6 +7,7 @@ is what resuming means. Every method is one transaction, and may be run again wh
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -24,6 +25,7 @@ from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
 from muscale.store.tables import ResultKind, forecasts, results
 
+_ARGUMENTS = "model.arguments"  # of an identity: JSON
 _LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
 NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
 """Columns of the table of runs that are JSON."""
@@ -242,8 +244,17 @@ def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     """The differences of two identities, for a message."""
+    here, there = _spread(here), _spread(there)
     return "; ".join(
         f"{name} is {here.get(name)!r} here but {there.get(name)!r} there"
         for name in sorted({*there, *here})
         if there.get(name) != here.get(name)
     )
+
+
+def _spread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with one for each key of a custom model's arguments, which are JSON."""
+    arguments = json.loads(values.get(_ARGUMENTS) or "{}")
+    return {name: value for name, value in values.items() if name != _ARGUMENTS} | {
+        f"{_ARGUMENTS}.{name}": value for name, value in arguments.items()
+    }

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
