@@ -359,7 +359,9 @@ else:
     {end}
 """
     (path.parent / "train.py").write_text(program)
-    study = Study.open(path, {"sweep.trials": 3}, quiet=True, trains=True)
+    study = Study.open(
+        path, {"sweep.trials": 3, "sweep.searcher": "random", "plan.compute_flops": 1e12}, quiet=True, trains=True
+    )
     named = {"diverges": "3 of 3 trials diverged", "exits": "no such thing", "bad row": "rows.jsonl, line 1"}[fault]
     with pytest.raises(StageError, match=named):
         study.sweep()

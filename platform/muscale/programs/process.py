@@ -52,7 +52,7 @@ class TrainerEnd:
     """The end of one training.
 
     Attributes:
-        status: A loss that is not finite is a result ("diverged"); "failed" and "stalled" may be tried again.
+        status: A loss that is not finite is a result ("diverged"); "failed" and "stalled" are faults of the program.
         rows: Loss by tokens seen.
         reason: Why it did not finish; else empty.
         was_killed: Whether a signal ended it, as of a machine without memory; its own faults give an exit code.
