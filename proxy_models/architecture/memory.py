@@ -87,6 +87,7 @@ def training_memory(
     world_size: int = 1,
     tensor_parallel: int = 1,
     checkpointing: Checkpointing = "none",
+    compiled: bool = False,
 ) -> MemoryEstimate:
     """Memory of training on each device.
 
@@ -99,6 +100,7 @@ def training_memory(
         world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
         tensor_parallel: Devices that share each product; `world_size` counts such a group once.
         checkpointing: Activations that are recomputed, those of one block at a time.
+        compiled: Whether blocks are compiled, which then recompute the activation of a gated MLP; False is an upper bound.
 
     Raises:
         ValueError: If a number is below 1 or the optimizer is not known.
@@ -130,11 +132,11 @@ def training_memory(
         of_whole_block = of_block + compute * block
     of_matrix = compute * config.d_model * config.d_ff // tensor_parallel  # the MLP's last
     of_tied = compute * tied  # reduced with the rest of the model, at the end
-    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel)
+    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
     n_positions, stream = micro_batch * config.context_length, compute * config.d_model // tensor_parallel
     blocks = n_positions * kept * config.n_layers + _bias_bytes(config, compute, tensor_parallel)
     head = n_positions * _kept_by_head(config, n_positions, precision, tensor_parallel)
-    in_block = n_positions * _at_work(config, precision, checkpointing, tensor_parallel)
+    in_block = n_positions * _at_work(config, precision, kept, checkpointing, tensor_parallel)
     forward, backward = _loss_at_work(config, n_positions, precision, tensor_parallel)
     before = blocks - n_positions * kept
     moments = (
@@ -221,6 +223,7 @@ def activation_bytes(
     checkpointing: Checkpointing = "none",
     *,
     tensor_parallel: int = 1,
+    compiled: bool = False,
 ) -> int:
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
@@ -228,15 +231,21 @@ def activation_bytes(
     and all positions of what the matrices read. Their logits are always chunked, and chunked logits are not kept.
     """
     n_positions = micro_batch * config.context_length
-    blocks = config.n_layers * _kept_by_block(config, precision, checkpointing, tensor_parallel)
+    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
+    blocks = config.n_layers * kept
     head = _kept_by_head(config, n_positions, precision, tensor_parallel)
     return n_positions * (blocks + head) + _bias_bytes(config, _COMPUTE_BYTES[precision], tensor_parallel)
 
 
 def _kept_by_block(
-    config: ModelConfig, precision: Precision, checkpointing: Checkpointing, tensor_parallel: int
+    config: ModelConfig,
+    precision: Precision,
+    checkpointing: Checkpointing,
+    tensor_parallel: int,
+    *,
+    compiled: bool = False,
 ) -> int:
-    """Bytes a token that a block keeps."""
+    """Bytes a token that a block keeps. Compiled, a gated MLP computes its activation again rather than keep it."""
     compute, width = _COMPUTE_BYTES[precision], config.d_model
     mixed, d_kv, d_ff, n_heads, n_kv_heads = (
         size // tensor_parallel
@@ -253,17 +262,19 @@ def _kept_by_block(
     block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
     if config.qk_norm:
         block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
-    block += compute * {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
+    block += compute * {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
     return block + (width if config.mlp_dropout else 0)  # a mask of bytes
 
 
-def _at_work(config: ModelConfig, precision: Precision, checkpointing: Checkpointing, tensor_parallel: int) -> int:
-    """Bytes a token in a block's backward pass beside what blocks keep: what it recomputes, and gradients."""
+def _at_work(
+    config: ModelConfig, precision: Precision, kept: int, checkpointing: Checkpointing, tensor_parallel: int
+) -> int:
+    """Bytes a token in a block's backward pass in addition to the bytes `kept` by the block: what it recomputes, and gradients."""
     compute, width = _COMPUTE_BYTES[precision], config.d_model
     gradients = compute * (2 * config.d_ff + width) // tensor_parallel  # of the MLP's hidden layer twice, of the stream
     if tensor_parallel > 1:
         gradients += 2 * compute * width  # of the MLP's output, gathered and then put in order
-    whole, kept = (_kept_by_block(config, precision, kind, tensor_parallel) for kind in ("none", checkpointing))
+    whole = _kept_by_block(config, precision, "none", tensor_parallel)
     unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
     return gradients + whole - kept + unread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,10 +32,12 @@ from tests.proxy_models.peak_memory import peak_bytes
 SEQUENCES = 4
 
 
-def kept_by_autograd(config: ModelConfig, precision: Precision) -> int:
+def kept_by_autograd(config: ModelConfig, precision: Precision, *, compiled: bool = False) -> int:
     """Bytes of the distinct storages that a forward pass keeps, weights and buffers left out."""
     model = Decoder(config)
     model.compute_dtype = DTYPES[precision]
+    for block in model.blocks if compiled else ():
+        block.compile(dynamic=False)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
@@ -49,6 +52,23 @@ def kept_by_autograd(config: ModelConfig, precision: Precision) -> int:
         loss = training_loss(model, torch.zeros(SEQUENCES, config.context_length + 1, dtype=torch.int64))
     assert loss.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_compiled_block_keeps_what_is_stated(activation: Any) -> None:
+    one, two = (ModelConfig(d_model=64, n_layers=n, context_length=64, activation=activation) for n in (1, 2))
+
+    def of_a_block(count: Callable[[ModelConfig], int]) -> int:
+        return count(two) - count(one)
+
+    # In fp32 weights have no copies; one norm scale of the block is kept with the weights.
+    kept = of_a_block(partial(kept_by_autograd, precision="fp32", compiled=True))
+    assert kept == of_a_block(lambda config: activation_bytes(config, SEQUENCES, compiled=True))
+    eager = of_a_block(lambda config: activation_bytes(config, SEQUENCES))
+    assert eager - kept == (4 * SEQUENCES * one.context_length * one.d_ff if activation == "swiglu" else 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -85,6 +85,7 @@ class Case:
             sharding=self.parallelism.sharding,
             world_size=self.ranks,
             checkpointing=self.checkpointing,
+            compiled=self.compile,
         )
 
     def full_run(self, corpus: Path, directory: Path) -> FullRun:
