@@ -112,7 +112,7 @@ class Sweep:
     ledger: Ledger
     numerics: Numerics
     learn_from: tuple[str, ...] = ()
-    columns: Mapping[str, str] = NO_COLUMNS
+    columns: Mapping[str, str] = field(default_factory=dict)
     searcher: Searcher | None = None
     scheduler: Scheduler | None = None
     own_methods: Mapping[str, Any] = field(default_factory=dict)
