@@ -162,7 +162,8 @@ def test_a_gpu_mixes_what_a_cpu_does(dtype: torch.dtype, groups: int, biased: bo
         torch.autograd.grad(there.float().square().sum(), of_gpu),
         strict=True,
     ):
-        torch.testing.assert_close(theirs.cpu(), ours, **tolerance)
+        # By the norm: where a document is one token long, a query's gradient is a difference of equal numbers.
+        assert torch.dist(theirs.cpu().float(), ours.float()) <= tolerance["rtol"] * ours.float().norm()
 
 
 @pytest.mark.compiler

@@ -2,7 +2,7 @@
 
 With one rank and with one for each GPU: a small model in fp32 and bf16, whose losses and collectives are compared with those of
 CPU ranks over gloo, and one of 350M in bf16, compiled, whose memory and speed are compared with what a plan goes by. Bounds are
-stated with each check; those without a source are assumed, as no GPU has been seen yet.
+stated with each check; those without a source are assumed. One H200 has been seen so far (tests/benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
