@@ -7,10 +7,16 @@ Going backward costs one product more than with the logits kept: 8/6 of the read
 
 The loops over chunks are operators of their own, so that torch.compile sees one node in place of every chunk's. Of a weight whose
 rows (tokens) are sharded, each rank computes its own logits; what ranks exchange is two or three numbers a position.
+
+On a GPU the time of the loss is that of its bytes: uncompiled, some twenty reads and writes of fp32 logits, a sixth of a step of 350M
+parameters over 50,304 tokens on an H200 (tests/benchmarks/RESULTS.md). Compiled, a chunk's logits are read in low precision, and
+their gradient is written in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -42,7 +48,13 @@ def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    compiled: bool = False,
 ) -> Tensor:
     """Mean cross-entropy of the logits hidden · weightᵀ, of which only `memory.CHUNK_ENTRIES` are in memory at a time.
 
@@ -51,13 +63,14 @@ def chunked_cross_entropy(
         weight: (vocab_size, width), whole or sharded by rows, of the same dtype; its gradient is summed over the chunks in fp32.
         targets: (…), token ids.
         label_smoothing, z_loss: Terms of the training loss.
+        compiled: Whether what is computed from a chunk's logits is compiled.
     """
     vocab_size, first, group = len(weight), None, None
     if is_sharded(weight):
         first, group = first_row(weight), weight.device_mesh.get_group()
     rows = hidden.flatten(0, -2)
     loss = _Chunked.apply(  # type: ignore[no-untyped-call]
-        rows, own(weight), targets.flatten(), first, vocab_size, group, label_smoothing, z_loss
+        rows, own(weight), targets.flatten(), first, vocab_size, group, label_smoothing, z_loss, compiled
     )
     return cast(Tensor, loss)
 
@@ -74,8 +87,9 @@ class _Chunked(torch.autograd.Function):
         group: Any,
         smoothing: float,
         z_loss: float,
+        compiled: bool,
     ) -> Tensor:
-        statistics = torch.ops.muscale.logit_statistics(hidden, weight, targets, first, bool(smoothing))
+        statistics = torch.ops.muscale.logit_statistics(hidden, weight, targets, first, bool(smoothing), compiled)
         if group is not None:
             statistics = _over_ranks(statistics, group)
         normalisers = statistics[0].clone()
@@ -85,7 +99,7 @@ class _Chunked(torch.autograd.Function):
         if z_loss:
             losses = losses + z_loss * normalisers.square()
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.settings = (first, smoothing, smoothing / vocab_size, z_loss)
+        ctx.settings = (first, smoothing, smoothing / vocab_size, z_loss, compiled)
         return cast(Tensor, torch.ops.muscale.sum_by_chunk(losses, len(weight)) / len(hidden))
 
     @staticmethod
@@ -96,7 +110,7 @@ class _Chunked(torch.autograd.Function):
         of_hidden, of_weight = torch.ops.muscale.logit_gradients(
             scale, hidden, weight, targets, normalisers, *ctx.settings
         )
-        return of_hidden, of_weight, *(None,) * 6
+        return of_hidden, of_weight, *(None,) * 7
 
 
 def _over_ranks(statistics: Tensor, group: Any) -> Tensor:
@@ -109,27 +123,39 @@ def _over_ranks(statistics: Tensor, group: Any) -> Tensor:
 
 _LIBRARY = operators.Library("muscale", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
-    "logit_statistics(Tensor hidden, Tensor weight, Tensor targets, int? first, bool summed) -> Tensor",
+    "logit_statistics(Tensor hidden, Tensor weight, Tensor targets, int? first, bool summed, bool compiled) -> Tensor",
     "sum_by_chunk(Tensor losses, int vocab_size) -> Tensor",
     "logit_gradients(Tensor scale, Tensor hidden, Tensor weight, Tensor targets, Tensor normalisers, int? first, "
-    "float smoothing, float share, float z_loss) -> (Tensor, Tensor)",
+    "float smoothing, float share, float z_loss, bool compiled) -> (Tensor, Tensor)",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 
-def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, first: int | None, summed: bool) -> Tensor:
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)
+
+
+def _statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, first: int | None, summed: bool, compiled: bool
+) -> Tensor:
     """Numbers of each position, in fp32: its logits' log-sum-exp, the target's logit (0 on a rank without it), and the logits' sum."""
     statistics = hidden.new_empty((2 + summed, len(hidden)), dtype=torch.float32)
+    of_chunk = _compiled(_statistics_of_chunk) if compiled else _statistics_of_chunk
     for part in _chunks(len(hidden), len(weight)):
-        logits = multiply(hidden[part], weight.t()).float()
-        statistics[0, part] = torch.logsumexp(logits, dim=-1)
         index, absent = within(targets[part, None], first, len(weight))
-        at_target = logits.gather(1, index)
-        statistics[1, part] = (at_target if absent is None else at_target.masked_fill(absent, 0.0)).squeeze(1)
-        if summed:
-            statistics[2, part] = logits.sum(dim=-1)
-        del logits  # before the next chunk's are computed
+        statistics[:, part] = of_chunk(multiply(hidden[part], weight.t()), index, absent, summed)
     return statistics
+
+
+def _statistics_of_chunk(logits: Tensor, index: Tensor, absent: Tensor | None, summed: bool) -> Tensor:
+    logits = logits.float()
+    at_target = logits.gather(1, index)
+    found = [
+        torch.logsumexp(logits, dim=-1),
+        (at_target if absent is None else at_target.masked_fill(absent, 0.0)).squeeze(1),
+    ]
+    return torch.stack([*found, logits.sum(dim=-1)] if summed else found)
 
 
 def _sum_by_chunk(losses: Tensor, vocab_size: int) -> Tensor:
@@ -149,32 +175,53 @@ def _gradients(
     smoothing: float,
     share: float,
     z_loss: float,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `scale` times the summed loss, of hidden states and weight; `share` is smoothing / vocab_size."""
     of_hidden = hidden.new_empty(hidden.shape)
     of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    of_chunk = _compiled(_gradient_of_chunk) if compiled else _gradient_of_chunk
     for part in _chunks(len(hidden), len(weight)):
-        states, normaliser = hidden[part], normalisers[part, None]
-        slope = multiply(states, weight.t()).float().sub_(normaliser).exp_()
-        if z_loss:
-            slope *= 1 + 2 * z_loss * normaliser
-        if smoothing:
-            slope -= share
+        states = hidden[part]
         index, absent = within(targets[part, None], first, len(weight))
-        at_target = torch.full((len(slope), 1), smoothing - 1, device=slope.device)
-        if absent is not None:
-            at_target.masked_fill_(absent, 0.0)
-        slope.scatter_add_(1, index, at_target).mul_(scale)
-        low = slope.to(hidden.dtype)
-        del slope
-        of_hidden[part] = multiply(low, weight)
-        of_weight += multiply(low.t(), states)
-        del low
+        slope = of_chunk(
+            multiply(states, weight.t()), scale, normalisers[part, None], index, absent, smoothing, share, z_loss
+        )
+        of_hidden[part] = multiply(slope, weight)
+        of_weight += multiply(slope.t(), states)
+        del slope  # before the next chunk's is computed
     return of_hidden, of_weight.to(weight.dtype)
 
 
-def _shape_of_statistics(hidden: Tensor, _weight: Tensor, *arguments: Any) -> Tensor:
-    return hidden.new_empty((2 + arguments[-1], len(hidden)), dtype=torch.float32)
+def _gradient_of_chunk(
+    logits: Tensor,
+    scale: Tensor,
+    normaliser: Tensor,
+    index: Tensor,
+    absent: Tensor | None,
+    smoothing: float,
+    share: float,
+    z_loss: float,
+) -> Tensor:
+    """Gradient of `scale` times the chunk's summed loss, of its logits and in their precision; they are overwritten in fp32."""
+    dtype, slope = logits.dtype, logits.float()
+    del logits
+    slope.sub_(normaliser).exp_()
+    if z_loss:
+        slope.mul_(1 + 2 * z_loss * normaliser)
+    if smoothing:
+        slope.sub_(share)
+    at_target = slope.gather(1, index)
+    lower = at_target + (smoothing - 1)
+    at_target = lower if absent is None else torch.where(absent, at_target, lower)
+    low = slope.mul_(scale).to(dtype)
+    return low.scatter_(1, index, (at_target * scale).to(dtype))
+
+
+def _shape_of_statistics(
+    hidden: Tensor, _weight: Tensor, _targets: Tensor, _first: int | None, summed: bool, _compiled: bool
+) -> Tensor:
+    return hidden.new_empty((2 + summed, len(hidden)), dtype=torch.float32)
 
 
 for _name, _kernel, _shapes in (

@@ -179,7 +179,12 @@ class Readout(Linear):
     """Hidden states to logits (…, vocab_size), or with targets to their mean cross-entropy in nats.
 
     The loss is computed in here because a sharded weight is gathered only within the forward pass of its module.
+
+    Attributes:
+        compiled: Whether what is computed from a chunk of logits is compiled.
     """
+
+    compiled = False
 
     def forward(
         self, input: Tensor, targets: Tensor | None = None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
@@ -189,7 +194,7 @@ class Readout(Linear):
             return super().forward(input)
         terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         if is_sharded(self.weight) or is_chunked(targets.numel(), self.out_features):
-            return chunked_cross_entropy(input, self.weight.to(input.dtype), targets, **terms)
+            return chunked_cross_entropy(input, self.weight.to(input.dtype), targets, **terms, compiled=self.compiled)
         return whole_cross_entropy(super().forward(input), targets, **terms)
 
 

@@ -52,6 +52,10 @@ class DecoderFamily(Family):
         """Write what is computed from the config, without building another decoder."""
         cast("Decoder", model).write_constants()
 
+    def compile_loss(self, model: nn.Module) -> None:
+        """Compile what the readout computes from a chunk of logits."""
+        cast("Decoder", model).readout.compiled = True
+
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks, and an embedding and a readout that are not tied; learned positions go with the rest."""
         decoder = cast("Decoder", model)

@@ -139,6 +139,9 @@ class Family(ABC):
             elif checkpointing != "none":
                 raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
 
+    def compile_loss(self, model: nn.Module) -> None:  # noqa: B027
+        """Compile what the model computes outside its blocks, where that pays; by default nothing."""
+
     def constants(self, width: int, depth: int) -> dict[str, Tensor]:
         """Return the buffers of a member by name, with the values that it is built with on the CPU."""
         import torch

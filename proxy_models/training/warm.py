@@ -46,6 +46,8 @@ class WarmModel:
         self._compiles_blocks = compiled and mesh is not None
         self.module = build(config)  # on the CPU, so that its constants are the same everywhere
         self.family.set_precision(self.module, DTYPES[precision])
+        if compiled:
+            self.family.compile_loss(self.module)
         if mesh:
             from proxy_models.training.fsdp import shard  # slow to import
 

@@ -31,8 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proxy_models.architecture.attention import cuda_kernel
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.cross_entropy import _gradient_of_chunk, _statistics_of_chunk
 from proxy_models.architecture.decoder import Decoder, training_loss
-from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.memory import CHUNK_ENTRIES, Checkpointing
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.guard_settings import GuardSettings
@@ -208,6 +209,22 @@ def lowered(config: ModelConfig, checkpointing: Checkpointing, *, whole: bool) -
     return found
 
 
+def lowered_loss() -> Lowered:
+    """Lower what is computed from a chunk of bf16 logits, forward and backward."""
+    torch._dynamo.reset()
+    found, rows = Lowered(), CHUNK_ENTRIES // SHAPE.vocab_size
+    with h100(), found.noting():
+        logits = torch.empty(rows, SHAPE.vocab_size, dtype=torch.bfloat16, device=DEVICE)
+        index = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE)
+        normaliser, scale = (torch.ones(shape, device=DEVICE) for shape in ((rows, 1), ()))
+        for function, rest in (
+            (_statistics_of_chunk, (index, None, False)),
+            (_gradient_of_chunk, (scale, normaliser, index, None, 0.0, 0.0, 0.0)),
+        ):
+            torch.compile(function, backend=found.lower, dynamic=False, fullgraph=True)(logits, *rest)
+    return found
+
+
 def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
     """Take three steps of two passes in bf16: forward, backward, clipping and the optimizer."""
     batch = 8 * SHAPE.context_length
@@ -282,6 +299,10 @@ def main() -> int:
         fused = {_FLASH, f"{_FLASH}_backward"}
         if found.graphs != 1 or found.attention != fused or found.refused or not found.kernels:
             failed.append(str(vars(found)))
+    loss = lowered_loss()
+    print(f"the loss of a chunk: {loss.graphs} graphs, {loss.kernels} kernels to cubin", flush=True)
+    if loss.graphs != 2 or loss.refused or not loss.kernels:
+        failed.append(str(vars(loss)))
     print("| optimizer | waits in three steps |\n| --- | --- |")
     for optimizer, guarded in (("adamw", True), *((name, False) for name in get_args(OptimizerName))):
         waits = stepped(optimizer, guarded=guarded).waits

@@ -20,11 +20,16 @@ from torch.utils._pytree import tree_map_only
 
 from proxy_models.architecture import cross_entropy
 
+
+def _uncompiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: kernel(*arguments[:-1], False)
+
+
 _COMPOSED: dict[Any, Callable[..., Any]] = {
-    torch.ops.muscale.logit_statistics.default: cross_entropy._statistics,
-    torch.ops.muscale.logit_gradients.default: cross_entropy._gradients,
+    torch.ops.muscale.logit_statistics.default: _uncompiled(cross_entropy._statistics),
+    torch.ops.muscale.logit_gradients.default: _uncompiled(cross_entropy._gradients),
 }
-"""Operators of our own that make tensors inside, of which a fake call makes none."""
+"""Operators of our own that make tensors inside, of which a fake call makes none; uncompiled, which takes the most memory."""
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _LOGSUMEXP = torch.ops.aten.logsumexp.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -42,6 +42,32 @@ def test_loss_and_gradients_equal_the_unchunked_ones(
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "terms"),
+    [(torch.float32, 1e-6, {}), (torch.bfloat16, 1e-3, {"label_smoothing": 0.1, "z_loss": 1e-2})],
+)
+def test_compiled_chunks_have_the_same_loss_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, terms: dict[str, float]
+) -> None:
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 7 * 50)  # 24 positions in chunks of 7, 7, 7 and 3
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(50, (24,), generator=generator)
+    eager, compiled = (
+        chunked_cross_entropy(hidden, weight, targets, compiled=wanted, **terms) for wanted in (False, True)
+    )
+    assert compiled.item() == pytest.approx(eager.item(), rel=1e-6)
+    for here, there in zip(
+        torch.autograd.grad(compiled, (hidden, weight)), torch.autograd.grad(eager, (hidden, weight)), strict=True
+    ):
+        assert here.dtype == dtype
+        assert torch.dist(here.float(), there.float()) <= tolerance * there.float().norm()
+
+
 def of_decoder(model: Decoder, sequences: Tensor) -> tuple[float, list[Tensor]]:
     loss = training_loss(model, sequences)
     return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))

@@ -159,6 +159,8 @@ def build_model(
         _share_products(cast(Decoder, model), tensor)
     for block in family.blocks_of(model) if compiled else ():
         _compile(block, outside_recomputing=tensor is not None and device.type == "cpu")
+    if compiled:
+        family.compile_loss(model)
     if mesh is not None:
         replicated = parallelism.sharding in ("none", "hybrid")
         of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
