@@ -55,6 +55,9 @@ class Replay:
 class _Nowhere:
     """In place of a ledger: a replay is not kept."""
 
+    def sweep_rows(self, _sweep: str) -> dict[str, list[dict[str, Any]]]:
+        return {table: [] for table in ("rounds", "trials", "rungs", "decisions")}
+
     def __getattr__(self, name: str) -> Callable[..., list[dict[str, Any]]]:
         return lambda *args, **kwargs: []
 

@@ -56,6 +56,7 @@ class Record:
 
     def __init__(self, ledger: Ledger, sweep: str) -> None:
         self._ledger, self.sweep = ledger, sweep
+        failures = ledger.results(ResultKind.FAILURE)  # read first, so that the trial of each is among the rows
         rows = ledger.sweep_rows(sweep)
         self.rounds = [self._round(row) for row in rows["rounds"]]
         self.configs: dict[int, Config] = {}
@@ -84,10 +85,10 @@ class Record:
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
         self._is_read = False  # until then rankings are not sorted
-        for row in ledger.results(ResultKind.FAILURE):
+        for row in failures:
             if row["payload"]["sweep"] == sweep:
                 self._note_failure(row["payload"])
-        for row in ledger.trials(sweep):
+        for row in rows["trials"]:
             self._started(row["number"], row["config"], row["until"])
         for row in sorted([*rows["rungs"], *rows["decisions"]], key=lambda row: row["sequence"]):
             if "until" in row:
