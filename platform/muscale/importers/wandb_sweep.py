@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
 _RUNGS = 4  # where the file states none: the study file's default
+_SCIENTIFIC = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 _LONGEST = 300  # characters of a library's message
 
 
@@ -63,8 +65,12 @@ def _search_of(path: Path, tree: dict[str, Any], names: Mapping[str, str]) -> Im
 def _load(path: Path) -> dict[str, Any]:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """YAML as 1.2 has it, where 1e-3 is a number; PyYAML follows 1.1, which wants 1.0e-3."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)  # noqa: S506  a SafeLoader
     except OSError as error:
         raise ValueError(format_read_error(error)) from error
     except (yaml.YAMLError, ValueError) as error:

@@ -81,6 +81,11 @@ def test_a_sweep_becomes_tables_that_a_study_file_takes(tmp_path: Path) -> None:
         ("{values: [true, false]}", Choice(values=(True, False))),
         ("{values: [0.1, 0.3, 0.2]}", Choice(values=(0.1, 0.3, 0.2))),
         ("{values: [7]}", Fixed(value=7)),
+        ("{values: [1e-3, 3E-3, .1e-1, 2.e-2]}", Ordinal(values=(0.001, 0.003, 0.01, 0.02))),
+        ("{values: [1e2, +2.5e2, 1_0e3]}", Ordinal(values=(100.0, 250.0, 10000.0))),
+        ("{value: -1e-3}", Fixed(value=-0.001)),
+        ("{min: 1e-3, max: 1e-1}", Uniform(low=0.001, high=0.1)),
+        ("{values: ['1e-3', 1e, e5, 1e-3x]}", Choice(values=("1e-3", "1e", "e5", "1e-3x"))),
     ],
 )
 def test_a_distribution_has_its_counterpart(tmp_path: Path, table: str, wanted: object) -> None:
