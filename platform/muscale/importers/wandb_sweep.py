@@ -19,6 +19,7 @@ _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
 _RUNGS = 4  # where the file states none: the study file's default
 _SCIENTIFIC = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+_IF_VALUES = "if they are values, the name is log_uniform_values, inv_log_uniform_values or q_log_uniform_values"
 _LONGEST = 300  # characters of a library's message
 
 
@@ -148,9 +149,18 @@ def _log(low: float, high: float) -> tuple[Distribution, str]:
     return LogUniform(low=low, high=high), ""
 
 
-def _exponents(table: dict[str, Any], sign: int = 1) -> tuple[float, float]:
-    low, high = sorted(math.exp(sign * end) for end in _bounds(table))
-    return low, high
+def _by_exponents(
+    table: dict[str, Any], make: Callable[[float, float], tuple[Distribution, str]], sign: int = 1
+) -> tuple[Distribution, str]:
+    """The distribution between e to the power of each bound, and a note that states this range in values."""
+    try:
+        low, high = sorted(math.exp(sign * end) for end in _bounds(table))
+        found, note = make(low, high)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"min and max are exponents of e here ({error}); {_IF_VALUES}") from error
+    return found, "; ".join(
+        filter(None, [f"its bounds are exponents: values {low:.4g} to {high:.4g}; {_IF_VALUES}", note])
+    )
 
 
 def _q_log(table: dict[str, Any], low: float, high: float) -> tuple[Distribution, str]:
@@ -160,7 +170,13 @@ def _q_log(table: dict[str, Any], low: float, high: float) -> tuple[Distribution
 
 
 def _normal(table: dict[str, Any], log: bool) -> tuple[Distribution, str]:
-    found, note = normal(float(table.get("mu", 0)), float(table.get("sigma", 1)), log=log)
+    mean, sd = float(table.get("mu", 0)), float(table.get("sigma", 1))
+    try:
+        found, note = normal(mean, sd, log=log)
+        if log:
+            note = f"mu and sigma are of the logarithm: its median is {math.exp(mean):.4g}; {note}"
+    except OverflowError as error:
+        raise ValueError(f"mu and sigma are of the logarithm ({error})") from error
     return found, note + (f"; its steps of {table['q']} are left out" if "q" in table else "")
 
 
@@ -175,11 +191,11 @@ _KINDS: dict[str, Callable[[dict[str, Any]], tuple[Distribution, str]]] = {
     "int_uniform": lambda t: (Integer(low=t["min"], high=t["max"]), ""),
     "uniform": lambda t: (Uniform(low=float(t["min"]), high=float(t["max"])), ""),
     "q_uniform": _q_uniform,
-    "log_uniform": lambda t: _log(*_exponents(t)),  # its bounds are exponents
+    "log_uniform": lambda t: _by_exponents(t, _log),
     "log_uniform_values": lambda t: _log(*_bounds(t)),
-    "inv_log_uniform": lambda t: _log(*_exponents(t, -1)),
+    "inv_log_uniform": lambda t: _by_exponents(t, _log, -1),
     "inv_log_uniform_values": lambda t: _log(*_bounds(t)),
-    "q_log_uniform": lambda t: _q_log(t, *_exponents(t)),
+    "q_log_uniform": lambda t: _by_exponents(t, lambda low, high: _q_log(t, low, high)),
     "q_log_uniform_values": lambda t: _q_log(t, *_bounds(t)),
     "normal": lambda t: _normal(t, log=False),
     "q_normal": lambda t: _normal(t, log=False),

@@ -92,6 +92,36 @@ def test_a_distribution_has_its_counterpart(tmp_path: Path, table: str, wanted: 
     assert parameter(tmp_path, table) == wanted
 
 
+@pytest.mark.parametrize(
+    ("table", "ends"),
+    [
+        ("{distribution: log_uniform, min: 0.00001, max: 0.1}", ("1", "1.105")),
+        ("{distribution: inv_log_uniform, min: 0.00001, max: 0.1}", ("0.9048", "1")),
+        ("{distribution: q_log_uniform, min: 0.00001, max: 2, q: 1}", ("1", "7.389")),
+        ("{distribution: log_normal, mu: 0.001, sigma: 0.0005}", ("1.001",)),
+        ("{distribution: q_log_normal, mu: 0.001, sigma: 0.0005, q: 1}", ("1.001",)),
+    ],
+)
+def test_bounds_in_logarithms_are_reported_as_values(tmp_path: Path, table: str, ends: tuple[str, ...]) -> None:
+    found = import_space(write(tmp_path, f"method: random\nparameters: {{x: {table}}}"))
+    (note,) = [note for note in found.notes if note.startswith("x: ")]
+    assert set(ends) <= set(note.replace(";", " ").split())
+    assert ("log_uniform_values" in note) == ("uniform" in table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "{distribution: log_uniform, min: 0.0001, max: 1000}",
+        "{distribution: inv_log_uniform, min: 0.0001, max: 1000}",
+        "{distribution: q_log_uniform, min: 1, max: 1000}",
+    ],
+)
+def test_exponents_beyond_all_numbers_are_refused_with_the_name_for_values(tmp_path: Path, table: str) -> None:
+    with pytest.raises(StageError, match=r"parameters\.x: .*log_uniform_values"):
+        parameter(tmp_path, table)
+
+
 def test_normals_are_priors_whose_draws_have_their_mean_and_spread(tmp_path: Path) -> None:
     x, y = "{distribution: normal, mu: 3, sigma: 0.5}", "{distribution: log_normal, mu: 1, sigma: 0.3}"
     text = f"method: random\nparameters: {{x: {x}, y: {y}}}"
