@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from proxy_models.data.sources import CorpusError, Source
+from proxy_models.data.sources import CorpusError, Source, decompressor
 
 Split = Literal["train", "validation"]
 PIECE_BYTES = 1 << 20  # assumed: large against most documents, small against memory
+_log = logging.getLogger(__name__)
 _ROWS = 256  # of a table that are held at once
 
 
@@ -60,6 +62,8 @@ def pieces(source: Source, validation_fraction: float) -> Iterator[Piece]:
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
+            if source.kind in ("text", "jsonl") and (tool := decompressor(path)):
+                raise CorpusError(f"{path}: is compressed; decompress it, as with `{tool}`")
             if source.kind == "text":
                 yield from _of_text(path, name, validation_fraction, alone=len(files) == 1)
             else:
@@ -84,8 +88,11 @@ def _of_text(path: Path, name: str, fraction: float, *, alone: bool) -> Iterator
 
 def _of_records(path: Path, name: str, source: Source, fraction: float) -> Iterator[Piece]:
     read = {"jsonl": _lines, "parquet": _parquet_rows, "huggingface": _arrow_rows}[source.kind]
-    is_empty = True
+    is_empty, n_blank = True, 0
     for place, text, done_bytes in read(path, source.field):
+        if text is None:
+            n_blank += 1
+            continue
         is_empty = False
         if not text:
             continue
@@ -94,6 +101,8 @@ def _of_records(path: Path, name: str, source: Source, fraction: float) -> Itera
             yield Piece(file=name, split=split, content=content, closes=closes, done_bytes=done_bytes)
     if is_empty:
         raise CorpusError(f"{path}: the file is empty; it must hold at least one document")
+    if n_blank:
+        _log.warning("%s: skipped %d blank lines and null texts", path, n_blank)
 
 
 # Pieces
@@ -152,16 +161,19 @@ def _check_text(content: bytes, where: str, offset: int) -> None:
         raise CorpusError(f"{where}: byte 0 at {offset + zero}; it closes documents, so this is no text file")
 
 
-# Records: (place, text, bytes of the file that are done)
+# Records: (place, text or None for a blank line or a null, bytes of the file that are done)
 
 
-def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
+def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
     done_bytes = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"line {number}"
             done_bytes += len(line)
             _check_text(line, f"{path}: {place}", 0)
+            if not line.strip():
+                yield place, None, done_bytes
+                continue
             try:
                 record = json.loads(line)
             except ValueError as error:
@@ -173,7 +185,7 @@ def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
             yield place, _encoded(record[field], f"{path}: {place}: field {field!r}"), done_bytes
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
+def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -191,7 +203,7 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
         raise CorpusError(f"{path}: can't be read as Parquet ({error})") from error
 
 
-def _arrow_rows(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
+def _arrow_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
     import pyarrow as pa
 
     try:
@@ -217,7 +229,7 @@ def _check_column(schema: Any, field: str, path: Path) -> None:
         raise CorpusError(f"{path}: column {field!r} must hold strings, got {kind}")
 
 
-def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[tuple[str, bytes]]:
+def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[tuple[str, bytes | None]]:
     for row, scalar in enumerate(column, start=first_row):
         place = f"row {row}"
         try:
@@ -227,7 +239,9 @@ def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[tupl
         yield place, _encoded(value, f"{where}: {place}: column {field!r}")
 
 
-def _encoded(value: Any, where: str) -> bytes:
+def _encoded(value: Any, where: str) -> bytes | None:
+    if value is None:
+        return None
     if not isinstance(value, str):
         raise CorpusError(f"{where} must be a string, got {_short(value)}")
     try:

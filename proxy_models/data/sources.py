@@ -21,6 +21,13 @@ TokenDtype = Literal["uint8", "uint16", "uint32"]
 
 _NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 _PATTERNS: dict[Kind, str] = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+_DECOMPRESSORS = {
+    b"\x1f\x8b": "gunzip",
+    b"\x28\xb5\x2f\xfd": "zstd -d",
+    b"BZh91AY": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"PK\3\4": "unzip",
+}
 
 
 class CorpusError(ValueError):
@@ -33,6 +40,18 @@ def at_home(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def decompressor(path: Path) -> str:
+    """Return the tool that decompresses a file, by the file's first bytes; empty if it is not compressed."""
+    with path.open("rb") as content:
+        head = content.read(8)
+    return next((tool for start, tool in _DECOMPRESSORS.items() if head.startswith(start)), "")
+
+
+def is_hidden(path: Path, root: Path) -> bool:
+    """Return True if the name of the file, or of a folder between it and the root, begins with a dot."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +79,7 @@ class Source:
     """Source of text or tokens.
 
     Attributes:
-        path: `python-stdlib`, a file, or a folder.
+        path: `python-stdlib`, a file, or a folder, of which names that begin with a dot are left out.
         kind: "text": each file is a document in UTF-8. "jsonl": each line of the `*.jsonl` files is an object.
             "parquet": each row of the `*.parquet` files is a document. "huggingface": a folder that the datasets
             library's `save_to_disk` wrote. "tokens": little-endian token ids, one after another, in `*.bin` files.
@@ -114,7 +133,7 @@ class Source:
                 root, found = root.parent, [root]
             elif root.is_dir():
                 pattern = _PATTERNS[self.kind]
-                found = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not p.name.startswith(".")]
+                found = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not is_hidden(p, root)]
             else:
                 raise CorpusError(f"{root}: no such file or folder")
         if not found:

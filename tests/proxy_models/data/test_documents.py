@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -106,6 +107,30 @@ def test_a_single_text_is_cut_by_position_before_a_character(tmp_path: Path) -> 
         assert len(found["validation"][0]) == pytest.approx(100 * fraction, abs=1)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_blank_lines_and_null_texts_are_skipped_and_counted(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[str | None] = [None, *TEXTS, None, "", None]
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text}) if text is not None else "" for text in rows]
+        (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": null}', "  "]))
+    else:
+        parquet.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
+    found = read(Source(path=str(tmp_path), kind=kind))
+    assert sorted(found["train"] + found["validation"]) == sorted(TEXTS)
+    (record,) = caplog.records
+    assert record.args == (tmp_path / f"a.{kind}", 5 if kind == "jsonl" else 3)
+
+
+def test_names_that_begin_with_a_dot_are_left_out(tmp_path: Path) -> None:
+    root = tmp_path / ".kept" / "text"
+    for name in ("a.txt", "b/c.txt", ".git/HEAD", "b/.cache/d/e.txt", ".hidden"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("text")
+    assert Source(path=str(root)).files() == (root, [root / "a.txt", root / "b" / "c.txt"])
+
+
 LINE = '{"text": "fine"}\n'
 
 
@@ -118,7 +143,11 @@ LINE = '{"text": "fine"}\n'
         ("text", "a.txt", b"x" * documents.PIECE_BYTES + b"\n\xff", f"byte 0xff at {documents.PIECE_BYTES + 1}"),
         ("jsonl", "a.jsonl", b"", r"a.jsonl: the file is empty"),
         ("jsonl", "a.jsonl", (LINE + '{"text": "fi').encode(), r"a.jsonl: line 2: not JSON .*column 10"),
-        ("jsonl", "a.jsonl", (LINE + "\n").encode(), r"a.jsonl: line 2: not JSON"),
+        ("jsonl", "a.jsonl", b"\n \n", r"a.jsonl: the file is empty"),
+        ("jsonl", "a.jsonl", b'\n{"text": null}\n', r"a.jsonl: the file is empty"),
+        ("jsonl", "a.jsonl", b"\n[1, 2]", r"a.jsonl: line 2: each line must be an object"),
+        ("jsonl", "a.jsonl", gzip.compress(LINE.encode()), r"a.jsonl: .*gunzip"),
+        ("text", "a.txt.gz", gzip.compress(b"text"), r"a.txt.gz: .*gunzip"),
         ("jsonl", "a.jsonl", b"[1, 2]", r"a.jsonl: line 1: each line must be an object, got \[1, 2\]"),
         ("jsonl", "a.jsonl", (LINE + '{"txt": 1}').encode(), r"a.jsonl: line 2: no field 'text', only 'txt'"),
         ("jsonl", "a.jsonl", b'{"text": 7}', r"a.jsonl: line 1: field 'text' must be a string, got 7"),
@@ -153,7 +182,6 @@ def test_a_truncated_table_is_refused(kept: float, tmp_path: Path) -> None:
     [
         ({"txt": ["a"]}, r"no column 'text', only 'txt'"),
         ({"text": [1, 2]}, r"column 'text' must hold strings, got int64"),
-        ({"text": ["a", None]}, r"row 1: column 'text' must be a string, got None"),
     ],
 )
 def test_a_wrong_column_is_named(table: dict[str, list[object]], message: str, tmp_path: Path) -> None:
