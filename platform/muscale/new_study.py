@@ -29,6 +29,8 @@ MOST_OFTEN = 4
 FAMILY = ("my_family.py", "test_my_family.py")
 """Files that --family writes: a family of one's own, and its test."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+_DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_infos?)\b.*", re.IGNORECASE)
+_TABLES = (".csv", ".tsv")
 _SAMPLE_BYTES = 65536
 _SHOWN_FILES = 10
 
@@ -43,6 +45,7 @@ class NewStudy:
         n_bytes: In them.
         training_tokens: At one byte a token, without the held-out part; None where only reading the files would tell.
         uneven: What to do about a held-out part that is far from the one asked for; empty if it is not.
+        left_out: Files of the folder that are not read: documentation, and under names that begin with a dot.
         needed: Tokens of the longest single run of each stage.
         held_out_short: What is missing to the held-out tokens that every run is evaluated on, 0 if nothing is.
     """
@@ -55,6 +58,7 @@ class NewStudy:
     needed: dict[str, int] | None = None
     held_out_short: int = 0
     uneven: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def too_much(self) -> bool:
@@ -79,6 +83,9 @@ class NewStudy:
         lines.append(
             f"  text: {self.n_files:,} file{'s' * (self.n_files != 1)}, {self.n_bytes:,} bytes in {self.source}"
         )
+        if self.left_out:
+            more = f" and {n} more" if (n := len(self.left_out) - _SHOWN_FILES) > 0 else ""
+            lines.append(f"  left out: {', '.join(self.left_out[:_SHOWN_FILES])}{more}")
         if self.training_tokens is None:
             return "\n".join([*lines, "  how many tokens that is, `muscale check` tells once it has read them"])
         lines.append(f"  about {self.training_tokens:,} training tokens at a byte each, the rest is held out")
@@ -175,11 +182,26 @@ def _write(path: Path, text: str) -> None:
 
 
 def _kind(source: Path) -> Kind:
-    """The kind of its files, by their names."""
+    """The kind of its files, by their names; documentation does not count next to data.
+
+    Raises:
+        StageError: If other files lie next to data.
+    """
+    from proxy_models.data.sources import is_hidden
+
     source = source.expanduser()
-    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
-    suffixes = {path.suffix for path in files if not path.name.startswith(".")}
-    return _KINDS.get(suffixes.pop(), "text") if len(suffixes) == 1 else "text"
+    if source.is_file():
+        return _KINDS.get(source.suffix, "text")
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and not is_hidden(path, source)]
+    files = [path for path in files if not _DOCUMENTATION.fullmatch(path.name)]
+    data = [path for path in files if path.suffix in _KINDS]
+    if not data:
+        return "text"
+    if odd := [path for path in files if path.suffix != data[0].suffix]:
+        raise StageError(
+            f"--source: {odd[0]}: lies next to {data[0].name}; a folder's files must be of one kind: move {len(odd)} elsewhere"
+        )
+    return _KINDS[data[0].suffix]
 
 
 def _place(source: Path, directory: Path) -> str:
@@ -198,12 +220,15 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
         raise StageError(f"--source: {error}") from error
     if kind == "text":
         _require_text(files)
+        _require_no_data(files)
     n_bytes = sum(file.stat().st_size for file in files)
     if not n_bytes:
         raise StageError(f"--source: {root}: the corpus is empty, no file in it holds a byte")
     config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
     corpus = config.corpus
     known = kind == "text"
+    everything = root.rglob("*") if source.expanduser().is_dir() else ()
+    left_out = {path for path in everything if path.is_file()} - set(files)
     held_out, uneven = _held_out(root, files, corpus.validation_fraction) if known else (0, "")
     return NewStudy(
         path=str(path),
@@ -214,6 +239,7 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
         needed=_longest_runs(config),
         held_out_short=max(0, corpus.evaluation_tokens + config.model.context_length - held_out) if known else 0,
         uneven=uneven,
+        left_out=tuple(sorted(path.relative_to(root).as_posix() for path in left_out)),
     )
 
 
@@ -236,10 +262,30 @@ def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]
     )
 
 
+def _require_no_data(files: list[Path]) -> None:
+    """Refuse JSON lines and tables under other names, where they are most of the bytes."""
+    data = [file for file in files if file.suffix in _TABLES or _begins_as_json(file)]
+    if 2 * sum(file.stat().st_size for file in data) > sum(file.stat().st_size for file in files):
+        raise StageError(
+            f"--source: {data[0]}: holds records, not text, as do {len(data)} files; give JSON lines the suffix .jsonl, and convert "
+            "other records to .jsonl or .parquet"
+        )
+
+
+def _begins_as_json(file: Path) -> bool:
+    """Return True if the file begins with an object, or a list of objects, of which the first key is on the first line."""
+    with file.open("rb") as content:
+        return re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{[ \t]*"[^"\n]*"[ \t]*:', content.read(_SAMPLE_BYTES)) is not None
+
+
 def _require_text(files: list[Path]) -> None:
     """Refuse files that are not UTF-8 at their beginning, before a study stumbles over them; all of them at once."""
+    from proxy_models.data.sources import decompressor
+
     faulty: list[str] = []
     for file in files:
+        if tool := decompressor(file):
+            raise StageError(f"--source: {file}: is compressed; decompress it, and the others, as with `{tool}`")
         with file.open("rb") as content:
             sample = content.read(_SAMPLE_BYTES)
         try:

@@ -1,5 +1,6 @@
 """`muscale init`: a study file with one's own text in it, and whether that is enough."""
 
+import gzip
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -134,3 +135,59 @@ def test_a_study_file_that_is_there_stays(tmp_path: Path) -> None:
     write_study(tmp_path)
     with pytest.raises(StudyDirectoryError, match="is there already; edit it, or pass --keep"):
         write_study(tmp_path)
+
+
+RECORDS = '{"text": "a document"}\n' * 200
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_documentation_beside_data_and_names_with_a_dot_are_left_out_and_said(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "data"
+    left_out = [".cache/x", "LICENSE", "README.md", "dataset_infos.json"]
+    for name in (f"train.{kind}", *left_out):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(RECORDS)
+    written = write_study(tmp_path / "mine", source)
+    assert StudyConfig.read(Path(written.path)).corpus.kind == kind
+    assert (written.n_files, written.left_out) == (1, tuple(left_out))
+    assert all(name in str(written) for name in left_out)
+
+
+def test_a_repository_of_text_is_its_text(tmp_path: Path) -> None:
+    source = texts(tmp_path / "text", files=8)
+    (source / ".git").mkdir()
+    (source / ".git" / "HEAD").write_bytes(b"\xff")
+    (source / "README.md").write_text("text")
+    written = write_study(tmp_path / "mine", source)
+    assert (written.n_files, written.left_out) == (9, (".git/HEAD",))
+
+
+@pytest.mark.parametrize(
+    ("names", "content", "odd"),
+    [
+        (["train.json", "README.md"], RECORDS.encode(), "train.json"),
+        (["train.txt"], RECORDS.encode(), "train.txt"),
+        (["train.json"], b'[\n{"text": "a"},\n{"text": "b"}]', "train.json"),
+        (["train.csv"], b"id,text\n1,a\n" * 50, "train.csv"),
+        (["a.jsonl", "notes.txt"], RECORDS.encode(), "notes.txt"),
+        (["a.jsonl", "b.parquet"], RECORDS.encode(), "b.parquet"),
+        (["part0.jsonl.gz"], gzip.compress(RECORDS.encode()), "part0.jsonl.gz.*gunzip"),
+        (["a.jsonl", "part0.jsonl.gz"], gzip.compress(RECORDS.encode()), "part0.jsonl.gz"),
+    ],
+)
+def test_data_under_another_suffix_is_refused_by_its_name(
+    tmp_path: Path, names: list[str], content: bytes, odd: str
+) -> None:
+    source = tmp_path / "data"
+    source.mkdir()
+    for name in names:
+        (source / name).write_bytes(b"text" if name == "README.md" else content)
+    with pytest.raises(StageError, match=odd):
+        write_study(tmp_path / "mine", source)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_code_may_hold_some_json(tmp_path: Path) -> None:
+    source = texts(tmp_path / "code")
+    (source / "package.json").write_text('{"name": "x"}')
+    assert write_study(tmp_path / "mine", source).n_files == 4
