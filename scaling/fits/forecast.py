@@ -19,7 +19,7 @@ With many runs p is near nothing however far the target lies, while the form sta
 and r within a decade, grows as h² beyond. A form that matches the loss and its slope at the largest runs misses the curvature first,
 and an unknown curvature errs by h². The power is not fitted to the ladders: on planted dense ladders whose exponent drifts with
 compute, the error at two decades was 2.0 to 4.6 times that at one. With it, 95 % intervals hold 93 to 100 % of the supported runs of
-finished public ladders in each band of distance up to 2.5 decades, and beyond 1.25 decades 96 % or more whichever family is left
+finished public ladders in each band of distance up to 2.5 decades, and beyond 1.25 decades 95 % or more whichever family is left
 out; without it they held 82 % between 1.5 and 2 and 62 % beyond (measured).
 """
 

@@ -236,13 +236,13 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
         )
     signal.signal(signal.SIGINT, before)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300  # a busy machine starts Ray in minutes
         while "at rung 0" not in log.read_text():
             assert driver.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         interrupt(driver)
-        assert driver.wait(timeout=45) == 130, log.read_text()
+        assert driver.wait(timeout=120) == 130, log.read_text()
     finally:
         driver.kill()
     assert "finishing the running rungs" in log.read_text()
