@@ -98,7 +98,7 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         if not _ended(ladder.ladder_jobs(config, numerics, sweep.best, horizon), ledger):
             return found
         rows = ladder.law_rows(ledger.runs(), sweep.best, config.sweep.space, horizon, numerics)
-        law = found.fit or ladder.fit_law(rows, config.fit)
+        law = found.fit or ladder.fit_law(rows, config.fit, config.model.loss_unit)
         found = replace(found, fit=law)
         plan = make_plan(config, sweep.best, horizon, law, batches=verdict.batch, corpus=corpus, winner=sweep.winner)
         plan = as_registered(plan, ledger)

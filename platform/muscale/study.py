@@ -278,7 +278,7 @@ class Study(Result):
         """
         if known := self._known.fit:
             return known
-        law = ladder.fit_law(self.ladder(), self.config.fit)
+        law = ladder.fit_law(self.ladder(), self.config.fit, self.config.model.loss_unit)
         self._known = replace(self._known, fit=law)
         return law
 

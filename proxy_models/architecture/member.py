@@ -6,7 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from proxy_models.serialization import Serializable
+from cattrs.gen import make_dict_unstructure_fn
+
+from proxy_models.serialization import Serializable, converter
+
+NATS = "nats per token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,11 @@ class Member(Serializable, ABC):
     def train_flops_per_token(self) -> float:
         """Training FLOPs per token, attention's included, which reaches over whole sequences."""
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the losses that its training reports."""
+        return NATS
+
     def train_flops_within(self, attended: float | None) -> float:
         """Training FLOPs per token where attention stays within documents.
 
@@ -59,15 +68,20 @@ class Member(Serializable, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of a member, as `Member` has them."""
+    """Counts of a member, and the unit of its losses, as `Member` has them."""
 
     n_params: int
     n_params_total: int
     train_flops_per_token: float
+    loss_unit: str = NATS
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_params <= self.n_params_total or not 0 < self.train_flops_per_token < math.inf:
             raise ValueError(f"counts must be positive and finite, n_params at most n_params_total, got {self}")
+
+
+# The usual unit is left out, so that the keys of what was trained before units were known stay.
+converter.register_unstructure_hook(Counts, make_dict_unstructure_fn(Counts, converter, _cattrs_omit_if_default=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +116,7 @@ class ModuleConfig(Member):
     @property
     def train_flops_per_token(self) -> float:
         return self.counts.train_flops_per_token
+
+    @property
+    def loss_unit(self) -> str:
+        return self.counts.loss_unit

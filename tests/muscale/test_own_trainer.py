@@ -107,6 +107,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
         folder = tmp_path / name
         folder.mkdir()
         text = (ROOT / "docs" / "own_metric.py").read_text()
+        text = text.replace('{"n_params": n_params,', '{"metric": "error", "unit": "m²", "n_params": n_params,')
         (folder / "train.py").write_text(text.replace("import argparse\n", f"{STARTS}import argparse\n", 1))
         (folder / "study.toml").write_text(STUDY)
         return folder / "study.toml"
@@ -186,6 +187,9 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
     found = findings(again.contents)
     assert found.plan is not None
     assert found.plan.key == plan.key
+    texts = (str(found.plan), str(found.fit), (path.parent / "report.html").read_text())
+    assert all("m² of error" in text for text in texts)
+    assert not any("nats" in text for text in (str(found.plan), str(found.fit)))
     assert starts(path) == before, "a reader ran it"
 
 

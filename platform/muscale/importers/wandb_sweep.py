@@ -66,7 +66,7 @@ def _search_of(path: Path, tree: dict[str, Any], names: Mapping[str, str]) -> Im
 def _load(path: Path) -> dict[str, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """YAML as 1.2 has it, where 1e-3 is a number; PyYAML follows 1.1, which wants 1.0e-3."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

@@ -158,6 +158,7 @@ class ExternalRun:
             plan=self.plan.key,
             loss=loss,
             source_losses={},
+            loss_unit=self.plan.forecast.loss_unit,
             forecast=forecast["loss"],
             **{name: forecast[name] for name in ("low", "high", "level", "registered_at")},
             started_at=started["at"],

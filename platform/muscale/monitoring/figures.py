@@ -5,6 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
+from scaling.drawing import loss_title
+from scaling.forms.law import NATS
+
 _BAND = "rgba(42,111,151,0.22)"
 _TRAINING, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
 _CURVE_POINTS = 500  # to 1,000 are drawn of a longer curve
@@ -26,6 +29,7 @@ def draw_curve(
     end: float | None = None,
     band: pd.DataFrame | None = None,
     evaluations: pd.DataFrame | None = None,
+    loss_unit: str = NATS,
 ) -> go.Figure:
     """Training loss along the full run, its band, the forecast with its interval, and the measured loss.
 
@@ -36,6 +40,7 @@ def draw_curve(
         end: Tokens of the complete run, by default those of the last step.
         band: As `Band.to_frame` gives it.
         evaluations: Columns tokens, loss, place, as in `RunStatus.evaluations`.
+        loss_unit: Of all losses.
     """
     end = data["tokens"].iloc[-1] if end is None else end
     figure = go.Figure()
@@ -74,7 +79,7 @@ def draw_curve(
         marker = {"symbol": "x", "size": 10, "color": _OUTSIDE}
         figure.add_scatter(x=[end], y=[measured], mode="markers", marker=marker, name="measured, held-out")
     figure.update_xaxes(title="training tokens")
-    figure.update_yaxes(title="loss, nats per token", range=_shown(data, forecast, measured, end))
+    figure.update_yaxes(title=loss_title(loss_unit), range=_shown(data, forecast, measured, end))
     return figure
 
 

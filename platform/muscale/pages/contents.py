@@ -28,6 +28,7 @@ from muscale.search.sweep_result import SweepResult
 from muscale.store.ledger import NESTED, now
 from muscale.store.tables import ResultKind, segments
 from muscale.store.tables import runs as run_table
+from proxy_models.architecture.member import NATS
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus
 from scaling import ScalingFit, Verdict
@@ -62,6 +63,7 @@ class ReportContents:
     spending: pd.DataFrame = field(default_factory=pd.DataFrame)
     reproduction: dict[str, Any] | None = None
     commands: StudyCommands | None = None
+    loss_unit: str = NATS
 
     @property
     def trained_tokens(self) -> int:
@@ -77,6 +79,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
     return ReportContents(
         name=study.config.name,
         commands=study.commands,
+        loss_unit=study.config.model.loss_unit,
         created_at=now(),
         corpus=corpus,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,

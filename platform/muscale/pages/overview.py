@@ -30,7 +30,10 @@ def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
     for purpose, name in _STAGES.items():
         if purpose in runs:
             n, best = runs[purpose]  # NaN where all diverged
-            yield name, f"{n} finished" + (f", least loss {best:.4f} nats per token" if best == best else "")
+            yield (
+                name,
+                f"{n} finished" + (f", least loss {best:.4f} {study.config.model.loss_unit}" if best == best else ""),
+            )
     forecast = study.ledger.latest_forecast()
     if forecast is None:
         yield "forecast", "not yet"

@@ -119,7 +119,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             ),
             table=as_table(contents.check.criteria.round(2).rename(columns=_CRITERIA) if contents.check else None),
         ),
-        *running_section(contents.so_far, contents.sweep),
+        *running_section(contents.so_far, contents.sweep, contents.loss_unit),
         *kept(search_sections, contents.sweep),
         *kept(transfer_sections, contents.transfer),
         *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
@@ -136,7 +136,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         _spending(contents.spending),
         _of_ledger(
             title="Every run",
-            about="One row for each annealed run, loss in nats per token on held-out text. A long table shows the "
+            about=f"One row for each annealed run, loss in {contents.loss_unit}, held out. A long table shows the "
             "latest runs; `muscale runs` has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
@@ -199,7 +199,7 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
     """The measured loss by source."""
     if contents.promotion is None:
         return None
-    return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
+    return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", f"loss, {contents.loss_unit}"])
 
 
 def _events(contents: ReportContents) -> Section:
@@ -257,7 +257,7 @@ def _curve(contents: ReportContents) -> go.Figure | None:
     measured = contents.promotion["loss"] if contents.promotion else None
     data = figures.curve_data(contents.curve)
     if contents.band is None or contents.evaluations is None:
-        return figures.draw_curve(data, contents.forecast, measured)
+        return figures.draw_curve(data, contents.forecast, measured, loss_unit=contents.loss_unit)
     return figures.draw_curve(
         data,
         contents.forecast,
@@ -265,6 +265,7 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         end=contents.band.n_tokens,
         band=contents.band.to_frame(),
         evaluations=contents.band.place(contents.evaluations),
+        loss_unit=contents.loss_unit,
     )
 
 

@@ -96,7 +96,7 @@ def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.Data
     yield "Loss against compute in the search", about, result.plot_front(), None
 
 
-def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> list[Section]:
+def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None, loss_unit: str) -> list[Section]:
     """The search in progress, until its trials are annealed."""
     if so_far is None or (sweep is not None and not so_far.running):
         return []
@@ -105,7 +105,7 @@ def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> li
             title="Search in progress",
             about="Every started trial with its loss at the last rung it reached; nothing is annealed yet.",
             result=str(so_far),
-            drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
+            drawings=drawn(so_far.plot(loss_unit), "loss of each trial so far, from rung to rung"),
             table=as_table(so_far.trials),
         )
     ]

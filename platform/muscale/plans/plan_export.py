@@ -28,7 +28,7 @@ _WITHOUT_BETAS = ("muon", "adafactor")
 _README = """\
 # Plan {key} for another framework
 
-{n_params:,} parameters without the embedding table, {n_tokens:,} tokens, {n_steps:,} steps. Forecast {loss:.4f} nats per token,
+{n_params:,} parameters without the embedding table, {n_tokens:,} tokens, {n_steps:,} steps. Forecast {loss:.4f} {loss_unit},
 {level:.0%} interval [{low:.4f}, {high:.4f}].
 
 `plan.json` has everything, the CSV files the tables. All values are absolute: nothing is to be scaled by width or depth again, so
@@ -70,7 +70,7 @@ added after the token embedding was multiplied. Gradients are clipped to a globa
 ## Afterwards
 
 `muscale watch --plan {key} --losses losses.csv` compares the run with the forecast. The file has a column `tokens` or `step`, and
-`loss`, on the held-out text of the study, in nats per token of its tokenizer.
+`loss`, on the held-out text of the study, in {loss_unit}.
 """
 
 
@@ -108,7 +108,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
         n_tokens=plan.n_tokens,
         n_steps=n_steps,
         thinned=thinned,
-        **{name: getattr(forecast, name) for name in ("loss", "level", "low", "high")},
+        **{name: getattr(forecast, name) for name in ("loss", "loss_unit", "level", "low", "high")},
     )
     texts = {
         "tensors.csv": tensors.to_csv(index=False),

@@ -108,7 +108,7 @@ class Plan(Recorded):
             f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} "
             f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
-            f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
+            f"  forecast {forecast.loss:.4f} {forecast.loss_unit}, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.3g}× the largest run of the ladder",
             *(
                 f"  {name} = {format_value(getattr(self.hyperparameters, name))}  ({rule})"

@@ -126,7 +126,10 @@ class Program(Family):
             raise ValueError(_NOT_RUN.format(width, depth))
         found = described(self, width, depth)
         counts = Counts(
-            n_params=found.n_active_params, n_params_total=found.n_params, train_flops_per_token=found.flops_per_token
+            n_params=found.n_active_params,
+            n_params_total=found.n_params,
+            train_flops_per_token=found.flops_per_token,
+            loss_unit=found.loss_unit,
         )
         remember([counted_member := replace(member, counts=counts)])
         return counted_member

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale.errors import TrainerError, TrainingFailedError
+from proxy_models.architecture.member import NATS
 from proxy_models.architecture.parametrization import TensorClass
 
 CONFIG, STATE = "{config}", "{state}"
@@ -95,6 +96,7 @@ class Description:
         flops_per_token: Of training: forward and backward pass.
         tensors: Name and dimensions of each tensor; empty where the program takes no values by tensor.
         classes: Of tensors whose dimensions don't tell it, the readout's above all.
+        loss_unit: The unit of the rows' losses, with the name of the metric unless both are the usual ones.
     """
 
     n_params: int
@@ -102,6 +104,7 @@ class Description:
     flops_per_token: float
     tensors: Mapping[str, tuple[int, ...]]
     classes: Mapping[str, TensorClass] = field(default_factory=dict)
+    loss_unit: str = NATS
 
     @classmethod
     def parse(cls, output: str) -> Self:
@@ -137,7 +140,12 @@ class Description:
                 raise TrainerError(f"{rule}, got {value!r} for {name!r}")
         classes = {name: TensorClass(value) for name, value in named.items()}
         return cls(
-            n_params=n_params, n_active_params=active, flops_per_token=float(flops), tensors=tensors, classes=classes
+            n_params=n_params,
+            n_active_params=active,
+            flops_per_token=float(flops),
+            tensors=tensors,
+            classes=classes,
+            loss_unit=_loss_unit(found),
         )
 
 
@@ -178,6 +186,23 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
             )
         rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
     return rows
+
+
+def _loss_unit(found: Mapping[str, Any]) -> str:
+    """The unit in which a description's losses are told; never a bare "bits per token", which laws convert.
+
+    Raises:
+        TrainerError: If `metric` or `unit` is no text.
+    """
+    for name in ("metric", "unit"):
+        if name in found and not (isinstance(found[name], str) and found[name].strip()):
+            raise TrainerError(
+                f"{name} of --describe must be a text, got {found[name]!r}; leave it out where it is not known"
+            )
+    metric, unit = found.get("metric", "loss"), found.get("unit", NATS)
+    if (metric, unit) == ("loss", NATS):
+        return NATS
+    return f"{unit} of {metric}" if "unit" in found else str(metric)
 
 
 def _has_counts(line: str) -> bool:

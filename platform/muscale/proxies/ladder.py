@@ -28,7 +28,6 @@ from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
-from scaling.forms.law import NATS
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -141,8 +140,8 @@ def law_rows(
     return rows[[*columns, "annealed", "left_out"]]
 
 
-def fit_law(rows: pd.DataFrame, settings: FitSettings) -> ScalingFit:
-    """The law L(N, D) of the ladder's rows, as `law_rows` gives them.
+def fit_law(rows: pd.DataFrame, settings: FitSettings, loss_unit: str) -> ScalingFit:
+    """The law L(N, D) of the ladder's rows, as `law_rows` gives them, with losses in a unit.
 
     Raises:
         StageError: If the runs tell no law.
@@ -151,7 +150,7 @@ def fit_law(rows: pd.DataFrame, settings: FitSettings) -> ScalingFit:
         return fit(
             rows,
             n_params_convention=N_PARAMS_CONVENTION,
-            loss_unit=NATS,
+            loss_unit=loss_unit,
             n_bootstrap=settings.n_bootstrap,
             seed=settings.seed,
             max_regret=settings.max_regret,

@@ -59,7 +59,7 @@ def _write(sweep: Sweep, record: Record, losses: dict[int, float], path: Path) -
     try:
         study = optuna.create_study(storage=storage, study_name=sweep.config.name, direction="minimize")
         study.set_user_attr("muscale.sweep", sweep.key)
-        study.set_user_attr("loss", "nats per token, held out; what trials were ranked by")
+        study.set_user_attr("loss", f"{sweep.numerics.model.loss_unit}, held out; what trials were ranked by")
         times = {row["number"]: row["created_at"] for row in sweep.ledger.trials(sweep.key)}
         ends = {row["trial"]: row["created_at"] for row in sweep.ledger.rungs(sweep.key)}
         for number in record.configs:

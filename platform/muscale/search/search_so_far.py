@@ -32,7 +32,7 @@ class SearchSoFar:
     running: tuple[int, ...]
     cancelled: dict[int, str]
 
-    def plot(self) -> go.Figure | None:
+    def plot(self, loss_unit: str) -> go.Figure | None:
         """The loss of each trial from rung to rung, the best so far as the winner."""
         alive = self.rungs.dropna(subset="loss")
         if alive.empty:
@@ -41,7 +41,7 @@ class SearchSoFar:
         best = last.loc[last["loss"].idxmin(), "trial"]
         series = alive["trial"].map(lambda trial: "winner" if trial == best else "to the last rung")
         data = alive[["trial", "n_tokens", "loss"]].assign(series=series)
-        figure = draw_survivors(data.sort_values(["trial", "n_tokens"], ignore_index=True))
+        figure = draw_survivors(data.sort_values(["trial", "n_tokens"], ignore_index=True), loss_unit)
         for trace in figure.data:
             trace.name = {"winner": "best so far", "to the last rung": "other trials"}.get(trace.name, trace.name)
         return figure

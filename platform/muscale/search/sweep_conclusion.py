@@ -66,6 +66,7 @@ def make_result(
         space=config.sweep.space,
         is_population=config.sweep.is_population,
         seed=config.sweep.seed,
+        loss_unit=config.model.loss_unit,
         narrowings=tuple(
             {"first_trial": each.first_trial, **each.narrowed} for each in record.rounds if each.narrowed is not None
         ),

@@ -16,11 +16,10 @@ from muscale.search.across_scales import N_TOKENS, RATE, box_of, config_at, coor
 from muscale.search.rung_optima import RungOptima
 from muscale.search.sweep_tables import config_of
 from muscale.settings.sweep import changeable
-from scaling.drawing import COLOURS, GREY, LOSS
+from scaling.drawing import COLOURS, GREY, loss_title
 from scaling.optima.optimum import MAX_EXCESS
 from search_spaces import Ordinal, Space, is_log
 
-RUNG_LOSS = "loss at the rung (nats per token)"
 SPENT = "compute of the search so far, 6·N·D (FLOPs)"
 ACCENT = COLOURS[2]
 WINNER = "#d1495b"
@@ -38,7 +37,7 @@ def survivors_data(rungs: pd.DataFrame, winner: int) -> pd.DataFrame:
     )
 
 
-def draw_survivors(data: pd.DataFrame) -> go.Figure:
+def draw_survivors(data: pd.DataFrame, loss_unit: str) -> go.Figure:
     """A line per trial; those that were stopped in grey."""
     figure = go.Figure()
     looks = {"stopped": (GREY, 1), "to the last rung": (ACCENT, 1.5), "winner": (WINNER, 3)}
@@ -57,7 +56,7 @@ def draw_survivors(data: pd.DataFrame) -> go.Figure:
     rungs = sorted(data["n_tokens"].unique().tolist())
     texts = [f"{n:,}" for n in rungs]
     figure.update_xaxes(title="training tokens of the rung", type="log", tickvals=rungs, ticktext=texts)
-    figure.update_yaxes(title=RUNG_LOSS)
+    figure.update_yaxes(title=f"{loss_title(loss_unit)} at the rung")
     return figure
 
 
@@ -67,7 +66,7 @@ def history_data(rungs: pd.DataFrame) -> pd.DataFrame:
     return table.assign(best=table.groupby("n_tokens")["loss"].transform(lambda loss: loss.cummin().ffill()))
 
 
-def draw_history(data: pd.DataFrame) -> go.Figure:
+def draw_history(data: pd.DataFrame, loss_unit: str) -> go.Figure:
     """The best so far as steps, a colour for each rung; dots are the results."""
     figure = go.Figure()
     for i, (n_tokens, part) in enumerate(data.groupby("n_tokens")):
@@ -78,7 +77,7 @@ def draw_history(data: pd.DataFrame) -> go.Figure:
         steps = {"color": colour, "shape": "hv"}
         figure.add_scatter(y=part["best"], mode="lines", line=steps, name=f"best at {name}", **common)
     figure.update_xaxes(title=SPENT, exponentformat="power")
-    figure.update_yaxes(title=RUNG_LOSS)
+    figure.update_yaxes(title=f"{loss_title(loss_unit)} at the rung")
     return figure
 
 
@@ -143,7 +142,7 @@ def response_data(annealed: pd.DataFrame, fitted: RungOptima, space: Space, name
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
+def draw_response(data: pd.DataFrame, name: str, space: Space, loss_unit: str) -> go.Figure:
     """A colour for each length: dots are runs, lines the fitted surface, stars its optimum with the interval."""
     figure = go.Figure()
     for i, (n_tokens, part) in enumerate(data.groupby(N_TOKENS)):
@@ -167,7 +166,7 @@ def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
             )
     logarithmic = name in space and is_log(space[name])
     figure.update_xaxes(title=f"{name.replace('_', ' ')} at the base shape", type="log" if logarithmic else None)
-    figure.update_yaxes(title=f"annealed {LOSS}")
+    figure.update_yaxes(title=f"annealed {loss_title(loss_unit)}")
     return figure
 
 

@@ -15,6 +15,7 @@ from muscale.errors import StageError
 from muscale.search.across_scales import box_of, coordinates
 from muscale.search.rung_optima import RungOptima, edge_messages
 from muscale.search.sweep_tables import COST, config_of, format_narrowing, format_values
+from proxy_models.architecture.member import NATS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Finalists, Importance, ScalingError, hyperparameter_importance, pareto_front
 from scaling.presentation import Result
@@ -37,7 +38,7 @@ class SweepResult(Result):
             narrowing), status, configuration, the loss that it was ranked by at each rung reached, expected_loss (at the last
             rung; of a stopped trial corrected to it), the loss and tokens of its longest annealed run (NaN and 0 without one),
             seeds (of that run, the search's own counted), on_front (whether an annealed run of it is on the front of loss
-            against FLOPs), and what its stem cost: tokens, FLOPs (6·N·D), seconds. Losses in nats per token.
+            against FLOPs), and what its stem cost: tokens, FLOPs (6·N·D), seconds. Losses in `loss_unit`.
         rungs: A row for each result at a rung; see `sweep_tables.rungs_table`.
         annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
         best: Hyperparameters of the winner.
@@ -62,6 +63,7 @@ class SweepResult(Result):
     seed: int
     narrowings: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    loss_unit: str = NATS
 
     @cached_property
     def fitted(self) -> RungOptima:
@@ -107,13 +109,13 @@ class SweepResult(Result):
         """Each trial's loss from rung to rung; those that advanced stand out."""
         from muscale.search.sweep_figures import draw_survivors, survivors_data
 
-        return draw_survivors(survivors_data(self.rungs, self.winner))
+        return draw_survivors(survivors_data(self.rungs, self.winner), self.loss_unit)
 
     def plot_history(self) -> go.Figure:
         """The best loss so far at each rung, against what the search had cost."""
         from muscale.search.sweep_figures import draw_history, history_data
 
-        return draw_history(history_data(self.rungs))
+        return draw_history(history_data(self.rungs), self.loss_unit)
 
     def plot_parallel(self) -> go.Figure:
         """Every trial across its hyperparameters, coloured by its loss at the last rung."""
@@ -153,7 +155,9 @@ class SweepResult(Result):
         """
         from muscale.search.sweep_figures import draw_response, response_data
 
-        return draw_response(response_data(self.annealed, self.fitted, self.space, name), name, self.space)
+        return draw_response(
+            response_data(self.annealed, self.fitted, self.space, name), name, self.space, self.loss_unit
+        )
 
     def plot_lineage(self) -> go.Figure:
         """Lineage of a population: copies between members; the winner's path stands out.

@@ -21,7 +21,7 @@ class RunComparison:
     """Differences between two runs.
 
     Attributes:
-        losses: Held-out losses, nats per token; None where a run diverged.
+        losses: Held-out losses; None where a run diverged.
         seconds: Duration of each.
         settings: Values of both where they differ, by name: run, hyperparameters, model and data.
         environment: The same for machine and versions.
@@ -59,7 +59,7 @@ class RunComparison:
 
     @property
     def difference(self) -> float | None:
-        """Loss of the second minus that of the first, nats per token; None where one diverged."""
+        """Loss of the second minus that of the first; None where one diverged."""
         first, second = self.losses
         return None if first is None or second is None else second - first
 
@@ -77,7 +77,7 @@ class RunComparison:
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{name:<{wide[0]}}  {a:<{wide[1]}}  {b}" for name, a, b in rows]
         if self.difference is not None and first:
-            lines.append(f"the second's loss is {self.difference:+.4f} nats per token ({self.difference / first:+.2%})")
+            lines.append(f"the second's loss is {self.difference:+.4f} ({self.difference / first:+.2%})")
         if not self.settings:
             lines.insert(1, "no setting differs")
         return "\n".join(lines)

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.errors import TrainingFailedError, WorkerLostError
+from muscale.errors import TrainerError, TrainingFailedError, WorkerLostError
 from muscale.layout import CORPUS, CURVES, LEDGER, PROGRAM_RUNS, STALLS
 from muscale.programs.family import Program, digest_of
 from muscale.programs.job import job_of
+from muscale.programs.protocol import Description
 from muscale.programs.trainer import read_files, write_files
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
+from proxy_models.architecture.member import Counts, ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus_writing import write_own_data
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -182,3 +184,29 @@ def test_a_program_that_a_signal_ended_may_be_tried_again(tmp_path: Path) -> Non
     trained = Trained(tmp_path / "study", before=killed)
     with pytest.raises(WorkerLostError):
         trained.worker.reach(trained.chain(80, 96))
+
+
+@pytest.mark.parametrize(
+    ("given", "unit"),
+    [
+        ({}, "nats per token"),
+        ({"metric": "loss", "unit": "nats per token"}, "nats per token"),
+        ({"metric": "squared error"}, "squared error"),
+        ({"metric": "error", "unit": "m²"}, "m² of error"),
+        ({"unit": "bits per token"}, "bits per token of loss"),
+    ],
+)
+def test_a_description_names_the_unit_and_its_record_keeps_it(given: dict[str, str], unit: str) -> None:
+    found = Description.parse(json.dumps({"n_params": 1000, "flops_per_token": 6000} | given))
+    assert found.loss_unit == unit
+    counts = Counts(n_params=1000, n_params_total=1000, train_flops_per_token=6e3, loss_unit=found.loss_unit)
+    member = ModuleConfig(d_model=8, n_layers=1, family="a:B", source="", counts=counts)
+    plain = member.to_dict()
+    assert ("loss_unit" in plain["counts"]) == (unit != "nats per token"), "keys of known runs stay"
+    assert ModuleConfig.from_dict(plain).loss_unit == unit
+
+
+@pytest.mark.parametrize("given", [{"unit": 3}, {"metric": ""}])
+def test_a_unit_that_is_no_text_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(TrainerError):
+        Description.parse(json.dumps({"n_params": 1000, "flops_per_token": 6000} | given))

@@ -23,6 +23,7 @@ from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.statements import find
 from muscale.store.tables import ResultKind, runs, segments
+from proxy_models.architecture.member import NATS
 from proxy_models.training.numerics import Numerics
 
 _LABEL = "plan "  # of the full run among the ledger's runs, before the plan's key
@@ -30,7 +31,7 @@ _LABEL = "plan "  # of the full run among the ledger's runs, before the plan's k
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion(Recorded):
-    """A finished full run and its forecast; losses in nats per token.
+    """A finished full run and its forecast; losses in `loss_unit`.
 
     Attributes:
         plan: Key of the plan.
@@ -69,6 +70,7 @@ class Promotion(Recorded):
     asserted: bool = False
     gate: dict[str, Any] | None = None
     forced_lines: tuple[str, ...] = ()
+    loss_unit: str = NATS
     goodput: Goodput | None = None
     incidents: tuple[Incident, ...] = ()
     run_events: tuple[Event, ...] = ()
@@ -92,7 +94,7 @@ class Promotion(Recorded):
         where = "elsewhere, as reported by its owner" if self.asserted else f"on {self.world_size} workers"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
-            f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
+            f"promotion: forecast {self.forecast:.4f} {self.loss_unit}, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
             f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%}",
         ]
