@@ -56,7 +56,7 @@ def draw_survivors(data: pd.DataFrame, loss_unit: str) -> go.Figure:
     rungs = sorted(data["n_tokens"].unique().tolist())
     texts = [f"{n:,}" for n in rungs]
     figure.update_xaxes(title="training tokens of the rung", type="log", tickvals=rungs, ticktext=texts)
-    figure.update_yaxes(title=f"{loss_title(loss_unit)} at the rung")
+    figure.update_yaxes(title=f"loss at the rung ({loss_unit})")
     return figure
 
 
@@ -77,7 +77,7 @@ def draw_history(data: pd.DataFrame, loss_unit: str) -> go.Figure:
         steps = {"color": colour, "shape": "hv"}
         figure.add_scatter(y=part["best"], mode="lines", line=steps, name=f"best at {name}", **common)
     figure.update_xaxes(title=SPENT, exponentformat="power")
-    figure.update_yaxes(title=f"{loss_title(loss_unit)} at the rung")
+    figure.update_yaxes(title=f"loss at the rung ({loss_unit})")
     return figure
 
 
