@@ -63,7 +63,9 @@ class OwnModel(StrictTable):
         try:
             return family.member(self.d_model, self.n_layers)
         except Exception as error:  # whatever the user's code raises
-            problems.append(f"{where}: {name} has no such member: {type(error).__name__}: {error}")
+            problems.append(
+                f"{where}: {name} can't build the member of this width and depth: {type(error).__name__}: {error}"
+            )
             return FAULTY
 
     def _qualified(self) -> str:
