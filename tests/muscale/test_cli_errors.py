@@ -47,6 +47,31 @@ def test_a_users_error_has_no_trace_but_with_debug(
     assert "Traceback" not in muscale(capsys, "check", tmp_path / "none.toml").err
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["ui", "STUDY", "--port", "99999999"], "--port", "99999999"),
+        (["ui", "STUDY", "--port", "-1"], "--port", "-1"),
+        (["ui", "STUDY", "--port", "80.5"], "--port", "80.5"),
+        (["runs", "STUDY", "--limit", "2.5"], "--limit", "2.5"),
+        (["run", "STUDY", "--set", "transfer.widths=[]", "--dry-run"], "transfer.widths", "()"),
+        (["run", "STUDY", "--set", "transfer.horizons=[]", "--dry-run"], "transfer.horizons", "()"),
+        (["fit", "--runs", "TABLE", "--n-params", "total", "--compute-flops", "0"], "compute_flops", "0"),
+        (["fit", "--runs", "TABLE", "--n-params", "total", "--compute-flops", "-1"], "compute_flops", "-1"),
+    ],
+)
+def test_an_odd_number_is_a_users_error_that_names_key_and_value(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str], words: list[str], key: str, value: str
+) -> None:
+    path = make_study()
+    table = path.parent / "runs.csv"
+    table.write_text("n_params,n_tokens,loss\n1e6,2e7,4.0\n")
+    done = muscale(capsys, *({"STUDY": str(path), "TABLE": str(table)}.get(word, word) for word in words))
+    assert done.code == 2
+    assert key in done.err
+    assert value in done.err
+
+
 def test_what_comes_after_two_hyphens_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert muscale(capsys, "check", "--", "--debug").err.startswith("error: --debug: no such file")
 

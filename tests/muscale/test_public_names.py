@@ -10,6 +10,7 @@ from muscale import Study
 
 MEMBERS = [
     "bundle",
+    "cancel_trial",
     "check",
     "compare",
     "config",

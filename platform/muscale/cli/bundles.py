@@ -7,12 +7,14 @@ from typing import Literal
 
 from muscale.cli.application import ARTIFACTS, command
 from muscale.cli.ending import Ending, line, print_ending
-from muscale.cli.options import AsJson, Flag, Options, StudyFile
+from muscale.cli.options import AsJson, Flag, Options, StudyFile, Whole
 from muscale.cli.running import result_alone, run_stage, show
 
 
 @command(ARTIFACTS, example="muscale bundle study.toml --average 3")
-def bundle(study: StudyFile, *, average: int = 1, continuation: str | None = None, options: Options = Options()) -> int:
+def bundle(
+    study: StudyFile, *, average: Whole = 1, continuation: str | None = None, options: Options = Options()
+) -> int:
     """Write the promoted run to a self-contained directory, with a hash of each file.
 
     Args:
@@ -79,10 +81,10 @@ def generate(
     bundle: Path,
     *,
     prompt: str = "",
-    tokens: int = 200,
+    tokens: Whole = 200,
     temperature: float = 0.8,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: Whole = 0,
     averaged: Flag = False,
     json: AsJson = False,
 ) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import FULL_RUN, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import AsJson, Flag, Options, StageOptions, StudyFile
+from muscale.cli.options import AsJson, Flag, Options, StageOptions, StudyFile, Whole
 from muscale.cli.running import is_begun, result_alone, run_stage, show
 from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, FULL_RUNS
@@ -25,7 +25,7 @@ def promote(
     plan: Path | None = None,
     force: Flag = False,
     smoke_test: Flag = False,
-    steps: int | None = None,
+    steps: Whole | None = None,
     prepare: Flag = False,
     profile: str | None = None,
     options: StageOptions = StageOptions(),

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from muscale.cli.application import ARTIFACTS, INSPECT, command
 from muscale.cli.ending import Ending
-from muscale.cli.options import Flag, Options, Settings, StageOptions, StudyFile, Words
+from muscale.cli.options import Flag, Options, Port, Settings, StageOptions, StudyFile, Whole, Words
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 
@@ -26,7 +26,7 @@ def runs(
     *,
     where: Words = (),
     sort: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
-    limit: int | None = None,
+    limit: Whole | None = None,
     columns: Words = (),
     compare: Annotated[tuple[str, str] | None, Parameter(negative=())] = None,
     export: Path | None = None,
@@ -87,7 +87,7 @@ def report(study: StudyFile, *, options: Options = Options()) -> int:
 
 
 @command(INSPECT, example="muscale ui study.toml --allow-actions")
-def ui(study: StudyFile, *, port: int = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
+def ui(study: StudyFile, *, port: Port = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
     """Serve the report as a local web page that updates while the study runs; stop with Ctrl-C.
 
     Args:

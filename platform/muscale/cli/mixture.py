@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
-from muscale.cli.options import AsJson, Columns, Words
+from muscale.cli.options import AsJson, Columns, Whole, Words
 from muscale.cli.running import result_alone, show
 from muscale.errors import StageError, StudyFileError
 
@@ -26,7 +26,7 @@ def mixture(
     n_tokens: float | None = None,
     max_epochs: float = 4.0,
     n_params: float | None = None,
-    next: int = 4,
+    next: Whole = 4,
     predict: Path | None = None,
     weight_prefix: str = "weight_",
     loss_prefix: str = "loss_",

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
 
 from muscale.commands import StudyCommands
 
 _JSON = "Print the result as JSON, and nothing else on standard output."
 _SET = "Replace a setting of the study file, `table.key=value`; may be repeated."
 
+
+def _whole(_kind: object, tokens: Sequence[Token]) -> int:
+    """Read a whole number; cyclopts itself rounds 80.5 to 80."""
+    value = float(text := tokens[0].value)
+    if not value.is_integer():
+        raise ValueError(f"must be a whole number, got {text}")
+    return int(text) if text.lstrip("+-").isdigit() else int(value)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
+Port = Annotated[int, Parameter(converter=_whole, validator=Number(gte=0, lte=65_535))]
 StudyFile = Annotated[Path, Parameter(help="The study file.")]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False, help=_JSON)]

@@ -13,7 +13,7 @@ import pandas as pd
 
 from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
-from scaling.checks import or_nan
+from scaling.checks import or_nan, positive
 from scaling.fits.as_found import NO_COLUMNS, UNIT
 from scaling.fits.runs import read_runs, unit_name
 from scaling.forms.law import NATS
@@ -62,6 +62,8 @@ def fit_runs(
         StageError: Naming the file, the column, the rule and the value.
     """
     try:
+        if compute_flops is not None:
+            positive("compute_flops", compute_flops)
         found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit, columns=columns)
         doubt = None if compute_flops is None else found.unidentified(compute_flops)
         ratio = doubt.tokens_per_param if doubt else None

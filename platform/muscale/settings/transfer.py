@@ -40,13 +40,13 @@ class WideHorizon(StrictTable):
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several widths, depths and horizons, and grids of the hyperparameters in `over`."""
 
-    widths: tuple[PositiveInt, ...]
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
     depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: the check is of widths only
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
     # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
-    horizons: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 0.5, 1.0)
+    horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (0.25, 0.5, 1.0)
     wide_horizon: WideHorizon | None = None  # the horizon law is then of two widths, which share its exponent
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     # each varied alone, at each width and the longest horizon
