@@ -21,7 +21,6 @@ from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.full_runs.train.one_rank import require_shardable
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
@@ -164,6 +163,8 @@ class Study(Result):
         )
         if known := self._known_check():
             return known
+        from muscale.full_runs.train.one_rank import require_shardable  # slow to import: Lightning
+
         with self._display.stage("check"):
             widest = self.config.family.at(width=max(self.config.check.widths))
             require_shardable(replace(self._numerics, model=widest), self.config.hyperparameters, self.corpus)

@@ -125,7 +125,7 @@ def test_two_runs_are_compared(runs: pd.DataFrame) -> None:
     }
     assert found.environment == {"host": ("a", "b")}
     assert found.difference == pytest.approx(-1.0)
-    assert "-1.0000 nats per token (-40.00%)" in str(found)
+    assert "-1.0000 (-40.00%)" in str(found)
     diverged = RunComparison.of(runs, "aa1", "bb")
     assert diverged.difference is None
     assert "diverged" in str(diverged)
