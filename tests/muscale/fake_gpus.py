@@ -73,7 +73,7 @@ def write_first_allocation(run: FullRun, n_gpus: int, variables: Mapping[str, st
     from muscale.full_runs.promote import prepared
 
     os.environ |= variables
-    with patch.object(prepared, "read", lambda _path: run):
+    with patch.object(prepared, "_read", lambda _path: (None, run)):  # no ledger is near, so no config is needed
         calls = first_allocation(lambda: prepared.train_here(run.directory), n_gpus)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCH_FR_DUMP_TEMP_FILE")
     text = json.dumps([{name: os.environ[name] for name in names}, calls])
