@@ -171,8 +171,8 @@ def test_a_repository_of_text_is_its_text(tmp_path: Path) -> None:
         (["train.csv"], b"id,text\n1,a\n" * 50, "train.csv"),
         (["a.jsonl", "notes.txt"], RECORDS.encode(), "notes.txt"),
         (["a.jsonl", "b.parquet"], RECORDS.encode(), "b.parquet"),
-        (["part0.jsonl.gz"], gzip.compress(RECORDS.encode()), "part0.jsonl.gz.*gunzip"),
-        (["a.jsonl", "part0.jsonl.gz"], gzip.compress(RECORDS.encode()), "part0.jsonl.gz"),
+        (["part0.jsonl.gz"], gzip.compress(RECORDS.encode(), mtime=0), r"part0\.jsonl\.gz"),
+        (["a.jsonl", "part0.jsonl.gz"], gzip.compress(RECORDS.encode(), mtime=0), "part0.jsonl.gz"),
     ],
 )
 def test_data_under_another_suffix_is_refused_by_its_name(
