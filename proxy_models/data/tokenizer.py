@@ -7,10 +7,14 @@ holds, and elsewhere special tokens that are spelled out in a text are encoded a
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,33 +163,52 @@ def stored_dtype(name: str) -> np.dtype[np.unsignedinteger[Any]]:
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
     """Train byte-level BPE (Sennrich et al., arXiv 1508.07909; Radford et al., 2019, section 2.2).
 
-    Memory grows with the number of distinct words, not with the length of the text.
+    Memory grows with the number of distinct words, not with the length of the text. Words longer than
+    `bpe_process.LONGEST_WORD` are cut for the training, not by the tokenizer.
 
     Returns:
         The content of a `tokenizer.json`; its token 0 closes documents.
 
     Raises:
-        CorpusError: If the texts have too few distinct pairs for `vocab_size`.
+        CorpusError: If the texts have too few distinct pairs for `vocab_size`, or the process that trains fails.
     """
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
-    if (found := tokenizer.get_vocab_size()) != vocab_size:
+    content = _in_process(texts, str(vocab_size), END_OF_TEXT)
+    if (found := tokenizers.Tokenizer.from_str(content).get_vocab_size()) != vocab_size:
         raise CorpusError(
             f"the training text has pairs for a vocabulary of {found} only, got vocab_size = {vocab_size}; "
             "use more text or a smaller vocabulary"
         )
-    return tokenizer.to_str()
+    return content
+
+
+def _in_process(texts: Iterable[bytes], *arguments: str) -> str:
+    """Return the output of `bpe_process.py`; an error or interruption here ends that process."""
+    with subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", Path(__file__).with_name("bpe_process.py"), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        process_group=0,  # so that Ctrl-C in a terminal reaches only this process
+    ) as process:
+        stdin = cast("IO[bytes]", process.stdin)
+        try:
+            with suppress(BrokenPipeError):  # the process has failed; its exit code follows
+                for text in texts:
+                    stdin.write(len(text).to_bytes(8) + text)
+            content, _ = process.communicate()
+        finally:
+            process.kill()  # does nothing if it has ended
+            with suppress(BrokenPipeError):
+                stdin.close()
+            process.wait()  # `with` does not wait at an interruption
+    if process.returncode:
+        raise CorpusError(
+            f"the process that trains the tokenizer must exit with 0, got {process.returncode}; "
+            "if its memory ran out (-9), use less text"
+        )
+    return str(content, "utf-8")
 
 
 def _load(content: bytes, path: Path) -> Loaded:

@@ -1,10 +1,16 @@
 """Ctrl-C and SIGTERM wait where they would be lost, and come through afterwards."""
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
 from muscale import interrupts
@@ -59,3 +65,35 @@ def test_a_second_sigterm_soon_after_the_first_is_the_same_one_and_a_later_one_i
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
         assert len(heard) == 4
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_the_training_of_a_tokenizer_ends_at_once_with_the_process_that_it_runs_in(
+    which: signal.Signals, make_study: Callable[[], Path]
+) -> None:
+    study = make_study()
+    letters = "".join(random.Random(0).choices("ACGT", k=4_000_000))  # trains for a dozen seconds of a processor
+    (study.parent / "unbroken.txt").write_text(letters)
+    settings = [
+        "corpus.source=unbroken.txt",
+        "corpus.tokenizer=bpe",
+        "model.vocab_size=4096",
+        "plan.compute_flops=1e12",
+    ]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    command = [sys.executable, "-m", "muscale", "check", str(study), *(f"--set={one}" for one in settings)]
+    checked = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    signal.signal(signal.SIGINT, before)
+    trainers: list[psutil.Process] = []
+    try:
+        while not trainers or sum(trainers[0].cpu_times()[:2]) < 2:  # seconds, by which it has read the text
+            assert checked.poll() is None, "it ended before it could be interrupted"
+            time.sleep(0.05)
+            trainers = psutil.Process(checked.pid).children()
+        checked.send_signal(which)
+        assert checked.wait(timeout=60) == 130
+        assert not any(trainer.is_running() for trainer in trainers)
+        assert not [*(study.parent / "corpus").rglob("*")]
+    finally:
+        checked.kill()  # nothing, if it has ended
+        checked.wait()

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy_models.data.bpe_process import LONGEST_WORD
 from proxy_models.data.sources import CorpusError
 from proxy_models.data.tokenizer import (
     END_OF_TEXT,
@@ -58,6 +62,47 @@ def test_ends_of_documents_are_ends_of_lines(bpe: FileTokenizer) -> None:
     first, second = bpe.encode([b"one", b"two"])
     assert bpe.decode(np.concatenate([first, end, second])) == "one\ntwo"
     assert BytesTokenizer().decode(np.frombuffer(b"one\0two", dtype=np.uint8)) == "one\ntwo"
+
+
+def test_words_of_usual_length_train_the_tokenizer_that_the_library_trains() -> None:
+    longest = "x" * LONGEST_WORD
+    text = f"{WORDS.decode()} {longest} {'7' * LONGEST_WORD} {'-=' * (LONGEST_WORD // 2)}{' ' * LONGEST_WORD}don't 变分推断 é\r\n"
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    plain.train_from_iterator([text, "", WORDS.decode()], trainer)
+    assert train_bpe([text.encode(), b"", WORDS], 300) == plain.to_str()
+
+
+@pytest.mark.parametrize("unbroken", ["a", "7", "-", " ", "变"])
+def test_words_beyond_the_longest_are_cut_for_training_and_kept_whole_in_encoding(
+    unbroken: str, tmp_path: Path
+) -> None:
+    text = f"word {unbroken * 4 * LONGEST_WORD} word"
+    (tmp_path / "tokenizer.json").write_text(content := train_bpe([text.encode()], 269))
+    trained = FileTokenizer(tmp_path / "tokenizer.json")
+    assert max(map(len, json.loads(content)["model"]["vocab"])) <= LONGEST_WORD * len(unbroken.encode())
+    assert trained.decode(trained.encode([text.encode()])[0]) == text
+
+
+def test_a_text_that_cannot_be_read_ends_the_training_with_its_own_error() -> None:
+    def texts() -> Iterator[bytes]:
+        yield WORDS * 1000
+        raise CorpusError("the file is gone")
+
+    with pytest.raises(CorpusError, match="the file is gone"):
+        train_bpe(texts(), 280)
+
+
+def test_a_training_process_that_fails_is_an_error_of_the_corpus() -> None:
+    with pytest.raises(CorpusError):
+        train_bpe([b"\xff", *([WORDS * 1000] * 10)], 280)
 
 
 def test_too_little_text_for_a_vocabulary_is_reported() -> None:
