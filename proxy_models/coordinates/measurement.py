@@ -27,7 +27,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.training.state import buffers_held
+from proxy_models.training.state import buffer_check
 
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
 _NOISE = 0.1  # added to every weight before the future is looked for, as what starts at zero hides what it would mix; assumed
@@ -132,8 +132,10 @@ def measure(
     first: dict[str, Tensor] = {}
     for step in range(n_steps + 1):
         nodes: dict[str, Any] = {}
-        with buffers_held(model), recorded_outputs(model, nodes) as outputs:
+        check_buffers = buffer_check(model)
+        with recorded_outputs(model, nodes) as outputs:
             loss = sequence_loss(model, sequences)  # the readout is to be seen
+        check_buffers()
         first, kinds = first or outputs, kinds or _kinds(model, readout, parametrization, nodes)
         for name, output in outputs.items():
             measured[name, kinds[name], "size", step] = rms(output)

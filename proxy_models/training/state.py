@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -85,23 +84,24 @@ class _ErrorKeepingWriter(io.BufferedWriter):
             raise
 
 
-@contextmanager
-def buffers_held(module: nn.Module) -> Iterator[None]:
-    """Check that the persistent buffers come out of a training step as they went in: no state or checkpoint keeps them.
+def buffer_check(module: nn.Module) -> Callable[[], None]:
+    """Return a check that the persistent buffers are what they are now, since no state or checkpoint keeps them.
 
-    Raises:
-        FamilyError: If one has changed.
+    It raises FamilyError if one has changed, and waits for the device.
     """
     kept = module.state_dict(keep_vars=True).keys()
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if name in kept}
-    yield
-    after = dict(module.named_buffers())
-    changed = [name for name, buffer in before.items() if not have_same_values(buffer, after[name])]
-    if changed:
-        raise FamilyError(
-            f"{type(module).__name__}: buffers must stay constant in a training step; got changes of {', '.join(changed)}; "
-            "make them parameters, or compute them from the input"
-        )
+
+    def check() -> None:
+        after = dict(module.named_buffers())
+        changed = [name for name, buffer in before.items() if not have_same_values(buffer, after[name])]
+        if changed:
+            raise FamilyError(
+                f"{type(module).__name__}: buffers must stay constant in a training step; got changes of {', '.join(changed)}; "
+                "make them parameters, or compute them from the input"
+            )
+
+    return check
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from proxy_models.training.guard import Divergence, Guard, Spike, Verdict
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
-from proxy_models.training.state import buffers_held, capture, restore, without_moments
+from proxy_models.training.state import buffer_check, capture, restore, without_moments
 
 GOOD = "good/"  # prefix of the guard's snapshot in a memory
 
@@ -82,7 +81,7 @@ class Stepper:
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard, self._device) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
-        self._held = False
+        self._check_buffers: Callable[[], None] | None = None
 
     @property
     def parametrization(self) -> Parametrization:
@@ -117,9 +116,11 @@ class Stepper:
             self._good = capture(self.module, self.optimizer)
         if self._random:
             torch.manual_seed(step_seed(self._seed, tokens, self._rank))
-        with nullcontext() if self._held else buffers_held(self.module):  # once, as it waits for the device
-            loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
-        self._held = True
+        is_first = self._check_buffers is None
+        self._check_buffers = self._check_buffers or buffer_check(self.module)
+        loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
+        if is_first:  # and again in `memory`, but not at every step, as it waits for the device
+            self._check_buffers()
         if self._scaler:
             self._scaler.unscale(self.optimizer)
         norm = clip(self.parameters, self.recipe.clip_norm)
@@ -183,7 +184,13 @@ class Stepper:
         self.optimizer, self.recipe = optimizer, recipe
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the state that the next step needs besides weights and moments: loss scale, the guard's window, its snapshot."""
+        """Return the state that the next step needs besides weights and moments: loss scale, the guard's window, its snapshot.
+
+        Raises:
+            FamilyError: If the next step would also need buffers that a step has changed.
+        """
+        if self._check_buffers:
+            self._check_buffers()
         self.settle()
         tensors = {}
         if self._scaler:

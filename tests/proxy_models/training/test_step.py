@@ -62,6 +62,24 @@ def test_a_model_with_state_in_its_buffers_is_refused_at_its_first_step(changes:
         take(one)
 
 
+def test_a_model_whose_buffers_change_later_is_refused_before_its_state_is_kept() -> None:
+    one, steps = stepper(), 0
+    one.module.register_buffer("mean", torch.zeros(()))
+
+    def count(module: Any, _: Any) -> None:
+        nonlocal steps
+        steps += 1
+        module.mean = module.mean + float(steps == 3)  # another tensor, which no version counts
+
+    one.module.register_forward_pre_hook(count)
+    for number in range(2):
+        take(one, number)
+    one.memory()
+    take(one, 2)
+    with pytest.raises(FamilyError):
+        one.memory()
+
+
 def test_another_optimizer_continues_with_the_weights_and_without_moments() -> None:
     guard = GuardSettings(action="rewind", window=8, snapshot_every=2)
     one = stepper(replace(NUMERICS, guard=guard))

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream, evaluation_sequences
 from proxy_models.data.corpus import Corpus
@@ -30,10 +32,43 @@ from proxy_models.training.optimizer import clip, initialize, make_optimizer, se
 from proxy_models.training.state import TrainState
 from proxy_models.training.step import step_seed
 from proxy_models.training.trainer import SegmentResult, Trainer
+from tests.proxy_models.families import Network, Recurrent
 
 BATCH = 4 * 32
 N_TOKENS = 40 * BATCH
 AssertSame = Callable[[SegmentResult, SegmentResult], None]
+
+
+class CountingNetwork(Network):
+    """Network with a persistent buffer that changes from the third forward pass on."""
+
+    late: Tensor
+
+    def __init__(self, vocab_size: int, width: int, depth: int) -> None:
+        super().__init__(vocab_size, width, depth)
+        self.passes = 0
+        self.register_buffer("late", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += self.training
+        self.late += self.passes >= 3
+        return super().forward(tokens)
+
+
+class Counting(Recurrent):
+    """Family of such networks."""
+
+    def build(self, width: int, depth: int) -> Network:
+        return CountingNetwork(self.vocab_size, width, depth)
+
+
+def test_a_family_whose_buffers_change_from_the_third_step_on_is_refused_at_the_end_of_its_segment(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    model = Counting(vocab_size=256, context_length=32).member(16, 1)
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 4 * BATCH)
+    with pytest.raises(FamilyError):
+        trainer.train(replace(numerics, model=model, base=model), segment)
 
 
 def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, ...]) -> list[SegmentResult]:
