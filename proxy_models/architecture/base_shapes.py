@@ -9,13 +9,13 @@ A parameter without a rule is refused by name: with a wrong class it would train
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import mup
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from proxy_models.architecture.parametrization import MATRICES, TensorClass, TensorShape
+from proxy_models.architecture.parametrization import TensorClass, TensorShape, fan_in_of
 
 _OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
 _INPUTS_FIRST = (
@@ -48,7 +48,7 @@ def module_shapes(
 
     Raises:
         ValueError: If the three differ in more than shape, no dimension grows, or a parameter is not one of embedding,
-            matrix in a block, norm gain, bias and readout, or a name in `classes` is none.
+            matrix in a block, norm gain, bias and readout, or a name in `classes` is none, or not of such a shape.
     """
     names = list(dict(target.named_parameters()))
     for role, module in (("base", base), ("delta", delta)):
@@ -75,7 +75,7 @@ def module_shapes(
     return {
         name: TensorShape(
             tensor_class=stated[name],
-            fan_in=math.prod(shapes[name][1:]) if stated[name] in MATRICES - {TensorClass.EMBEDDING} else 1,
+            fan_in=fan_in_of(name, stated[name], shapes[name], [dimension.isinf() for dimension in inf_shapes[name]]),
             width_mult=float(inf_shapes[name].width_mult()),
         )
         if name in stated
@@ -107,7 +107,7 @@ def _shape(
         raise ValueError(f"{described} has {sum(grows)} dimensions of width; the rules know at most 2")
     in_block = name.startswith(block_prefix)
     of_norm = name.endswith("weight") and is_norm(owner)
-    fan_in = math.prod(sizes[1:])
+    inputs_first = False
     if is_readout:
         if grows != [False, True]:
             raise ValueError(f"{described} is named as a readout, which maps a width to a fixed number of outputs")
@@ -117,16 +117,20 @@ def _shape(
             raise ValueError(
                 f"{described} is a matrix outside the blocks {block_prefix!r}, where the depth rules don't hold"
             )
-        if f"{type(owner).__module__}.{type(owner).__qualname__}" in _INPUTS_FIRST:
-            fan_in = sizes[0]
-        elif len(sizes) == 2 and not isinstance(owner, _OUTPUTS_FIRST):
+        inputs_first = f"{type(owner).__module__}.{type(owner).__qualname__}" in _INPUTS_FIRST
+        if len(sizes) == 2 and not (inputs_first or isinstance(owner, _OUTPUTS_FIRST)):
             raise ValueError(
                 f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Linear or a "
                 "subclass, whose fan-in is known"
             )
+        if len(sizes) > 2 and not (isinstance(owner, _ConvNd) and not owner.transposed):
+            raise ValueError(
+                f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Conv1d or the like, or "
+                f'give its class in tensor_classes, {{"{name}": "{TensorClass.HIDDEN}"}} if it is (outputs, inputs, kernel)'
+            )
         tensor_class = TensorClass.HIDDEN
     elif grows == [False, True] and not isinstance(owner, nn.Linear):
-        tensor_class, fan_in = TensorClass.EMBEDDING, 1
+        tensor_class = TensorClass.EMBEDDING
     elif grows == [True] and of_norm:
         tensor_class = TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM
     elif grows == [True] and name.rpartition(".")[2].startswith("bias"):  # "bias_ih_l0" of a recurrent layer
@@ -138,6 +142,9 @@ def _shape(
             "no rule is for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
         )
         likely = f"one of {', '.join(TensorClass)}"
+        if grows == [False, True, True]:
+            rule = "such a tensor may be a stack (matrices, outputs, inputs), and a convolution is one of nn.Conv1d or the like"
+            likely = f'as {{"{name}": "{TensorClass.HIDDEN_STACK}"}}, or {likely}'
         if grows == [True]:
             rule = "a vector of the width is known by its name, as bias or a norm's weight"
             likely = f'as {{"{name}": "{TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS}"}}, or {likely}'
@@ -145,4 +152,5 @@ def _shape(
             f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: {rule}; "
             f"a family of one's own can give its class in tensor_classes, {likely}"
         )
+    fan_in = sizes[0] if inputs_first else fan_in_of(name, tensor_class, sizes, grows)
     return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

@@ -92,7 +92,10 @@ class Family(ABC):
             return {f"{cls.__name__}.py": "".join(lines).encode()}
 
     def tensor_classes(self, width: int, depth: int) -> Mapping[str, str]:
-        """Classes of parameters by name, where they are not those that the shapes tell: {"blocks.0.decay": "block_bias"}."""
+        """Classes of parameters by name, where they are not those that the shapes tell: {"blocks.0.decay": "block_bias"}.
+
+        Matrices that lie in one tensor (matrices, outputs, inputs), as those of experts, are a "hidden_stack".
+        """
         return {}
 
     def active_shares(self, width: int, depth: int) -> Mapping[str, float]:

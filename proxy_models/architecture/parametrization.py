@@ -25,6 +25,9 @@ exponents do (the coordinate check finds each of them): not sqrt(m) on the rate,
 2407.05872), nor 1/sqrt(m), an embedding's under a large vocabulary (Hayou and Liu, arXiv 2506.15025). Narrow models are still far
 from that limit: `TIED_REACH`.
 
+The weight of a convolution is the matrix (outputs, inputs · kernel). In a stack (matrices, outputs, inputs), as of experts, each
+matrix follows the rule of a hidden matrix (`TensorClass.HIDDEN_STACK`).
+
 Learned positions count as an embedding. The gains of qk-norm, which all heads share, differ from a block's other gains in having no
 width; they sit inside a branch as those do, and their gradients fall with the depth alike (measured here, depth times 8, three
 seeds: to .12 to .14 of the base's under a = 1, those of hidden matrices to .14).
@@ -49,7 +52,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, TypedDict, Unpack
@@ -95,6 +98,7 @@ class TensorClass(StrEnum):
 
     EMBEDDING = "embedding"
     HIDDEN = "hidden"
+    HIDDEN_STACK = "hidden_stack"
     BLOCK_NORM = "block_norm"
     BLOCK_BIAS = "block_bias"
     QK_NORM = "qk_norm"
@@ -106,8 +110,9 @@ class TensorClass(StrEnum):
 
 _LISTED = 3  # differences between two tables that an error lists
 
-_IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
-MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
+HIDDEN_MATRICES = {TensorClass.HIDDEN, TensorClass.HIDDEN_STACK}
+_IN_BLOCK = {*HIDDEN_MATRICES, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
+MATRICES = {*HIDDEN_MATRICES, TensorClass.EMBEDDING, TensorClass.READOUT, TensorClass.TIED}
 _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 
@@ -118,6 +123,30 @@ class TensorShape:
     tensor_class: TensorClass
     fan_in: int
     width_mult: float
+
+
+def fan_in_of(name: str, tensor_class: TensorClass, dims: Sequence[int], grows: Sequence[bool]) -> int:
+    """Return the fan-in of a parameter of this class, whose outputs come before its inputs; 1 for embeddings and vectors.
+
+    Args:
+        name: Of the parameter, for the error.
+        tensor_class: Found, or stated by the user.
+        dims: Its dimensions.
+        grows: Whether each of them is width.
+
+    Raises:
+        ValueError: If the dimensions can't be those of the class.
+    """
+    if tensor_class is TensorClass.HIDDEN_STACK:
+        if list(grows) == [False, True, True]:
+            return dims[-1]
+        rule = "a hidden_stack is (matrices, outputs, inputs), whose outputs and inputs grow with the width"
+    elif tensor_class is TensorClass.HIDDEN and any(grows[2:]):
+        rule = "a hidden tensor is (outputs, inputs, kernel), and no kernel grows; (matrices, outputs, inputs) is a hidden_stack"
+    else:
+        return math.prod(dims[1:]) if tensor_class in MATRICES - {TensorClass.EMBEDDING} else 1
+    growing = [number for number, grow in enumerate(grows) if grow]
+    raise ValueError(f"{name}: {rule}; got shape {tuple(dims)}, which grows in the dimensions {growing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +263,7 @@ def tensor_rule(
     base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
     init_std = {
         TensorClass.EMBEDDING: 1.0,
-        TensorClass.HIDDEN: 1 / math.sqrt(shape.fan_in),
+        **dict.fromkeys(HIDDEN_MATRICES, 1 / math.sqrt(shape.fan_in)),
         TensorClass.READOUT: 1 / math.sqrt(base_fan_in),
         TensorClass.TIED: 1 / math.sqrt(base_fan_in),
     }.get(tensor_class, 0.0)
@@ -247,7 +276,7 @@ def tensor_rule(
             weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
-    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
+    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if tensor_class in HIDDEN_MATRICES else 1.0
     width_decay_factor = width_lr_divisor if decay_scaling == "timescale" else math.sqrt(width_lr_divisor)
     depth_lr_factor = depth_mult ** (depth_exponent - 1) if in_block else 1.0
     depth_eps_divisor = depth_mult**depth_exponent if in_block else 1.0

@@ -13,11 +13,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.parametrization import MATRICES, Parametrization, TensorClass
+from proxy_models.architecture.parametrization import HIDDEN_MATRICES, MATRICES, Parametrization, TensorClass
 from proxy_models.training.optimizer import MULTIPLIERS
 
 _KINDS = {
-    TensorClass.HIDDEN: "hidden matrix",
+    **dict.fromkeys(HIDDEN_MATRICES, "hidden matrix"),
     TensorClass.EMBEDDING: "embedding matrix",
     TensorClass.TIED: "tied matrix",  # held to a readout's bounds
 }
@@ -55,9 +55,10 @@ class Norms:
     def _norm(self, name: str, values: Tensor) -> float:
         if not bool(values.isfinite().all()):
             return math.nan
-        largest = float(torch.linalg.matrix_norm(values.flatten(1), ord=2))
+        is_stack = self._classes[name] is TensorClass.HIDDEN_STACK
+        largest = float(torch.linalg.matrix_norm(values if is_stack else values.flatten(1), ord=2).max())
         match self._classes[name]:
-            case TensorClass.HIDDEN:
+            case TensorClass.HIDDEN | TensorClass.HIDDEN_STACK:
                 return largest
             case TensorClass.EMBEDDING:
                 return largest / math.sqrt(self._width)

@@ -2,7 +2,9 @@
 
 That cap is the paper's relative step. Under a table of rates it would cut the groups with the largest and leave the others,
 and after some thousand steps no schedule would reach any. All else is as in torch's: the update is relative to a tensor's
-root mean square, clipped at a root mean square of 1, and decay is rate · decay.
+root mean square, clipped at a root mean square of 1, and decay is rate · decay. A tensor of more than two dimensions keeps rows and
+columns of its last two, as in torch's and in the authors' (tensor2tensor/utils/adafactor.py): those of each matrix of a stack, and
+of (inputs, kernel) for each output of a convolution.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of 
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without momentum; a matrix keeps a mean squared gradient per row and per column, any other tensor one per entry.
+    """Adafactor without momentum; matrices keep a mean squared gradient per row and per column, a vector one per entry.
 
     It works on sharded tensors, with two reductions a step for all of them, and never waits for a device.
     """
@@ -53,21 +55,21 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _sums(parameter: Tensor) -> Tensor:
-    """Summed squares of a gradient's rows and of its columns, if it is a matrix, and of the parameter, in this order.
+    """Summed squares of a gradient's rows and of its columns, unless it is a vector, and of the parameter, in this order.
 
     Those of a shard lie where the shard does, in zeros; of copies the first alone has them.
     """
     entries, gradient = own(parameter).square().sum()[None], own(cast(Tensor, parameter.grad))
-    edges = (-1, -2) if parameter.ndim == 2 else ()
-    sums = [*(torch.linalg.vector_norm(gradient, dim=dim).square() for dim in edges), entries]
-    if not is_sharded(parameter):
-        return torch.cat(sums)
-    if parameter.ndim == 2:
-        for number, (size, part) in enumerate(zip(parameter.shape, part_of(parameter), strict=True)):
-            whole = entries.new_zeros(size)
-            whole[part] = sums[number]
+    edges = (-1, -2) if parameter.ndim > 1 else ()
+    sums = [torch.linalg.vector_norm(gradient, dim=dim).square() for dim in edges]
+    if is_sharded(parameter):
+        part = part_of(parameter)
+        for number, edge in enumerate(edges):
+            kept = [dim for dim in range(parameter.ndim) if dim != parameter.ndim + edge]
+            whole = entries.new_zeros([parameter.shape[dim] for dim in kept])
+            whole[tuple(part[dim] for dim in kept)] = sums[number]
             sums[number] = whole
-    return _counted_once(parameter, torch.cat(sums))
+    return _counted_once(parameter, torch.cat([*(one.flatten() for one in sums), entries]))
 
 
 def _counted_once(parameter: Tensor, sums: Tensor) -> Tensor:
@@ -92,12 +94,13 @@ def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:
     """Take a gradient, of which these are the sums, into the running means."""
     state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
     weight, gradient = float(state["step"]) ** -_DECAY, cast(Tensor, parameter.grad)
-    if gradient.ndim != 2:
+    if gradient.ndim < 2:
         _average(state, "variance", gradient.square(), weight)
         return
-    n_rows, n_columns = gradient.shape
-    _average(state, "row_var", _copied(sums[:n_rows, None] / n_columns, parameter), weight)
-    _average(state, "col_var", _copied(sums[None, n_rows : n_rows + n_columns] / n_rows, parameter), weight)
+    *stacked, n_rows, n_columns = gradient.shape
+    rows, columns, _ = torch.split(sums, [gradient.numel() // n_columns, gradient.numel() // n_rows, 1])
+    _average(state, "row_var", _copied(rows.view(*stacked, n_rows, 1) / n_columns, parameter), weight)
+    _average(state, "col_var", _copied(columns.view(*stacked, 1, n_columns) / n_rows, parameter), weight)
 
 
 def _copied(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -119,13 +122,14 @@ def _average(state: dict[str, Tensor], name: str, squares: Tensor, weight: float
 def _preconditioned(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
     """This rank's part of the gradient over the root of its second moments."""
     gradient = own(cast(Tensor, parameter.grad))
-    if gradient.ndim != 2:
+    if gradient.ndim < 2:
         return gradient * own(state["variance"]).rsqrt()
     rows, columns = own(state["row_var"]), own(state["col_var"])
     mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]  # the product of rows and columns would underflow
     if is_sharded(parameter):
         part = part_of(parameter)
-        rows, columns = rows[part[0]], columns[:, part[1]]
+        mean, rows = mean[part[:-2]], rows[part[:-1]]
+        columns = columns[(*part[:-2], slice(None), part[-1])]
     return gradient * (rows / mean).rsqrt() * columns.rsqrt()
 
 

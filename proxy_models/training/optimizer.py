@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import (
+    HIDDEN_MATRICES,
     ForwardMultipliers,
     OptimizerName,
     Parametrization,
     TensorClass,
     TensorRule,
 )
-from proxy_models.architecture.sharded import is_sharded, own, whole, write
+from proxy_models.architecture.sharded import whole, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
-
-if TYPE_CHECKING:
-    from proxy_models.training.orthogonal import Orthogonalization
+from proxy_models.training.muon import MuonWithAdamW
 
 MULTIPLIERS = {
     "embedding": "embedding_multiplier",
@@ -31,10 +30,6 @@ MULTIPLIERS = {
     "attention": "attention_scale",
 }
 """The zero-dimensional buffer in which a model has each of `ForwardMultipliers`, if it has it."""
-MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
-_MUON_RATE = (
-    "match_rms_adamw"  # 0.2·√max(rows, columns), so that AdamW's rates and decays serve; Liu et al., section 2.2
-)
 
 
 @torch.no_grad()
@@ -130,18 +125,21 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
     `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
     "adam" takes no weight decay. AdamW is torch's fused kernel on every device: it rounds otherwise than the unfused one.
     """
-    groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[float, float, float, TensorClass | None], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer
     for name, parameter in model.named_parameters():
         rule = parametrization.rules[name]
-        key = (*rate_decay_eps(rule, recipe, name_of), rule.tensor_class is TensorClass.HIDDEN and name_of == "muon")
+        is_orthogonal = name_of == "muon" and rule.tensor_class in HIDDEN_MATRICES
+        key = (*rate_decay_eps(rule, recipe, name_of), rule.tensor_class if is_orthogonal else None)
         groups.setdefault(key, []).append((name, parameter))
     settings: list[dict[str, Any]] = []
     for (lr, decay, eps, orthogonal), parameters in groups.items():
         group = {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay}
-        if name_of in ("adamw", "adam", "muon") and not orthogonal:
+        if orthogonal:
+            group |= {"orthogonal": True, "stack": orthogonal is TensorClass.HIDDEN_STACK}
+        elif name_of in ("adamw", "adam", "muon"):
             group["eps"] = eps
-        settings.append({**group, "orthogonal": True} if orthogonal else group)
+        settings.append(group)
     betas = (recipe.beta1, recipe.beta2)
     match name_of:
         case "lion":
@@ -153,67 +151,6 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
         case "muon":
             return MuonWithAdamW(settings, betas=betas)
     return torch.optim.AdamW(settings, betas=betas, fused=True)
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups marked `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
-
-    Groups and state are this optimizer's, and are lent to the two for each step. Sharded matrices are orthogonalised by
-    `Orthogonalization`: torch's Muon would communicate in each of its products.
-    """
-
-    def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
-        super().__init__(settings, {"orthogonal": False})
-        self._inner: dict[bool, torch.optim.Optimizer] = {}
-        self._orthogonalization: Orthogonalization | None = None
-        for orthogonal in (True, False):
-            if not (groups := self._groups(orthogonal)):
-                continue
-            copies = [dict(group) for group in groups]
-            self._inner[orthogonal] = (
-                torch.optim.Muon(copies, adjust_lr_fn=_MUON_RATE, momentum=MUON_MOMENTUM)
-                if orthogonal
-                else torch.optim.AdamW(copies, betas=betas, fused=True)
-            )
-            for ours, theirs in zip(groups, copies, strict=True):
-                ours.update(theirs)  # with the defaults filled in
-
-    def _groups(self, orthogonal: bool) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step of both optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for orthogonal, optimizer in self._inner.items():
-            groups = self._groups(orthogonal)
-            if orthogonal and is_sharded(groups[0]["params"][0]):
-                self._step_sharded(groups)
-                continue
-            optimizer.param_groups, optimizer.state = groups, self.state
-            optimizer.step()
-        return loss
-
-    def _step_sharded(self, groups: list[dict[str, Any]]) -> None:
-        """Apply momentum and decay to each rank's own part, and its part of the orthogonalised updates."""
-        from torch.optim._muon import _adjust_lr
-
-        from proxy_models.training.orthogonal import Orthogonalization
-
-        moving = [(group, p) for group in groups for p in group["params"] if p.grad is not None]
-        if not self._orthogonalization:
-            self._orthogonalization = Orthogonalization([parameter for _, parameter in moving])
-        updates = []
-        for _, parameter in moving:
-            momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-            momentum.lerp_(parameter.grad, 1 - MUON_MOMENTUM)
-            updates.append(parameter.grad.lerp(momentum, MUON_MOMENTUM))  # Nesterov's
-        for (group, parameter), update in zip(moving, self._orthogonalization(updates), strict=True):
-            rate = _adjust_lr(group["lr"], _MUON_RATE, parameter.shape)
-            own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule_factor: float) -> None:

@@ -1,4 +1,4 @@
-"""Newton–Schulz of sharded matrices: each matrix is orthogonalised by one rank, and all ranks have as much to do.
+"""Newton–Schulz of matrices, and of sharded ones: each matrix is orthogonalised by one rank, and all ranks have as much to do.
 
 Two exchanges a step, in the precision of torch's iteration, bf16: parts go to the ranks that orthogonalise them, and come back. A rank
 sends and receives its share of the matrices twice, where gathering all of them would bring every rank everything.
@@ -13,12 +13,39 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+from torch.optim._muon import (
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    _zeropower_via_newtonschulz,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Part = tuple[slice, ...]
+
+
+def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
+    """Return an update orthogonalised, bf16: each matrix of a stack, or else the one matrix (outputs, everything else).
+
+    torch's iteration takes one matrix; what follows is the same for many.
+    """
+    if not stack:
+        coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+        matrix = _zeropower_via_newtonschulz(update.flatten(1), coefficients, DEFAULT_NS_STEPS, EPS)
+        return matrix.reshape(update.shape)
+    matrices, is_tall = update.bfloat16(), update.shape[-2] > update.shape[-1]
+    if is_tall:
+        matrices = matrices.mT
+    matrices = matrices / torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(DEFAULT_NS_STEPS):
+        gram = matrices @ matrices.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C)
+        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=DEFAULT_A)
+    return matrices.mT if is_tall else matrices
 
 
 class Orthogonalization:
@@ -40,7 +67,8 @@ class Orthogonalization:
         """The rank of each matrix: the largest is next, and goes to the rank with the least work."""
         work = [0] * len(self._ranks)
         owners = [0] * len(self._matrices)
-        costs = [max(shape) * min(shape) ** 2 for shape, _ in self._matrices]  # as the products of the iteration
+        sizes = [(shape[0], shape[1:].numel()) for shape, _ in self._matrices]
+        costs = [max(size) * min(size) ** 2 for size in sizes]  # as the products of the iteration
         for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
             owners[number] = min(self._ranks, key=work.__getitem__)
             work[owners[number]] += costs[number]
@@ -86,9 +114,7 @@ class Orthogonalization:
         for number, part in (one for of in taken for one in of):
             whole[number][part] = next(pieces)
         for number, matrix in whole.items():
-            whole[number] = _zeropower_via_newtonschulz(
-                matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS
-            )
+            whole[number] = orthogonalized(matrix, stack=False)
         given = [[whole[n][parts[n][rank]] for n in ours] for rank in self._ranks]
         taken_back = [[tuple(here[n].shape) for n in self._owned[owner]] for owner in self._ranks]
         pieces = iter(_exchanged(given, taken_back, here[0]))

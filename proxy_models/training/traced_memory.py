@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.families import family_of
+from proxy_models.architecture.families import family_of, parameter_shapes
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
@@ -81,7 +81,9 @@ def traced_memory(
         parameters=_FP32 * n // share,
         gathered=gathered,
         gradients=_FP32 * n // share,
-        optimizer=(state_bytes(member, optimizer) - _FP32 * n) // share,
+        optimizer=_adafactor_bytes(member)
+        if optimizer == "adafactor"
+        else (state_bytes(member, optimizer) - _FP32 * n) // share,
         reduced=reduced,
         activations=activations,
     )
@@ -188,6 +190,14 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
 def _total(tracker: MemTracker, when: str) -> int:
     found: dict[Any, dict[Any, int]] = tracker.get_tracker_snapshot(when)
     return sum(snapshot["Total"] for snapshot in found.values())
+
+
+def _adafactor_bytes(member: Member) -> int:
+    """Bytes of the rows and columns of every tensor's last two dimensions, and of vectors, which each device has."""
+    shapes = [parameter.shape for parameter in parameter_shapes(member).values()]
+    return _FP32 * sum(
+        shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel() for shape in shapes
+    )
 
 
 def _units(member: Member, precision: Precision) -> tuple[int, int, int]:

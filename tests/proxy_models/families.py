@@ -1,7 +1,8 @@
-"""A family of the tests' own: gated recurrent layers on a residual stream."""
+"""Families of the tests' own: gated recurrent layers on a residual stream, and convolutions with experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -63,3 +64,36 @@ class Recurrent(Family):
 
     def build(self, width: int, depth: int) -> Network:
         return Network(self.vocab_size, width, depth)
+
+
+N_EXPERTS = 5
+
+
+class ConvolutionWithExperts(nn.Module):
+    """A causal convolution, and the mean of experts whose matrices (outputs, inputs) lie in one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.convolution = nn.Conv1d(width, width, 3, bias=False)
+        self.experts = nn.Parameter(torch.randn(N_EXPERTS, 2 * width, width))
+        self.output = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, stream: Tensor, branch: Tensor) -> Tensor:
+        before = nn.functional.pad(self.norm(stream).mT, (2, 0))
+        hidden = nn.functional.silu(self.convolution(before).mT)
+        hidden = torch.einsum("bti,eoi->ebto", hidden, self.experts).relu().mean(0)
+        return cast(Tensor, stream + branch * self.output(hidden))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked(Recurrent):
+    """Networks of convolutions with experts."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        network.layers = nn.ModuleList(ConvolutionWithExperts(width) for _ in range(depth))
+        return network
+
+    def tensor_classes(self, width: int, depth: int) -> Mapping[str, str]:
+        return {f"layers.{number}.experts": "hidden_stack" for number in range(depth)}

@@ -51,7 +51,8 @@ leave the framework's own muP switches off.
 | optimizer | of this tensor |
 
 A Muon update is orthogonalised by five Newton-Schulz steps on the momentum (.95, Nesterov) and multiplied by its `learning_rate`
-and by 0.2 · sqrt(max(rows, columns)).
+and by 0.2 · sqrt(max(rows, columns)). The matrix of a tensor (outputs, inputs, kernel) is (outputs, inputs · kernel); of a
+`hidden_stack` (matrices, outputs, inputs) each matrix is orthogonalised.
 
 `forward_multipliers` of plan.json has the four of them. The attention logits are (query · key) × `attention`, in place of
 1/sqrt(head_dim). A tied table is multiplied by `embedding` where it embeds and by `readout` where it reads out. Learned positions are

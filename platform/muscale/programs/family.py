@@ -23,11 +23,11 @@ from proxy_models.architecture.counted import counted, remember
 from proxy_models.architecture.family import Family, qualified_name, source_hash
 from proxy_models.architecture.member import Counts, Member, ModuleConfig
 from proxy_models.architecture.parametrization import (
-    MATRICES,
     ForwardMultipliers,
     Parametrization,
     TensorClass,
     TensorShape,
+    fan_in_of,
     parametrization_of,
 )
 from proxy_models.hashing import content_key, file_sha256
@@ -238,10 +238,9 @@ def tensor_shapes(target: Description, base: Description, wider: Description) ->
         tensor_class = target.classes.get(name) or _class(name, grows, dims)
         if len(factors) > 1:
             raise ValueError(f"the dimensions of {name} grow by several factors, {sorted(factors)}")
-        inner = tensor_class in MATRICES - {TensorClass.EMBEDDING}
         found[name] = TensorShape(
             tensor_class=tensor_class,
-            fan_in=math.prod(dims[1:]) if inner else 1,
+            fan_in=fan_in_of(f"the tensor {name}", tensor_class, dims, grows),
             width_mult=factors.pop() if factors else 1.0,
         )
     return found

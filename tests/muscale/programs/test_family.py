@@ -96,6 +96,23 @@ def test_rules_by_dimensions_are_those_of_the_decoder(depth_exponent: float) -> 
     assert found.multipliers.branch == expected.multipliers.branch
 
 
+def test_a_stack_of_matrices_has_the_fan_in_of_one_and_is_stated() -> None:
+    def described(width: int, **classes: str) -> Description:
+        tensors = {"layers.0.experts": [4, 3 * width, width], "layers.0.convolution": [width, width, 5]}
+        n_params = sum(map(math.prod, tensors.values()))
+        answer = {"n_params": n_params, "flops_per_token": 1.0, "tensors": tensors}
+        return Description.parse(json.dumps(answer | {"classes": {f"layers.0.{n}": of for n, of in classes.items()}}))
+
+    found = tensor_shapes(*(described(width, experts="hidden_stack") for width in (64, 16, 32)))
+    assert {name: (shape.tensor_class, shape.fan_in, shape.width_mult) for name, shape in found.items()} == {
+        "layers.0.experts": (TensorClass.HIDDEN_STACK, 64, 4.0),
+        "layers.0.convolution": (TensorClass.HIDDEN, 64 * 5, 4.0),
+    }
+    for classes in ({}, {"experts": "hidden"}):
+        with pytest.raises(ValueError, match="layers.0.experts"):
+            tensor_shapes(*(described(width, **classes) for width in (64, 16, 32)))
+
+
 def test_a_tensor_without_a_rule_is_named() -> None:
     one = json.dumps({"n_params": 6, "flops_per_token": 1.0, "tensors": {"in.weight": [3, 2]}})
     two = json.dumps({"n_params": 12, "flops_per_token": 1.0, "tensors": {"in.weight": [6, 2]}})

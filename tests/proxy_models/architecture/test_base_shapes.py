@@ -189,9 +189,37 @@ def inputs_first(width: int) -> nn.Module:
     return head(width, Transposed(width))
 
 
+class Holder(nn.Module):
+    """A tensor that says nothing of what its dimensions are."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.tensor = nn.Parameter(torch.zeros(shape))
+
+
+def stack(width: int) -> nn.Module:
+    return head(width, Holder(4, 3 * width, width))
+
+
+def kernel(width: int) -> nn.Module:
+    return head(width, Holder(3 * width, width, 5))
+
+
+def heads(width: int) -> nn.Module:
+    return head(width, Holder(width // 4, 4, width))
+
+
+def transposed_convolution(width: int) -> nn.Module:
+    return head(width, nn.ConvTranspose1d(width, 3 * width, 5, bias=False))
+
+
 @pytest.mark.parametrize(
     ("build", "rule"),
     [
+        (stack, r"blocks.0.tensor of shape \(4, 192, 64\).*'blocks.0.tensor': 'hidden_stack'".replace("'", '"')),
+        (kernel, r"blocks.0.tensor of shape \(192, 64, 5\).*'blocks.0.tensor': 'hidden'".replace("'", '"')),
+        (heads, r"blocks.0.tensor of shape \(16, 4, 64\)"),
+        (transposed_convolution, r"blocks.0.weight of shape \(64, 192, 5\)"),
         (inputs_first, r"blocks.0.weight of shape \(64, 256\).* in Transposed may have its inputs first or last"),
         (fixed_key_heads, r"blocks.0.weight of shape \(16, 64\).*fixed number of outputs"),
         (biased_readout, r"readout.bias.*none of embedding.*nor for its bias"),
@@ -207,6 +235,26 @@ def test_what_the_rules_do_not_serve_is_refused_by_name(build: type, rule: str) 
         models = [build(width) for width in (64, 32, 24)]
     with pytest.raises(ValueError, match=rule):
         module_shapes(*models, readout=READOUT)
+
+
+@pytest.mark.parametrize(
+    ("build", "stated", "fan_in"), [(stack, "hidden_stack", 64), (kernel, "hidden", 64 * 5), (stack, "embedding", 1)]
+)
+def test_a_tensor_of_three_dimensions_is_what_its_family_says(build: type, stated: str, fan_in: int) -> None:
+    with torch.device("meta"):
+        models = [build(width) for width in (64, 32, 24)]
+    found = module_shapes(*models, readout=READOUT, classes={"blocks.0.tensor": stated})["blocks.0.tensor"]
+    assert (found.tensor_class, found.fan_in, found.width_mult) == (stated, fan_in, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("build", "stated"), [(stack, "hidden"), (kernel, "hidden_stack"), (heads, "hidden"), (heads, "hidden_stack")]
+)
+def test_a_stated_class_that_the_dimensions_contradict_is_refused(build: type, stated: str) -> None:
+    with torch.device("meta"):
+        models = [build(width) for width in (64, 32, 24)]
+    with pytest.raises(ValueError, match=r"^blocks.0.tensor"):
+        module_shapes(*models, readout=READOUT, classes={"blocks.0.tensor": stated})
 
 
 def test_attention_of_torch_s_own_is_served() -> None:

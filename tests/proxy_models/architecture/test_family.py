@@ -21,7 +21,7 @@ from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import MOST_SIZES, ModelFamily, build, family_of, load
 from proxy_models.architecture.family import Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
-from proxy_models.architecture.parametrization import TensorClass
+from proxy_models.architecture.parametrization import OptimizerName, TensorClass
 from proxy_models.coordinates.measurement import coordinate_check, require_causal
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -29,7 +29,7 @@ from proxy_models.recipes.segments import stem
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import MULTIPLIERS, initialize
 from proxy_models.training.trainer import Trainer
-from tests.proxy_models.families import Network, Recurrent
+from tests.proxy_models.families import Network, Recurrent, Stacked
 
 FAMILY = Recurrent(vocab_size=256, context_length=32)
 SCALED = ModelFamily(base=cast(ModuleConfig, FAMILY.member(32, 2)))
@@ -307,6 +307,20 @@ def test_it_trains_in_the_lean_loop_as_written_out(corpus: Corpus) -> None:
     assert one.loss < float(one.curve.train_loss[0]) - 0.5
     parts = Trainer(corpus, compile=False, micro_batch=2).train(wider, segment)
     assert parts.loss == pytest.approx(one.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_convolutions_and_stacks_pass_the_check_and_a_stack_has_the_norm_of_its_matrices(
+    corpus: Corpus, optimizer: OptimizerName
+) -> None:
+    family = ModelFamily(base=Stacked(vocab_size=256, context_length=32).member(32, 2))
+    check = coordinate_check(family, replace(VALUES, optimizer=optimizer), corpus, widths=WIDTHS, n_steps=2)
+    assert check.passed, str(check)
+    rows = check.measurements
+    found = rows[(rows["quantity"] == "norm of experts") & (rows["width"] == 128)]["rms"]
+    assert len(found)
+    # Of an (2w, w) matrix of entries of variance 1/w: √2 + 1 (Marchenko and Pastur); of the flattened stack √(2w).
+    assert found.tolist() == pytest.approx([2**0.5 + 1] * len(found), rel=0.05)
 
 
 def test_the_coordinate_check_passes_over_width_and_depth(corpus: Corpus) -> None:

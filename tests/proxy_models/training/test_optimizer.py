@@ -9,7 +9,7 @@ from torch import nn
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
-from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.families import ModelFamily, build
 from proxy_models.architecture.parametrization import (
     RATE_EXPONENT,
     Parametrization,
@@ -19,6 +19,7 @@ from proxy_models.architecture.parametrization import (
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from tests.proxy_models.families import Stacked
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=16))
 WIDE = FAMILY.at(width=64)
@@ -225,6 +226,29 @@ def test_muon_trains_the_hidden_matrices_and_adamw_the_rest(recipe: Recipe) -> N
         apart.zero_grad()
     for (name, ours), theirs in zip(model.named_parameters(), apart.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_muon_takes_a_convolution_as_one_matrix_and_each_matrix_of_a_stack_by_itself(recipe: Recipe) -> None:
+    family = Stacked(vocab_size=256, context_length=16)
+    member = family.member(32, 2)
+    table, model = family.parametrization(member, family.member(16, 2), optimizer="muon"), build(member)
+    optimizer, generator = make_optimizer(model, table, recipe), torch.Generator().manual_seed(0)
+    kernel, stack = (model.get_parameter(f"layers.0.{name}") for name in ("convolution.weight", "experts"))
+    apart = [nn.Parameter(matrix.detach().clone()) for matrix in (kernel.flatten(1), *stack)]
+    decay = recipe.weight_decay * 2**0.5
+    expected: torch.optim.Optimizer = torch.optim.Muon(
+        apart, lr=0.01 / 2**0.5, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        kernel.grad, stack.grad = (torch.randn(each.shape, generator=generator) for each in (kernel, stack))
+        for matrix, gradient in zip(apart, (kernel.grad.flatten(1), *stack.grad), strict=True):
+            matrix.grad = gradient.clone()
+        optimizer.step()
+        expected.step()
+    assert torch.equal(kernel.flatten(1), apart[0])
+    # Equal here; elsewhere products of many matrices may round otherwise. An entry moves by 1e-3 a step.
+    for matrix, theirs in zip(stack.detach(), apart[1:], strict=True):
+        torch.testing.assert_close(matrix, theirs.detach(), rtol=0, atol=2e-5)
 
 
 def test_an_optimizer_without_rules_can_not_transfer() -> None:

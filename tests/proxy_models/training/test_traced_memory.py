@@ -13,8 +13,9 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import build, family_of, load
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import training_memory
+from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.traced_memory import traced_evaluation, traced_memory
-from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent
+from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent, Stacked
 from tests.proxy_models.peak_memory import peak_bytes
 
 SEQUENCES, SIZES = 8, {"vocab_size": 256, "context_length": 16}
@@ -44,6 +45,18 @@ def test_a_trace_is_what_a_real_pass_has_at_its_peak(name: str) -> None:
         evaluated = peak_bytes(lambda: family.evaluation_loss(model, tokens))
     pass_bytes = traced_evaluation(member, SEQUENCES, traced, "fp32") - traced.parameters - traced.optimizer
     assert 1.0 <= pass_bytes / evaluated < 1.15
+
+
+@pytest.mark.parametrize("family", [Recurrent(**SIZES), Stacked(**SIZES)])
+def test_adafactor_s_state_is_what_it_keeps(family: Family) -> None:
+    member = family.member(32, 2)
+    model = build(member)
+    optimizer = Adafactor([{"params": list(model.parameters()), "lr": 0.01, "weight_decay": 0.0}])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = sum(value.nbytes for state in optimizer.state.values() for kind, value in state.items() if kind != "step")
+    assert traced_memory(member, micro_batch=1, optimizer="adafactor").optimizer == kept
 
 
 @pytest.mark.parametrize(

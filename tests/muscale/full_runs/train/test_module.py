@@ -94,6 +94,7 @@ def train_beside(folder: Path, run: FullRun) -> None:
     "name",
     [
         "tests.proxy_models.families:Recurrent",
+        "tests.proxy_models.families:Stacked",
         "my_family:Convolutions",
         "transformers:Qwen3Config",
         "transformers:GPT2Config",

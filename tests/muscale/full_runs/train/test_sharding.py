@@ -35,7 +35,7 @@ from tests.muscale.conftest import write_text
 from tests.muscale.fake_ranks import rank_of
 from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
 from tests.muscale.gloo_ranks import GlooRanks
-from tests.proxy_models.families import Network, Recurrent
+from tests.proxy_models.families import Network, Recurrent, Stacked
 
 STEPS = 6
 MakeRun = Callable[..., FullRun]
@@ -177,6 +177,29 @@ def test_copies_and_parts_of_parameters_move_as_those_of_one_process(
     gloo_ranks.train(run, world_size)
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
     np.testing.assert_allclose(norms(run), norms(whole), rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
+    make_run: MakeRun, gloo_ranks: GlooRanks, optimizer: OptimizerName
+) -> None:
+    family, run = Stacked(vocab_size=256, context_length=32), make_run(optimizer=optimizer)
+    whole = replace(run, numerics=replace(run.numerics, model=family.member(32, 2), base=family.member(16, 2)))
+    train(whole)
+    assert losses(whole)[STEPS - 1] < losses(whole)[0] - 0.05
+    # Of the five matrices of a stack four ranks have two, two, one and none.
+    for sharding, world_size in (("none", 2), ("full", 2), ("full", 4)):
+        run = replace(
+            whole,
+            directory=whole.directory.with_name(f"{sharding} {world_size}"),
+            parallelism=Parallelism(sharding=sharding),  # type: ignore[arg-type]
+        )
+        gloo_ranks.train(run, world_size)
+        np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+        np.testing.assert_allclose(norms(run), norms(whole), rtol=1e-4)
+    interrupt(run, after=3)
+    assert train(run)["resumed_from"] == BATCH * 3
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
 
 
 def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
