@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from proxy_models.architecture.family import FamilyError
+
 
 class CausalLM(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocab_size), by a model that `AutoModelForCausalLM` builds.
@@ -29,13 +31,14 @@ class CausalLM(nn.Module):
         """Wrap a model and register the multipliers where they apply.
 
         Raises:
-            ValueError: If it has no embedding, no readout, or not one list with its blocks.
+            FamilyError: If it has no embedding, no readout, or not one list with its blocks.
         """
         super().__init__()
         self.network = network
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
         readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
+        cast(Any, embedding).padding_idx = None  # every id is a token here, and the row of this one would never learn
         embedding.register_forward_hook(lambda _module, _inputs, output: output * self.embedding_multiplier)
         readout.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * self.readout_multiplier,))
         for block in self.get_submodule(blocks_name(self)).children():
@@ -47,9 +50,10 @@ class CausalLM(nn.Module):
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         before = inputs[0] if inputs else named["hidden_states"]
-        after = output[0] if isinstance(output, tuple) else output
+        is_several = isinstance(output, (tuple, list))
+        after = output[0] if is_several else output
         scaled = before + self.branch_multiplier * (after - before)
-        return (scaled, *output[1:]) if isinstance(output, tuple) else scaled
+        return (scaled, *output[1:]) if is_several else scaled
 
 
 def embedding_name(model: CausalLM) -> str:
@@ -72,5 +76,5 @@ def blocks_name(model: CausalLM) -> str:
 def _name(model: nn.Module, wanted: nn.Module | None, described: str) -> str:
     names: Sequence[str] = [name for name, module in model.named_modules() if module is wanted]
     if not names:
-        raise ValueError(f"{type(cast(Any, model).network).__name__} must have {described}, and has none")
+        raise FamilyError(f"{type(cast(Any, model).network).__name__} must have {described}, and has none")
     return names[0]

@@ -13,13 +13,16 @@ import inspect
 import math
 import sys
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from proxy_models.architecture.family import Family
+from proxy_models.architecture.family import Family, FamilyError
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing
 
 if TYPE_CHECKING:
@@ -29,16 +32,12 @@ if TYPE_CHECKING:
 
 _IN_PROPORTION = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner", "ffn_dim")
 """Sizes of a config that grow with its hidden size, where it has them."""
-_OURS = (
-    "vocab_size",
-    "num_hidden_layers",
-    "initializer_range",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_OURS = ("vocab_size", "num_hidden_layers", "initializer_range", "use_cache", *_TOKENS)
 """Fields that follow from [model] and from the parametrization, and are no arguments."""
+_MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads"))
+"""Pairs of sizes; most classes need the first to be a multiple of the second."""
+_TRIED_TOKENS = 64  # of the forward pass that shows whether a config's sizes fit together
 _made: dict[str, type[Family]] = {}
 
 
@@ -69,7 +68,7 @@ def make_family(name: str, config_class: type[Any]) -> type[Family]:
     base = {inherited.name for inherited in fields(config_class.__mro__[1])}
     own = {each.name: each.type for each in fields(config_class) if each.name not in mapped | base}
     offered = [(each, hint, field(default=None)) for each, kind in own.items() if (hint := _scalars(kind))]
-    if "rope_parameters" in own:
+    if "rope_parameters" in own and "rope_theta" not in own:
         offered.append(("rope_theta", float | None, field(default=None)))
     module, _, attribute = name.partition(":")
     made = make_dataclass(
@@ -90,6 +89,27 @@ def _scalars(hint: Any) -> Any:
     return typing.Optional[typing.Union[tuple(kinds)]] if kinds else None  # noqa: UP007, UP045
 
 
+def allows_none(config_class: type[Any], name: str) -> bool:
+    """Return True unless a field of a configuration class must have a value."""
+    return all(type(None) in typing.get_args(own.type) for own in fields(config_class) if own.name == name)
+
+
+@cache
+def _require_forward(family: ConfigFamily) -> None:
+    """Compute the logits of a few tokens by the smallest model; on the CPU, as attention masks need values.
+
+    Raises:
+        FamilyError: If that fails.
+    """
+    import torch
+
+    width = family.width_step
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        model = family.build(width, 1)
+        with family._refusing(d_model=width, n_layers=1):
+            model(torch.zeros(1, min(family.context_length, _TRIED_TOKENS), dtype=torch.int64))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConfigFamily(Family):
     """Causal language models of one configuration class; `make_family` adds a field for each of its single values."""
@@ -97,7 +117,48 @@ class ConfigFamily(Family):
     config_class: ClassVar[type[Any]]
 
     def __post_init__(self) -> None:
+        self._require_sizes()
         self.config(self.width_step, 1)
+
+    def _require_sizes(self) -> None:
+        """Refuse arguments that no model can have; not every class does.
+
+        Raises:
+            FamilyError: Naming the argument.
+        """
+        for name in map(self._own, ("hidden_size", "head_dim", *_IN_PROPORTION)):
+            if (size := self.arguments.get(name, 1)) < 1:
+                raise FamilyError(f"{name} must be at least 1, got {size}")
+        for name in self._longest:
+            if (longest := self.arguments.get(name, self.context_length)) < self.context_length:
+                raise FamilyError(f"{name} must be at least the context_length, {self.context_length}, got {longest}")
+
+    @contextmanager
+    def _refusing(self, **sizes: int) -> Iterator[None]:
+        """Turn whatever transformers raises into a `FamilyError` that names the sizes and the arguments."""
+        import torch
+
+        try:
+            yield
+        except (FamilyError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # each class has its own
+            given = [f"{name} = {value!r}" for name, value in (sizes | self.arguments).items()]
+            raise FamilyError(
+                f"{self._unmet()}{self.config_class.__name__} must have a model with {', '.join(given) or 'its defaults'}; "
+                f"it raises {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+
+    def _unmet(self) -> str:
+        """The rule of `_MULTIPLES` that the arguments break, or nothing; only an error shows that the class needs it."""
+        sizes: dict[str, Any] = {own.name: own.default for own in fields(self.config_class)} | self.arguments
+        for names in _MULTIPLES:
+            size, divisor = (sizes.get(self._own(name)) for name in names)
+            is_free = names[0] == "hidden_size" and sizes.get("head_dim")
+            if isinstance(size, int) and isinstance(divisor, int) and size % divisor and not is_free:
+                name, of = map(self._own, names)
+                return f"{name} must be a multiple of {of}, got {size} and {divisor}; "
+        return ""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -124,34 +185,71 @@ class ConfigFamily(Family):
         return cast(str, self.config_class.attribute_map.get(name, name))
 
     @cached_property
+    def _types(self) -> dict[str, Any]:
+        """Types of the config's fields."""
+        return {own.name: own.type for own in fields(self.config_class)}
+
+    @property
+    def _longest(self) -> list[str]:
+        """The config's own names of the longest context; MptConfig's is not in its attribute map."""
+        return [name for name in (self._own("max_position_embeddings"), "max_seq_len") if name in self._types]
+
+    @cached_property
     def _proportions(self) -> dict[str, Fraction]:
         """Sizes that grow with the width, over it, by their own names."""
-        names = {self._own(name) for name in _IN_PROPORTION} & {own.name for own in fields(self.config_class)}
+        names = {self._own(name) for name in _IN_PROPORTION} & self._types.keys()
         sizes = {name: getattr(self._pattern, name) for name in sorted(names)}
         return {name: Fraction(size, self._pattern.hidden_size) for name, size in sizes.items() if size is not None}
 
     @cached_property
     def width_step(self) -> int:  # type: ignore[override]
         """The least width at which every size in proportion is whole."""
-        return math.lcm(*(share.denominator for share in self._proportions.values()))
+        with self._refusing():
+            return math.lcm(*(share.denominator for share in self._proportions.values()))
 
     def config(self, width: int, depth: int) -> Any:
-        """Return the config of a member."""
-        sizes: dict[str, Any] = {name: int(share * width) for name, share in self._proportions.items()}
-        if "head_dim" in {own.name for own in fields(self.config_class)}:
-            sizes["head_dim"] = self._pattern.head_dim
-        sizes |= {self._own("hidden_size"): width, self._own("num_hidden_layers"): depth, "vocab_size": self.vocab_size}
-        longest = {self._own("max_position_embeddings"): self.context_length}
-        no_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-        return self.config_class(**{**no_tokens, **longest, **self.arguments, **sizes})
+        """Return the config of a member.
+
+        Raises:
+            FamilyError: If the class has none of these sizes.
+        """
+        with self._refusing(d_model=width, n_layers=depth):
+            sizes: dict[str, Any] = {name: int(share * width) for name, share in self._proportions.items()}
+            if "head_dim" in self._types:
+                pattern = self._pattern
+                # Most models divide if it is None; those of MinistralConfig and HunYuanDenseV1Config fail.
+                sizes["head_dim"] = pattern.head_dim or pattern.hidden_size // pattern.num_attention_heads
+            sizes |= {
+                self._own("hidden_size"): width,
+                self._own("num_hidden_layers"): depth,
+                "vocab_size": self.vocab_size,
+            }
+            longest = dict.fromkeys(self._longest, self.context_length)
+            tokens = {name: None if allows_none(self.config_class, name) else 0 for name in _TOKENS}
+            return self.config_class(**{**tokens, **longest, **self.arguments, **sizes})
 
     def build(self, width: int, depth: int) -> CausalLM:
-        """Build a model of transformers on torch's default device, with its multipliers; its own initial values are overwritten."""
+        """Build a model of transformers on torch's default device, with its multipliers; its own initial values are overwritten.
+
+        Raises:
+            FamilyError: If the class has none of these sizes.
+        """
         from transformers import AutoModelForCausalLM
 
         from proxy_models.architecture.causal_lm import CausalLM
 
-        return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth)))
+        with self._refusing(d_model=width, n_layers=depth):
+            return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth)))
+
+    def member(self, width: int, depth: int) -> Member:
+        """The member of this width and depth; the first one also shows whether the sizes fit together in a forward pass.
+
+        Raises:
+            ValueError: If there is none, a parameter has no rule, or the forward pass fails.
+        """
+        found = super().member(width, depth)
+        _require_forward(self)  # after it, as a model without rules may be too large for the CPU
+        return found
 
     @cached_property
     def readout(self) -> str:  # type: ignore[override]

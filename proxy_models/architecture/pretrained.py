@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from proxy_models.architecture.causal_lm import CausalLM
+from proxy_models.architecture.config_family import allows_none
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.files import atomic_directory
@@ -75,9 +76,10 @@ def write_pretrained(
     """
     plain = folded(model)
     end = tokenizer.end_of_document if tokenizer else None
-    for settings in (plain.config, plain.generation_config):
-        settings.bos_token_id = settings.eos_token_id = end
-    plain.generation_config.pad_token_id = end
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(plain.generation_config, name, end)
+        if name != "pad_token_id" and (end is not None or allows_none(type(plain.config), name)):
+            setattr(plain.config, name, end)
     with atomic_directory(folder) as unfinished:
         plain.save_pretrained(unfinished)
         if tokenizer is not None:

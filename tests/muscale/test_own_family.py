@@ -97,6 +97,34 @@ def test_a_study_of_a_config_of_transformers_is_read_without_it(
         StudyConfig.read(path, trains=True)
 
 
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize(
+    ("name", "args", "key"),
+    [
+        ("GPTNeoXConfig", {"hidden_size": 32, "num_attention_heads": 5}, "num_attention_heads"),
+        (
+            "Qwen3Config",
+            {**TRANSFORMERS["Qwen3Config"], "num_attention_heads": 8, "num_key_value_heads": 3},
+            "num_key_value_heads",
+        ),
+        (
+            "MistralConfig",
+            {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 0},
+            "num_key_value_heads",
+        ),
+        ("LlamaConfig", {"hidden_size": 32, "num_attention_heads": 4, "hidden_act": "nonsense"}, "hidden_act"),
+    ],
+)
+def test_sizes_that_a_config_of_transformers_refuses_are_a_fault_of_the_file(
+    make_study: MakeStudy, name: str, args: dict[str, object], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = with_family(make_study(), f"transformers:{name}", **args)
+    assert entry.run(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path.name}: model" in said
+    assert key in said
+
+
 def settings(*more: str) -> list[str]:
     return [word for setting in (*SMALL, *more) for word in ("--set", setting)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -204,6 +204,82 @@ def test_constants_are_those_of_the_member_s_own_width(name: str) -> None:
 def test_what_has_no_rules_is_refused(name: str, args: dict[str, Any], rule: str) -> None:
     with pytest.raises((ValueError, TypeError), match=rule):
         load(f"transformers:{name}")(vocab_size=256, context_length=32, **args).member(64, 2)
+
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "keys"),
+    [
+        ("GPTNeoXConfig", {"hidden_size": 64, "num_attention_heads": 5}, ["hidden_size", "num_attention_heads"]),
+        ("LlamaConfig", {**SMALL, "num_attention_heads": 5}, ["hidden_size", "num_attention_heads"]),
+        ("GPT2Config", {"n_embd": 32, "n_head": 5}, ["n_embd", "n_head"]),
+        (
+            "Qwen3Config",
+            {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 3, "head_dim": 8},
+            ["num_attention_heads", "num_key_value_heads"],
+        ),
+        (
+            "MistralConfig",
+            {"hidden_size": 32, "num_attention_heads": 4},
+            ["num_attention_heads", "num_key_value_heads"],
+        ),
+        ("MistralConfig", {**SMALL, "num_attention_heads": 0}, ["num_attention_heads"]),
+        ("LlamaConfig", {**SMALL, "hidden_size": 0}, ["hidden_size"]),
+        ("LlamaConfig", {**SMALL, "num_attention_heads": -4}, ["num_attention_heads"]),
+        ("LlamaConfig", {**SMALL, "hidden_act": "nonsense"}, ["hidden_act"]),
+        ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_positions": 16}, ["n_positions", "context_length"]),
+        ("GPTNeoConfig", {}, ["n_layers", "num_layers"]),  # its kinds of attention are listed for 24 layers
+        ("Mamba2Config", {"hidden_size": 64}, ["hidden_size", "num_heads"]),
+        ("Gemma3nTextConfig", SMALL, ["intermediate_size"]),  # makes a list of it
+        ("Gemma4TextConfig", SMALL, ["head_dim"]),  # has one for each layer
+    ],
+)
+def test_whatever_a_class_or_its_model_raises_names_the_arguments(
+    name: str, args: dict[str, Any], keys: list[str]
+) -> None:
+    with pytest.raises(FamilyError) as refused:
+        made = load(f"transformers:{name}")(vocab_size=256, context_length=32, **args)
+        made.member(made.width_step, 2)
+    assert all(key in str(refused.value) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("CwmConfig", {**SMALL, "head_dim": 8}),  # needs an id of the first token
+        ("MinistralConfig", SMALL),  # needs head_dim, and has none
+        ("OpenAIGPTConfig", {"n_embd": 32, "n_head": 4}),  # its blocks return lists
+        ("MptConfig", {"d_model": 32, "n_heads": 4}),  # its longest context is 2,048 by default
+    ],
+)
+def test_valid_sizes_train(name: str, args: dict[str, Any]) -> None:
+    made = load(f"transformers:{name}")(vocab_size=256, context_length=2100, **args)
+    base = made.member(32, 1)
+    model = build(base)
+    initialize(model, made.parametrization(base, base), VALUES.resolve(1000 * 128), seed=0)
+    loss = made.training_loss(model, torch.arange(2101).unsqueeze(0) % 256)
+    torch.autograd.backward(loss)
+    assert torch.isfinite(loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["CwmConfig", "ModernBertDecoderConfig"])
+def test_ids_of_tokens_are_none_or_in_the_vocabulary_and_every_token_is_learned(name: str) -> None:
+    known = load(f"transformers:{name}")
+    args = {key: value for key, value in SMALL.items() if hasattr(known, key)}
+    made = cast(config_family.ConfigFamily, known(vocab_size=256, context_length=32, **args))
+    config, model = made.config(32, 1), made.build(32, 1)
+    assert {config.pad_token_id, config.bos_token_id} <= {None, 0}
+    torch.autograd.backward(made.training_loss(model, torch.arange(33).unsqueeze(0)))
+    gradient = cast(Any, model.network).get_input_embeddings().weight.grad
+    assert (gradient[:32].abs().sum(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["BailingHybridConfig", "DeepseekV4Config"])
+def test_a_class_with_its_own_rope_theta_has_it_once(name: str) -> None:
+    assert "rope_theta" in {each.name for each in fields(load(f"transformers:{name}"))}
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, transformers: ModuleType) -> None:

@@ -44,6 +44,21 @@ def test_what_is_loaded_again_gives_the_logits_of_the_model_with_multipliers(
         torch.testing.assert_close(again(TOKENS).logits, trained(TOKENS), rtol=1e-4, atol=1e-5)
 
 
+def test_a_class_that_must_have_a_first_token_is_written_without_a_tokenizer(
+    tmp_path: Path, transformers: ModuleType
+) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    family = load("transformers:CwmConfig")(vocab_size=256, context_length=32, **sizes)
+    write_pretrained(cast(CausalLM, family.build(32, 1)), tmp_path / "written", None, context_length=32)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "written")
+    assert 0 <= config.bos_token_id < 256
+
+
 def test_a_tied_table_stays_tied_where_both_multipliers_are_one_number() -> None:
     trained = model("LlamaConfig")
     for name in ("embedding", "readout"):
