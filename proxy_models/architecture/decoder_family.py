@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from proxy_models.architecture.config import ModelConfig
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from proxy_models.architecture.decoder import Decoder
+
+MOST_SIZES = 4096
+"""Members that `between` lists: a budget of 1e20 FLOPs needs 2,800; beyond, one group of heads more is hardly another width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,16 @@ class DecoderFamily(Family):
         heads = self.config.head_dim * self.config.queries_per_kv
         step = next(width for width in count(heads, heads) if float(width * self.config.mlp_ratio).is_integer())
         return count(step, step)
+
+    def between(self, least: float, most: float, depth: int) -> list[Member]:
+        """Return all members with about so many parameters; of more than `MOST_SIZES` as many, evenly spaced in log n_params."""
+        first, last = (self.member_for(n_params, depth).d_model for n_params in (least, most))
+        widths = takewhile(lambda width: width <= last, self.widths())
+        some = list(islice((width for width in widths if width >= first), MOST_SIZES + 1))
+        if len(some) > MOST_SIZES:
+            step = (most / least) ** (1 / (MOST_SIZES - 1))
+            some = sorted({self.member_for(least * step**number, depth).d_model for number in range(MOST_SIZES)})
+        return [self.member(width, depth) for width in some]
 
     def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:
         """Return the table of `parametrize`."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Generic, cast
 
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 M = TypeVar("M", bound=Member, default=ModelConfig)
-MOST_SIZES = 4096
-"""Members that `between` lists: a budget of 1e20 FLOPs needs 2,800; beyond, one group of heads more is hardly another width."""
 _NOT_IMPORTED = "the family {} is not imported here; only what trains imports it"
 
 
@@ -171,9 +168,6 @@ class _Counted(Family):
             raise ValueError(f"no member of depth {depth} of {self.of.family} was counted yet")
         return min(members, key=lambda member: abs(math.log(member.n_params / n_params)))
 
-    def widths(self) -> Iterator[int]:
-        return iter(sorted(width for width, depth in counted(self.of) if depth == self.of.n_layers))
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Generic[M]):
@@ -201,14 +195,5 @@ class ModelFamily(Generic[M]):
         return cast(M, family_of(self.base).member_for(n_params, self.base.n_layers if depth is None else depth))
 
     def between(self, least: float, most: float) -> list[M]:
-        """Return the members of the base's depth with about so many parameters, the smallest first.
-
-        Of more than `MOST_SIZES` it returns that many, evenly spaced in log n_params.
-        """
-        first, last = (self.for_params(n_params).d_model for n_params in (least, most))
-        widths = takewhile(lambda width: width <= last, family_of(self.base).widths())
-        some = list(islice((width for width in widths if width >= first), MOST_SIZES + 1))
-        if len(some) > MOST_SIZES:
-            step = (most / least) ** (1 / (MOST_SIZES - 1))
-            some = sorted({self.for_params(least * step**number).d_model for number in range(MOST_SIZES)})
-        return [self.at(width=width) for width in some]
+        """Return members of the base's depth with about so many parameters, as many as the loss tells apart, the smallest first."""
+        return cast(list[M], family_of(self.base).between(least, most, self.base.n_layers))

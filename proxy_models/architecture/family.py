@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+SIZE_STEP = 1.1
+"""Factor in n_params between members that a plan looks at; the loss is flat over such steps near the best size (assumed)."""
 Loss: TypeAlias = "Callable[[Any, Tensor], Tensor]"
 """A plain function of a model and sequences (batch, time + 1), in nats per token."""
 
@@ -222,18 +224,36 @@ class Family(ABC):
         return count(self.width_step, self.width_step)
 
     def member_for(self, n_params: float, depth: int) -> Member:
-        """The member whose `n_params` is nearest to the wanted one in ratio; few are counted."""
+        """The member whose `n_params` is nearest to the wanted one in ratio; few are counted.
+
+        n_params is nearly a power of the width, so that a line in logarithms finds the width in a few steps; every third step
+        halves the range instead, whatever the family.
+        """
         step, low, high = next(self.widths()), 0, 1
         while self.member(high * step, depth).n_params < n_params:
             low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
+        for turn in count(1):
+            if high - low <= 1:
+                break
+            below, above = (math.log(self.member(number * step, depth).n_params) for number in (low, high))
+            share = 0.5 if turn % 3 == 0 or above <= below else (math.log(n_params) - below) / (above - below)
+            middle = min(max(round(low * (high / low) ** share), low + 1), high - 1)
             if self.member(middle * step, depth).n_params < n_params:
                 low = middle
             else:
                 high = middle
         around = (self.member(number * step, depth) for number in (low, high) if number)
         return min(around, key=lambda member: abs(math.log(member.n_params / n_params)))
+
+    def between(self, least: float, most: float, depth: int) -> list[Member]:
+        """Members of about so many parameters, the smallest first: those nearest to sizes a factor of `SIZE_STEP` apart.
+
+        Of these few, readers of a study find the same among the members that were counted.
+        """
+        n_steps = math.ceil(math.log(most / least) / math.log(SIZE_STEP))
+        wanted = (least * (most / least) ** (number / max(n_steps, 1)) for number in range(n_steps + 1))
+        found = {member.d_model: member for member in (self.member_for(n_params, depth) for n_params in wanted)}
+        return [found[width] for width in sorted(found)]
 
     def parametrization(self, member: Member, base: Member, **options: Unpack[TableOptions]) -> Parametrization:
         """Return the table that carries values tuned at `base` to `member`; options as for `parametrization_of`.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder_family import DecoderFamily
-from proxy_models.architecture.families import MOST_SIZES, ModelFamily, build, family_of, load
-from proxy_models.architecture.family import Family, FamilyError, count_member, source_hash
+from proxy_models.architecture.decoder_family import MOST_SIZES, DecoderFamily
+from proxy_models.architecture.families import ModelFamily, build, family_of, load
+from proxy_models.architecture.family import SIZE_STEP, Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.parametrization import OptimizerName, TensorClass
 from proxy_models.coordinates.measurement import coordinate_check, require_causal
@@ -195,6 +195,21 @@ def test_between_sizes_far_apart_the_members_are_spread_in_ratio() -> None:
     sizes = [member.n_params for member in found if member.n_params > 1e9]
     assert max(after / before for before, after in pairwise(sizes)) < 1.02
     assert found[-1].n_params == pytest.approx(1e18, rel=0.02)
+
+
+def test_members_over_a_large_range_are_counted_in_ratio_and_a_reader_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a step of 8 some 4,000 widths lie in the range; each count builds the model."""
+    before = count_member.cache_info().misses
+    found = SCALED.between(3e8, 3e11)
+    assert count_member.cache_info().misses - before < 300
+    sizes = [member.n_params for member in found]
+    assert max(after / before for before, after in pairwise(sizes)) < SIZE_STEP * 1.02
+    assert sizes[0] == pytest.approx(3e8, rel=0.01)
+    assert sizes[-1] == pytest.approx(3e11, rel=0.01)
+    monkeypatch.setattr("proxy_models.architecture.families._loaded", lambda name: None)
+    assert ModelFamily(base=SCALED.base).between(3e8, 3e11) == found
 
 
 def test_a_width_between_steps_is_refused() -> None:
