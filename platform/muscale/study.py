@@ -46,6 +46,7 @@ from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
+from muscale.settings.cross_field_rules import budget_errors
 from muscale.settings.own_model import require_same_family, write_record
 from muscale.store.cancels import cancel_trial, cancellable
 from muscale.store.lease import full_run_lease, lease
@@ -290,12 +291,15 @@ class Study(Result):
             compute_flops: The budget, in place of the study file's.
 
         Raises:
-            StageError: As `fit`, or if the budget can't be spent.
-            ValueError: If `compute_flops` is not finite and above 0.
+            StageError: As `fit`, or if the budget can't be spent, or is no larger than the ladder's largest run.
+            ValueError: If `compute_flops` is not finite and above 0, or no computer could spend it.
         """
-        sweep, config = self.sweep(), self.config
+        config = self.config
         if compute_flops is not None:
             config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
+            if problem := next(budget_errors(config), None):
+                raise StageError(f"plan: {problem}")
+        sweep = self.sweep()
         verdict, law = self.transfer(), self.fit()
         plan = planning.make_plan(
             config,

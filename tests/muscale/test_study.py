@@ -221,6 +221,9 @@ def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion
     assert not path_of(study.directory, other.key).exists()
     other = study.register(other)
     assert study.plan(compute_flops=4e10) == study.register(other) == other
+    for spent in (1e5, 1e99):
+        with pytest.raises((StageError, ValueError), match="FLOPs"):
+            study.plan(compute_flops=spent)
     assert 2.5e10 < other.compute_flops <= 4e10 * 1.01
     assert other.key != promotion.plan
     assert study.next_runs(other).share == pytest.approx(further.affordable_flops / other.compute_flops, rel=0.5)

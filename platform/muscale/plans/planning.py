@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from muscale.errors import StageError
 from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.plans.sizing import size_for
@@ -184,7 +185,7 @@ def make_plan(
     trial that `best` is from.
 
     Raises:
-        StageError: If the budget can't be spent: see `sizing.size_for`.
+        StageError: If the budget can't be spent: see `sizing.size_for`; or does not pay for a batch.
     """
     decision = size_for(
         config.plan, fit, config.family, corpus, proxies=config.precision, precision=config.full_run_precision
@@ -201,6 +202,11 @@ def make_plan(
     at_batch = batch.transfer(best) if batch else best
     by_batch = frozenset(name for name in BY_BATCH if getattr(at_batch, name) != getattr(best, name))
     n_tokens = with_explicit(at_batch, explicit).whole_batches(decision.n_tokens)
+    if n_tokens > 2 * decision.n_tokens:  # a single batch: longer runs are rounded to whole ones
+        raise StageError(
+            f"plan: the budget must pay for a batch of {n_tokens:,} tokens, got {decision.budget.worth}, which pays for "
+            f"{decision.n_tokens:,.0f} tokens of N = {decision.n_params:,.0f}; raise it, or name smaller plan.shapes"
+        )
     by_policy = tuned_for(best, horizon, n_tokens)
     by_policy = batch.transfer(by_policy) if batch else by_policy
     hyperparameters = with_explicit(by_policy, explicit)

@@ -42,7 +42,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _explicit_errors(config)
     problems += _variants_errors(config)
     if not problems:
-        problems += _budget_errors(config)
+        problems += budget_errors(config)
     return problems
 
 
@@ -173,7 +173,7 @@ def _variants_errors(config: StudyTables) -> Iterator[str]:
             yield from corpus_errors(name, variant, config.corpus, config.model.vocab_size)
 
 
-def _budget_errors(config: StudyTables) -> Iterator[str]:
+def budget_errors(config: StudyTables) -> Iterator[str]:
     """A budget that the ladder's largest run would use up; all shapes must be the family's."""
     largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems)
     if (budget := config.plan.budget).compute_flops <= largest:

@@ -17,6 +17,8 @@ from scaling import Accelerator, Budget, accelerator
 from search_spaces import TransferClass, transferability
 
 BUDGETS = ("compute_flops", "gpu_hours", "dollars", "days")
+MOST_FLOPS = 1e32
+"""Largest budget: some 200,000 times the largest run yet (assumed 5e26); a size for more would not fit into 64 bits."""
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Settings of the model without a transfer rule; 0 turns one off."""
@@ -88,7 +90,7 @@ class PlanSettings(StrictTable):
             raise ValueError(f"{wanting[0]} needs plan.accelerator, the name of the device, got none")
         if self.days is not None and self.n_devices is None:
             raise ValueError(f"days needs plan.n_devices, how many of them, got days = {self.days:g} alone")
-        _ = self.budget  # raises for an unknown accelerator or a budget that is not finite
+        _require_possible(self.budget)  # which raises for an unknown accelerator or a budget that is not finite
         return self
 
     @property
@@ -118,10 +120,16 @@ class PlanSettings(StrictTable):
         """The same settings with this budget instead.
 
         Raises:
-            ValueError: If it is not finite and above 0.
+            ValueError: If it is not finite, above 0 and at most `MOST_FLOPS`.
         """
-        Budget(compute_flops=compute_flops)
+        _require_possible(Budget(compute_flops=compute_flops))
         return self.model_copy(update=dict.fromkeys(BUDGETS) | {"compute_flops": float(compute_flops)})
+
+
+def _require_possible(budget: Budget) -> None:
+    if budget.compute_flops > MOST_FLOPS:
+        equal = f", which is {budget.terms}" if budget.terms else ""
+        raise ValueError(f"the budget must be at most {MOST_FLOPS:g} FLOPs, got {budget.compute_flops:.3g}{equal}")
 
 
 def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:

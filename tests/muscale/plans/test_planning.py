@@ -57,6 +57,13 @@ def test_no_other_shape_of_the_family_does_better(
     assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
 
 
+def test_a_budget_that_pays_for_no_batch_is_refused(planned: MakePlan) -> None:
+    """Rounded to one batch the run cost 96 times its budget."""
+    with pytest.raises(StageError, match="batch of 256 tokens") as refused:
+        planned("plan.shapes=[{width = 16384}]")
+    assert "2.5e+10" in str(refused.value)
+
+
 def test_extrapolation_of_the_horizon_law_is_reported_with_the_grid_that_would_shorten_it(planned: MakePlan) -> None:
     near, far = planned(), planned("plan.compute_flops=1e13")
     assert near.n_tokens / 32768 < 8 < far.n_tokens / 32768  # the longest of the planted grids

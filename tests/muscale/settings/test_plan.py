@@ -52,6 +52,8 @@ def test_another_budget_takes_the_place_of_whichever_was_given() -> None:
     assert settings.at(1e15) == PlanSettings(compute_flops=1e15, accelerator="H100 SXM", served_tokens=5.0)
     with pytest.raises(ValueError, match="compute_flops.*nan"):
         settings.at(float("nan"))
+    with pytest.raises(ValueError, match="1e\\+32.*1e\\+99"):
+        settings.at(1e99)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,8 @@ def test_another_budget_takes_the_place_of_whichever_was_given() -> None:
         ("level = 0.9", "plan: .*exactly one of"),
         ("dollars = 5.0", "plan: .*plan.accelerator"),
         ('days = 2.0\naccelerator = "H200"', "plan: .*plan.n_devices"),
+        ("compute_flops = 1e99", r"plan: .*1e\+32.*1e\+99"),
+        ('dollars = 1e30\naccelerator = "H200"', r"plan: .*1e\+32.*\$1e\+30 for H200"),
         ('dollars = 1e-9\naccelerator = "H200"', "plan.dollars: .*1e-09 for H200"),
     ],
 )
