@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from muscale.formatting import format_path
+
 _OF_STUDIES = (
     *(
         "bundle",
@@ -54,7 +56,7 @@ class StudyCommands:
         anew = {word.partition("=")[0] for before, word in pairwise(given) if before == "--set"}
         kept = [setting for setting in self.settings if setting.partition("=")[0].strip() not in anew]
         settings = [word for setting in kept for word in ("--set", setting)]
-        return shlex.join(["muscale", command, str(self.study), *settings, *given])
+        return shlex.join(["muscale", command, format_path(self.study), *settings, *given])
 
     def completed(self, text: str) -> str:
         """The text with its commands completed."""

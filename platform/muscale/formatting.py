@@ -1,8 +1,9 @@
-"""Durations, read errors and JSON values for people and files."""
+"""Durations, paths, read errors and JSON values for people and files."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 
@@ -26,6 +27,11 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def format_path(path: Path) -> str:
+    """The path as given, or relative to the current directory if that is a folder above it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def finite(value: Any) -> Any:

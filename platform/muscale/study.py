@@ -29,7 +29,7 @@ from muscale.monitoring.monitor import monitor_of
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
-from muscale.plans.gate import require_check
+from muscale.plans.gate import check_line, require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
@@ -180,6 +180,13 @@ class Study(Result):
         if self.config.trainer:
             raise StageError(f"{stage}: the study's models are built by its [trainer] program; {instead}")
 
+    def _warn_of_check(self) -> None:
+        """Print a warning if the coordinate check is known to have failed: what is tuned may not transfer."""
+        check = None if self.config.trainer else self._known_check()
+        if check and not check.passed:
+            line = check_line(check)
+            self._display.line(f"warning: the coordinate check {line.compared}; {line.advice}")
+
     def _known_check(self) -> CoordinateCheck | None:
         return known_check(self.config, self._numerics, self.ledger)
 
@@ -210,6 +217,7 @@ class Study(Result):
             return known
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
         sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns)
+        self._warn_of_check()
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._known = Findings(sweep=result)  # the later stages stand on it
         return result
@@ -439,7 +447,8 @@ class Study(Result):
             verdict=self._gate_verdict.verdict,
             gate=seen.gate,
         )
-        return prepare(plan, config, self._numerics, self.directory / FULL_RUNS / plan.key)
+        folder = self.directory / FULL_RUNS / plan.key
+        return prepare(plan, config, self._numerics, folder, self.contents.commands)
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
         """The dry run of a run that the gate lets begin, or is forced to."""

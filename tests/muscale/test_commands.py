@@ -35,6 +35,17 @@ def test_a_command_is_completed_unless_it_names_its_study_or_has_none(named: str
     assert COMMANDS.completed_values({"lines": [{"advice": text}], "n": 1}) == {"lines": [{"advice": found}], "n": 1}
 
 
+def test_a_study_below_the_current_directory_is_named_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = tmp_path / "inner" / "study.toml"
+    for current, named in {"inner": "study.toml", ".": "inner/study.toml", "other": str(study)}.items():
+        (tmp_path / current).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / current)
+        assert StudyCommands(study).line("plan") == f"muscale plan {named}"
+        assert StudyCommands(Path("../study.toml")).line("plan") == "muscale plan ../study.toml"
+
+
 def test_errors_and_warnings_of_a_command_are_completed(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StageError) as raised, COMMANDS.completing():
         logging.getLogger("muscale.planted").warning("%s; run `muscale sync`", "away")

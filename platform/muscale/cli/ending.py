@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from muscale.formatting import format_path
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
@@ -33,7 +35,8 @@ def print_ending(ending: Ending, console: Console | None = None) -> None:
     width = max((len(label) for label in ending.wrote), default=0)
     for label, path in ending.wrote.items():
         line = Text.assemble(
-            (f"{label:<{width}}  ", "dim"), Text(_short(path), style=Style(link=path.absolute().as_uri()))
+            (f"{label:<{width}}  ", "dim"),
+            Text(format_path(path.absolute()), style=Style(link=path.absolute().as_uri())),
         )
         console.print(line, soft_wrap=True)
     for number, command in enumerate(ending.next):
@@ -43,9 +46,3 @@ def print_ending(ending: Ending, console: Console | None = None) -> None:
 def line(*words: str | Path) -> str:
     """A command line that can be pasted into a shell."""
     return shlex.join(("muscale", *map(str, words)))
-
-
-def _short(path: Path) -> str:
-    """The path relative to the current directory if it is below that, else the absolute path."""
-    absolute = path.absolute()
-    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)

@@ -134,13 +134,13 @@ def train(run: Path, *, json: AsJson = False) -> int:
     Args:
         run: The file written by `muscale promote --prepare`.
     """
-    from muscale.full_runs.promote.prepared import train_here
+    from muscale.full_runs.promote.prepared import commands_of, train_here
 
     with result_alone(json):
         result = train_here(run)
     if int(os.environ.get("RANK", "0")) == 0:
         message = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
-        show(result if json else message, as_json=json)
+        show(result if json else message, as_json=json, commands=commands_of(run))
     return 0
 
 

@@ -24,7 +24,7 @@ def ladder(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
         options,
         lambda opened: opened.ladder(),
         "ladder",
-        ending=lambda *_: Ending(next=(options.line("fit", study),)),
+        ending=lambda *_: Ending(next=(options.line("fit", study), options.line("report", study))),
         trains=True,
     )
 
@@ -59,7 +59,7 @@ def fit(
             "fit: --n-params, --loss-unit, --compute-flops, --html and names of columns are for --runs; "
             "a study's budget is in its [plan], its page is `muscale report`"
         )
-    ending = Ending(next=(options.line("plan", study),))
+    ending = Ending(next=(options.line("plan", study), options.line("report", study)))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
 
 

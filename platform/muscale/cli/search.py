@@ -95,7 +95,13 @@ def sweep(
         options,
         lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from, columns=columns.to_dict()),
         "sweep --narrow" if narrow else "sweep",
-        ending=lambda *_: Ending(next=(options.line("transfer", study), options.line("sweep", study, "--narrow"))),
+        ending=lambda *_: Ending(
+            next=(
+                options.line("transfer", study),
+                options.line("sweep", study, "--narrow"),
+                options.line("report", study),
+            )
+        ),
         trains=True,
     )
 
@@ -118,6 +124,8 @@ def transfer(study: StudyFile, *, options: StageOptions = StageOptions()) -> int
         lambda opened: opened.transfer(),
         "transfer",
         failed=lambda result: not result.passed,
-        ending=lambda _, result: Ending(next=(options.line("ladder" if result.passed else "report", study),)),
+        ending=lambda _, result: Ending(
+            next=tuple(options.line(then, study) for then in (("ladder", "report") if result.passed else ("report",)))
+        ),
         trains=True,
     )

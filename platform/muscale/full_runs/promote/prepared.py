@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from muscale.commands import StudyCommands
 from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError
 from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
@@ -33,6 +34,7 @@ from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 
 PREPARED = "prepared.json"
+STUDY = "study"  # the key of the study's file and settings
 _MOST_BYTES = 16 << 20  # a file has some kilobytes, more with many schedule stages; assumed
 _LONGEST = 300  # characters of a library's message
 _log = logging.getLogger(__name__)
@@ -60,9 +62,13 @@ class Prepared(Recorded):
         )
 
 
-def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path) -> Prepared:
-    """Write the specification of the run to its directory, `full_runs/KEY` of the study."""
+def prepare(
+    plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, commands: StudyCommands | None = None
+) -> Prepared:
+    """Write the specification of the run to its directory, `full_runs/KEY` of the study, whose file `commands` name."""
     specification = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
+    if commands:
+        specification[STUDY] = {"file": commands.study.name, "set": list(commands.settings)}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PREPARED
     with atomic_write(path) as unfinished:
@@ -77,6 +83,14 @@ def read(path: Path) -> FullRun:
         StageError: If `prepare` did not write the file, or something that determines the run was changed in it.
     """
     return _read(path)[1]
+
+
+def commands_of(path: Path) -> StudyCommands | None:
+    """Commands on the study that prepared a run; None if its file does not name the study, as older ones."""
+    match _read_values(path).get(STUDY):
+        case {"file": str(name), "set": [*settings]}:
+            return StudyCommands(path.resolve().parents[2] / name, tuple(map(str, settings)))
+    return None
 
 
 def _read(path: Path) -> tuple[StudyConfig, FullRun]:

@@ -17,7 +17,7 @@ import pytest
 from muscale import StageError, Study, StudyFileError
 from muscale.cli.entry import run
 from muscale.errors import LeaseHeldError
-from muscale.full_runs.promote.prepared import prepare, read, train_here
+from muscale.full_runs.promote.prepared import commands_of, prepare, read, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
@@ -61,13 +61,14 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     gate = Gate(plan=plan.key, lines=())
     begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     directory = study.directory / FULL_RUNS / plan.key
-    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory)
+    commands = study.contents.commands
+    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory, commands)
     assert f"torchrun --nproc-per-node 2 -m muscale train {prepared.path}" in str(prepared)
     moved = study.directory.with_name("elsewhere")  # as to the machine that trains
     shutil.copytree(study.directory, moved)
 
     log = train_together(prepared.path, directory / "ranks.log")
-    assert log.count("`muscale promote` records it") == 1
+    assert log.count(f"`{commands.line('promote')}` records it") == 1
     assert holding(study.directory) == []
     result = json.loads((directory / RESULT).read_text())
     single = train_here(moved / FULL_RUNS / plan.key / "prepared.json")
@@ -107,8 +108,10 @@ def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     directory = study.directory / FULL_RUNS / plan.key
-    file = Path(prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory).path)
+    numerics, commands = study.config.shared_numerics(study.corpus), study.contents.commands
+    file = Path(prepare(plan, study.config, numerics, directory, commands).path)
     study.ledger.close()
+    assert commands_of(file) == commands
     assert [part.name for part in directory.iterdir()] == [file.name]
     written = json.loads(file.read_text())
     written["config"]["promote"]["checkpoint_every_tokens"] = 4096
