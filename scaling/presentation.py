@@ -1,6 +1,7 @@
 """Base class of results, and formats of numbers and ranges."""
 
 import html
+import math
 from typing import Any
 
 
@@ -12,6 +13,11 @@ class Result:
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
         printer.text(str(self))
+
+
+def number(value: float, style: str = ".4g") -> str:
+    """Format a number, a dash for one that is not known: NaN, or an infinite bound."""
+    return f"{value:{style}}" if math.isfinite(value) else "–"
 
 
 def span(low: float, high: float, digits: int = 3) -> str:

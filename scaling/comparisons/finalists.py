@@ -23,7 +23,7 @@ from scaling.checks import losses, require_columns, require_filled, seeds
 from scaling.comparisons.noise import TwoWay, fit_two_way
 from scaling.drawing import COLOURS, GREY, LOSS, Figure, add, blank
 from scaling.errors import ScalingError
-from scaling.presentation import lines
+from scaling.presentation import lines, number
 from scaling.quantiles import tails
 from scaling.serialization import JsonResult, OrNan, TableLayout
 
@@ -133,7 +133,7 @@ class Finalists(JsonResult):
         )
 
     def __str__(self) -> str:
-        return f"{self.trials.to_string(float_format='{:.5g}'.format)}\n{self.about}"
+        return f"{self.trials.to_string(na_rep='–', float_format=lambda value: number(value, '.5g'))}\n{self.about}"
 
 
 def compare_finalists(

@@ -13,7 +13,7 @@ from scaling.arrays import Array
 from scaling.checks import losses as read_losses
 from scaling.checks import numbers, require_filled
 from scaling.errors import ScalingError
-from scaling.presentation import lines
+from scaling.presentation import lines, number
 from scaling.serialization import JsonResult, OrInfinite, OrNan
 
 MIN_RATES = 4
@@ -94,8 +94,8 @@ class Optimum(JsonResult):
     def __str__(self) -> str:
         return lines(
             {
-                "rate": f"{self.rate:.4g} = 2^{self.log2_rate:.3f}, ± {self.stderr:.2g} octaves (standard error)",
-                "loss": f"{self.loss:.4f}, {float(self.regret(2 * self.rate)):.2%} more an octave away",
+                "rate": f"{self.rate:.4g} = 2^{self.log2_rate:.3f}, ± {number(self.stderr, '.2g')} octaves (standard error)",
+                "loss": f"{self.loss:.4f}, {number(float(self.regret(2 * self.rate)), '.2%')} more an octave away",
                 "tested": f"2^{self.tested[0]:.2f} to 2^{self.tested[1]:.2f}, {self.n_left_out} rows left out",
                 "status": self.status,
             }

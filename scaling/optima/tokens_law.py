@@ -16,7 +16,7 @@ from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
-from scaling.presentation import lines, span
+from scaling.presentation import lines, number, span
 from scaling.quantiles import two_sided
 from scaling.serialization import FittedResult, TableLayout
 
@@ -98,7 +98,7 @@ class TokensLaw(FittedResult):
 
     def __str__(self) -> str:
         prior = f"prior {self.prior[0]:g} ± {self.prior[1]:g}" if self.prior else "no prior"
-        alone = f"data alone {self.raw_exponent:.3f} ± {self.raw_stderr:.3f}"
+        alone = f"data alone {number(self.raw_exponent, '.3f')} ± {number(self.raw_stderr, '.3f')}"
         used = f"{self.optima['used'].sum()} of {len(self.optima)} optima used"
         return lines(
             {

@@ -17,7 +17,7 @@ from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.optima.figures import draw_transfer, transfer_data
 from scaling.optima.optimum import Optimum, fit_optimum
-from scaling.presentation import lines
+from scaling.presentation import lines, number
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter
 
@@ -92,18 +92,19 @@ class Transfer(JsonResult):
     @property
     def about(self) -> str:
         """The drift with its interval, the cost, the verdict: a line each."""
-        low, high = self.interval
+        drift, low, high = (number(octaves, "+.2f") for octaves in (self.drift_octaves, *self.interval))
+        regret = number(self.regret_transferred, ".2%")
         return lines(
             {
-                "drift": f"{self.drift_octaves:+.2f} octaves, 90 % within {low:+.2f} to {high:+.2f}",
-                "regret": f"{self.regret_transferred:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
+                "drift": f"{drift} octaves, 90 % within {low} to {high}",
+                "regret": f"{regret} of the largest {self.along}'s loss given up by the smallest's optimum",
                 larger(self.along): "is better" if self.larger_is_better else "is not better",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
         )
 
     def __str__(self) -> str:
-        return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{self.about}"
+        return f"{self.table().to_string(na_rep='–', float_format=number)}\n{self.about}"
 
 
 def _to_json(transfer: Transfer) -> dict[str, Any]:

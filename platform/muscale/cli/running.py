@@ -112,7 +112,7 @@ def show(result: Any, *, as_json: bool, empty: str = "", commands: StudyCommands
         values = finite(_plain(result))
         print(json.dumps(commands.completed_values(values) if commands else values, indent=1, default=str))
     elif hasattr(result, "to_string"):
-        print(result.to_string(index=False) if len(result) else empty)
+        print(result.to_string(index=False, na_rep="–") if len(result) else empty)
     else:
         print(commands.completed(str(result)) if commands else result)
 

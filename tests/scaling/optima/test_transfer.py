@@ -190,6 +190,15 @@ def test_the_result_has_a_readable_str() -> None:
     assert unknown.half_width == math.inf
 
 
+@pytest.mark.parametrize("optima", [[-20.0, -20.0, -20.0, -20.0], [-6.6, -6.8, -6.7, -20.0]])
+def test_what_is_not_known_is_shown_as_a_dash(optima: list[float]) -> None:
+    """Minima at an edge: no drift, no interval, no regret."""
+    transfer = fit_transfer(sweep(optima))
+    assert not math.isfinite(transfer.interval[0])
+    for text in (str(transfer), *map(str, transfer.optima.values())):
+        assert not re.search(r"\b(nan|inf)\b", text, re.IGNORECASE)
+
+
 def test_bad_tables() -> None:
     rows = sweep([-6.7] * 4)
     with pytest.raises(ValueError, match="missing column rate"):
