@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
+
+WIDTH = 132
+"""Longest line of a folded text, characters."""
 
 
 def format_read_error(error: Exception) -> str:
@@ -32,6 +36,11 @@ def format_duration(seconds: float) -> str:
 def format_path(path: Path) -> str:
     """The path as given, or relative to the current directory if that is a folder above it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def fold(text: str, indent: int) -> list[str]:
+    """A line of text as lines of at most `WIDTH` characters, all but the first indented."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def finite(value: Any) -> Any:

@@ -132,8 +132,8 @@ def _require(*, level: float, worth: float, error: float, noise: tuple[float, fl
     for name, share in (("level", level), ("error", error)):
         if not 0 < share < 1:
             raise ValueError(f"{name} must lie between 0 and 1, got {share!r}")
-    if not worth >= 0:
-        raise ValueError(f"worth must be at least 0, a share of the compute, got {worth!r}")
+    if not 0 <= worth < math.inf:
+        raise ValueError(f"worth must be finite and at least 0, a share of the compute, got {worth!r}")
     if not (0 < noise[0] < math.inf and noise[1] > 0):
         raise ValueError(f"noise must be a positive standard deviation and positive degrees of freedom, got {noise!r}")
 

@@ -78,6 +78,8 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     assert results["sweep"]
     assert [row["key"] for row in results["runs"]]
     assert Path(results["report"]["report"]).exists()
+    rows = muscale(capture, "ladder", one).out.splitlines()[1:]
+    assert len(rows) == sum(row["purpose"] == "ladder" for row in results["ladder"])
     verdict = muscale(capture, "transfer", one, "--json")
     assert json.loads(verdict.out)["verdict"]
     promotion = muscale(capture, "promote", one, "--force", "--json")

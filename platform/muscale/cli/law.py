@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 
 @command(LAW, example="muscale ladder study.toml --dry-run")
 def ladder(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
-    """Train the ladder of runs for the scaling law."""
+    """Train the ladder of runs for the scaling law.
+
+    Prints the ladder's own runs; with --json also the runs of earlier stages, which inform the law too.
+    """
+
+    def trained(opened: Study) -> Any:
+        rows = opened.ladder()
+        return rows if options.json else rows[rows["purpose"] == "ladder"]
+
     return run_stage(
         study,
         options,
-        lambda opened: opened.ladder(),
+        trained,
         "ladder",
         ending=lambda *_: Ending(next=(options.line("fit", study), options.line("report", study))),
         trains=True,

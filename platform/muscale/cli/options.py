@@ -21,6 +21,8 @@ def _whole(_kind: object, tokens: Sequence[Token]) -> int:
     value = float(text := tokens[0].value)
     if not value.is_integer():
         raise ValueError(f"must be a whole number, got {text}")
+    if abs(value) >= 2**63:
+        raise ValueError(f"must fit into 64 bits, got {text}")
     return int(text) if text.lstrip("+-").isdigit() else int(value)
 
 

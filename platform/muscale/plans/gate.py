@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from muscale.commands import StudyCommands
 from muscale.errors import StageError
+from muscale.formatting import fold
 from muscale.plans.batch import FAR, BatchChoice
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.serialization import Recorded
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from proxy_models.coordinates.check import CoordinateCheck
 
 Status = Literal["passed", "failed", "unknown"]
-_WIDTH = 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,4 +311,4 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
 
 def _row(head: str, text: str) -> list[str]:
     """A text beside its head, folded."""
-    return textwrap.wrap(head + text, _WIDTH, subsequent_indent=" " * 29, drop_whitespace=True, break_long_words=False)
+    return fold(head + text, 29)

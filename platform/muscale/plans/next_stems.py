@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from muscale.formatting import fold
 from muscale.plans.planning import Plan
 from muscale.plans.sizing import most_tokens
 from muscale.proxies.ladder import stem_lengths
@@ -85,7 +86,8 @@ class NextStems(Result):
             "interval": "{:.2%}".format,
         }
         table = self.table.to_string(index=False, formatters=formats).splitlines() if len(self.table) else []
-        return "\n  ".join([*self._about, *table, *self._how])
+        about, how = ([part for line in lines for part in fold(line, 2)] for lines in (self._about, self._how))
+        return "\n  ".join([*about, *table, *how])
 
     @property
     def _about(self) -> list[str]:

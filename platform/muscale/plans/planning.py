@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from muscale.errors import StageError
+from muscale.formatting import fold
 from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.plans.sizing import size_for
@@ -121,7 +122,7 @@ class Plan(Recorded):
         ]
         if self.registered_at:
             lines.append(f"  registered {self.registered_at}")
-        return "\n".join(lines)
+        return "\n".join(part for line in lines for part in fold(line, 4))
 
 
 def format_value(value: Any) -> str:

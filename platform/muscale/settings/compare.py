@@ -70,7 +70,9 @@ class CompareSettings(StrictTable):
     # of weights and data order, paired with the study's
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)
     target_flops: PositiveFloat | None = None  # of the run that is decided on; none: the plan's budget
-    worth: Annotated[float, Field(ge=0)] = WORTH  # least gain in compute, as a share, that is worth a change
+    worth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        WORTH  # least gain in compute, as a share, that is worth a change
+    )
     error: Annotated[float, Field(gt=0, lt=1)] = ERROR  # probability that any promotion is wrong; or any rejection
 
     @pydantic.field_validator("seeds", "widths")

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
+from muscale.formatting import WIDTH
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
@@ -62,6 +63,12 @@ def test_a_budget_that_pays_for_no_batch_is_refused(planned: MakePlan) -> None:
     with pytest.raises(StageError, match="batch of 256 tokens") as refused:
         planned("plan.shapes=[{width = 16384}]")
     assert "2.5e+10" in str(refused.value)
+
+
+def test_no_line_of_a_plan_is_longer_than_a_terminal(planned: MakePlan) -> None:
+    text = str(planned("plan.compute_flops=1e13", 'plan.accelerator="H100 SXM"'))
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "  forecast " in text
 
 
 def test_extrapolation_of_the_horizon_law_is_reported_with_the_grid_that_would_shorten_it(planned: MakePlan) -> None:
@@ -143,7 +150,7 @@ def test_a_corpus_seen_again_counts_for_less(planned: MakePlan, corpus: Corpus, 
     assert decision["epochs"] == pytest.approx(seen, rel=0.01)
     worth = corpus.n_tokens * (1 + 15.387756 * (1 - np.exp(-(seen - 1) / 15.387756)))
     assert decision["loss"] == pytest.approx(float(law.ensemble.law.loss(plan.n_params, worth)), rel=1e-3)
-    assert "appendix A), by which the loss is" in str(plan)
+    assert "appendix A), by which the loss is" in " ".join(str(plan).split())
     assert f"N as in the law: {law.n_params_convention}" in str(plan)
     assert free.decision["epochs"] is None
     assert plan.forecast.loss == law.forecast(plan.n_params, plan.n_tokens).loss
