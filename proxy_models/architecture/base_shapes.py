@@ -51,9 +51,11 @@ def module_shapes(
             matrix in a block, norm gain, bias and readout, or a name in `classes` is none, or not of such a shape.
     """
     names = list(dict(target.named_parameters()))
-    for role, module in (("base", base), ("delta", delta)):
+    for module in (base, delta):
         if odd := sorted(dict(module.named_parameters()).keys() ^ set(names)):
-            raise ValueError(f"the {role} model has not the target's parameters: only one of them has {', '.join(odd)}")
+            raise ValueError(
+                f"models of two widths must have the same parameters; only one of them has {', '.join(odd)}"
+            )
     if unknown := {name: value for name, value in (classes or {}).items() if value not in (*TensorClass,)}:
         name, value = next(iter(unknown.items()))
         raise ValueError(f"the class of {name} must be one of {', '.join(TensorClass)}, got {value!r}")
@@ -67,11 +69,13 @@ def module_shapes(
     base_shapes, delta_shapes = mup.get_shapes(base), mup.get_shapes(delta)
     for name, shape in shapes.items():
         if not len(shape) == len(base_shapes[name]) == len(delta_shapes[name]):
-            raise ValueError(f"{name} has not the same number of dimensions in target, base and delta")
+            raise ValueError(f"{name} must have as many dimensions at every width")
     # Neither parameters nor modules are changed; mup's check for MuReadout does not apply, the readout is named.
     inf_shapes = mup.shape.zip_infshapes(mup.make_base_shapes(base_shapes, delta_shapes), shapes)
     if not any(inf_shape.ninf() for inf_shape in inf_shapes.values()):
-        raise ValueError("no dimension differs between base and delta: the delta model must have another width")
+        raise ValueError(
+            "models of two widths must differ in a dimension of a parameter, got the same: build must use its width"
+        )
     return {
         name: TensorShape(
             tensor_class=stated[name],

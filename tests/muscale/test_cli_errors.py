@@ -55,6 +55,7 @@ def test_a_users_error_has_no_trace_but_with_debug(
         (["ui", "STUDY", "--port", "80.5"], "--port", "80.5"),
         (["runs", "STUDY", "--limit", "2.5"], "--limit", "2.5"),
         (["sweep", "STUDY", "--cancel", "999999999999999999999"], "--cancel", "999999999999999999999"),
+        (["sweep", "STUDY", "--cancel", "2.5"], "--cancel", "2.5"),
         (["compare", "STUDY", "--worth", "inf"], "worth", "inf"),
         (["plan", "STUDY", "--set", "plan.compute_flops=1e99", "--dry-run"], "plan", "1e+99"),
         (["run", "STUDY", "--set", "transfer.widths=[]", "--dry-run"], "transfer.widths", "()"),

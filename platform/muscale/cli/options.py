@@ -33,7 +33,7 @@ Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False, help=_JSON)]
 Words = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False, help=_SET)]
-Numbers = Annotated[tuple[int, ...], Parameter(negative=(), show_default=False)]
+Numbers = Annotated[tuple[Whole, ...], Parameter(negative=(), show_default=False)]
 Paths = Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)]
 
 
