@@ -42,7 +42,6 @@ _LONGEST = (
     "tests/muscale/full_runs/promote/test_prepared.py",
     "tests/muscale/full_runs/checkpoints/test_save.py",
     "tests/muscale/store/test_ledger_actor.py",
-    "tests/muscale/actors/test_pool.py",
     "tests/muscale/full_runs/train/test_layouts_bf16.py",
 )
 """Files that take longest, the longest first."""

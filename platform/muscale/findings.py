@@ -114,5 +114,5 @@ def _ended(jobs: Iterable[Job], ledger: Ledger) -> bool:
     if len(outcomes) < len(wanted):
         return False
     for key, outcome in outcomes.items():
-        ledger.insert(runs, **wanted[key].row(outcome))
+        ledger.insert(runs, **wanted[key].row(outcome.key))
     return True

@@ -202,7 +202,7 @@ def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
     there = ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in kinds.items()) or "no node"
     wanted = f"{workers} workers with" if workers > 1 else "a worker with"
     found = f"{stage}: no room for {wanted} {format_resources(each)}{' each' * (workers > 1)}: the cluster has {there}"
-    if not _may_grow():
+    if not may_grow():
         raise StageError(f"{found}; ask for less in [resources], or start nodes that have it and run the command again")
     _log.warning("%s; waiting for its autoscaler to add nodes, Ctrl-C stops", found)
 
@@ -227,7 +227,7 @@ def note_taken(stage: str, workers: int, each: Mapping[str, float]) -> None:
         time.sleep(0.1)
 
 
-def _may_grow() -> bool:
+def may_grow() -> bool:
     """Whether an autoscaler may add nodes: on clusters of Ray's launcher, by whose file Ray Tune knows them, and KubeRay's."""
     launched = Path("~/ray_bootstrap_config.yaml").expanduser().exists()
     return launched or "RAY_USAGE_STATS_KUBERAY_IN_USE" in os.environ

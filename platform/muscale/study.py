@@ -63,6 +63,8 @@ from scaling.fits.as_found import NO_COLUMNS
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
+    from ray.tune import Callback
+
     from muscale.bundles.bundle import Bundle
     from muscale.full_runs.continue_run.train import Continued
     from muscale.full_runs.promote.dry_run import DryRun
@@ -198,6 +200,7 @@ class Study(Result):
         narrower: bool = False,
         learn_from: Sequence[str | Path] = (),
         columns: Mapping[str, str] = NO_COLUMNS,
+        callbacks: Sequence[Callback] = (),
     ) -> SweepResult:
         """The search at the base shape.
 
@@ -209,6 +212,7 @@ class Study(Result):
             learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
                 results from elsewhere, asserted by their owner: a table of hyperparameters with loss, an Optuna storage.
             columns: Names of the columns loss, n_params, n_tokens and run in the tables of `learn_from`, by ours.
+            callbacks: Ray Tune's callbacks (`ray.tune.Callback`), called while it searches.
 
         Raises:
             StageError: If no trial has an annealed run, or a searcher or scheduler breaks its protocol.
@@ -216,7 +220,7 @@ class Study(Result):
         if (known := self._known.sweep) and not (searcher or scheduler or narrower or learn_from):
             return known
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
-        sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns)
+        sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns, callbacks=tuple(callbacks))
         self._warn_of_check()
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._known = Findings(sweep=result)  # the later stages stand on it

@@ -127,19 +127,12 @@ def swept(make_study: Callable[[], Path]) -> Iterator[Sweep]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
-    """One Ray on this machine for all tests that need one; its warm workers serve one study after another."""
+    """One Ray on this machine for all tests that need one."""
     from muscale.actors.cluster import cluster
     from muscale.settings.tables import ResourceSettings
 
     with cluster(ResourceSettings()) as joined:
         yield joined
-
-
-@pytest.fixture
-def free_cluster(ray_cluster: Cluster) -> Cluster:
-    """The same without workers, for tests that start their own."""
-    ray_cluster.end_workers()
-    return ray_cluster
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyDirectoryError
-from muscale.actors import pool
+from muscale.actors import tune_run
 from muscale.actors.jobs import Job, finish_stage
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package, write_wheel
@@ -37,11 +37,11 @@ def test_the_same_package_passes_and_another_is_refused_with_both_named() -> Non
 
 
 @pytest.mark.cluster
-@pytest.mark.usefixtures("free_cluster")  # a worker that is warm passed the check when it began
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_worker_of_another_package_ends_the_stage_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "package_fingerprint", lambda: OTHER)
+    monkeypatch.setattr(tune_run, "package_fingerprint", lambda: OTHER)
     write_text(tmp_path / "text")
     corpus = write_corpus(tmp_path / CORPUS, str(tmp_path / "text"))
     model = ModelConfig(d_model=16, n_layers=1, context_length=32)

@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from muscale import ray_connection
-from muscale.actors.cluster import Cluster
 from muscale.errors import StageError
-from muscale.layout import LEDGER
 from muscale.ray_connection import note_taken, require_room
 from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger
 
 
 @pytest.mark.cluster
@@ -53,13 +50,13 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("resources", "message"), IMPOSSIBLE)
 def test_devices_that_no_node_has_are_refused_before_a_worker_is_awaited(
-    ray_cluster: Cluster, tmp_path: Path, resources: ResourceSettings, message: str
+    resources: ResourceSettings, message: str
 ) -> None:
-    refused = pytest.raises(StageError, match=f"^resources: no room for a worker with {message}")
-    with refused, ray_cluster.workers(Ledger(tmp_path / LEDGER), resources):
-        pass
+    with pytest.raises(StageError, match=f"^resources: no room for a worker with {message}"):
+        require_room("resources", 1, resources.worker)
     with pytest.raises(StageError, match="^promote: no room for 4 workers with "):
         require_room("promote", 4, resources.full_run_worker)
 
@@ -80,13 +77,13 @@ def test_devices_that_an_autoscaler_may_bring_are_awaited_with_a_message(
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_stage_says_that_it_waits_for_what_others_hold(
-    ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    ray_cluster.end_workers()
     there = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
     monkeypatch.setattr(ray_connection, "_RELEASE_SECONDS", 0.5)
     held = placement_group([{"CPU": there - 0.5}])

@@ -1,1 +1,1 @@
-"""Training by actors: the runs that a stage wants, and the pool of warm workers that train them."""
+"""Proxy trainings as Ray Tune trials: what a stage or a sweep wants trained, the adapter to Tune, and the workers."""

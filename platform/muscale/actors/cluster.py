@@ -1,66 +1,31 @@
-"""The cluster on which a study trains, and the pool of workers that its stages share."""
+"""The Ray cluster on which the stages of a study train."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
-from muscale.interrupts import defer_sigint
-from muscale.ray_connection import connected, require_room
+from muscale.ray_connection import connected
 from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger
-
-if TYPE_CHECKING:
-    from muscale.actors.pool import WorkerPool
 
 _staying: ContextVar[Cluster | None] = ContextVar("staying", default=None)
 
 
 class Cluster:
-    """Ray, connected once something is trained, and the warm workers on it. Made by `staying_cluster`."""
+    """Ray, connected once something is trained. Made by `staying_cluster`."""
 
     def __init__(self, at_exit: ExitStack) -> None:
         self._at_exit = at_exit
-        self._pool: WorkerPool | None = None
 
     def connect(self, resources: ResourceSettings) -> None:
         """Join Ray or start it, as `connected` does, until the cluster is left."""
         self._at_exit.enter_context(connected(resources))
 
-    @contextmanager
-    def workers(self, ledger: Ledger, resources: ResourceSettings) -> Iterator[WorkerPool]:
-        """The pool, warm from stages before, whichever study they were of. Those with other [resources] end first.
-
-        Workers that are still at work at the end of the block end with it.
-
-        Raises:
-            StageError: If no nodes could hold a worker, with all ranks of a trial, and no autoscaler may add them.
-        """
-        require_room("resources", resources.ranks_per_trial, resources.worker)
-        with defer_sigint():
-            from muscale.actors.pool import WorkerPool
-
-        pool = self._pool
-        if pool is None or not pool.serve(ledger, resources):
-            self.end_workers()
-            self._pool = pool = WorkerPool(ledger, resources)
-            self._at_exit.callback(pool.end)
-        try:
-            yield pool
-        finally:
-            pool.end_leased()
-
-    def end_workers(self) -> None:
-        """End all workers, for whoever needs their processors and devices."""
-        if self._pool:
-            self._pool.end()
-
 
 @contextmanager
 def staying_cluster() -> Iterator[Cluster]:
-    """Within it, cluster and workers of one stage serve the later ones too; without a stage that trains, none starts."""
+    """Keep one cluster for all stages within the block; Ray starts with the first stage that trains."""
     if known := _staying.get():
         yield known
         return
@@ -70,12 +35,6 @@ def staying_cluster() -> Iterator[Cluster]:
             yield made
         finally:
             _staying.reset(token)
-
-
-def end_staying_workers() -> None:
-    """End the workers that the `staying_cluster` around keeps warm, if there is one, for whoever needs what they hold."""
-    if known := _staying.get():
-        known.end_workers()
 
 
 @contextmanager

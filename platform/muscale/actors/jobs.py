@@ -1,32 +1,25 @@
-"""Runs wanted by a stage; those that the ledger does not know are trained in the pool."""
+"""Runs wanted by a stage; those that the ledger does not know are trained as Ray Tune trials."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from muscale.actors import stalls
-from muscale.actors.cluster import cluster
 from muscale.actors.corpus_hashes import require_unchanged
-from muscale.actors.retries import LostWorkers
-from muscale.errors import MuscaleError, StageError, WorkerLostError, of_storage
+from muscale.actors.retries import Attempts
+from muscale.actors.tune_run import run_with_tune
+from muscale.actors.work import LOSS, Next, Reach, report
 from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
-from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, stems
-from muscale.store.outcome import Outcome
 from muscale.store.tables import runs
 from proxy_models.recipes.hyperparameters import Hyperparameters
-
-if TYPE_CHECKING:
-    from muscale.actors.pool import PooledWorker, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +31,12 @@ class Job:
     hyperparameters: Hyperparameters
     chain: Chain
 
-    def row(self, outcome: Outcome) -> dict[str, Any]:
-        """The run as a row of the ledger."""
+    def row(self, key: str) -> dict[str, Any]:
+        """The run as a row of the ledger, with the key of the segment that ends it."""
         model = self.chain.numerics.model
         return {
             "purpose": self.purpose,
-            "key": outcome.key,
+            "key": key,
             "stem": self.chain.stem,
             "d_model": model.d_model,
             "n_layers": model.n_layers,
@@ -61,90 +54,148 @@ def finish_stage(
 ) -> None:
     """Train what the ledger does not know of these runs, the largest first, and note every one.
 
-    Progress counts all the runs of the stage, and its bar moves by their compute.
-
-    Runs that share a stem are trained by one actor, the shortest first. Ray starts only where there is something to train.
+    Progress counts all the runs of the stage, and its bar moves by their compute. Runs that share a stem are one Tune trial,
+    the shortest first. Ray starts only where there is something to train.
 
     Raises:
-        StageError: If a run lost too many workers, once all others have been trained.
-        Exception: What the training of a run raised, likewise. After an error of muscale's own or of a disk no further run begins.
+        KeyboardInterrupt: If the user interrupted it; the runs under way have been finished.
+        StageError: If a run failed at every attempt or no worker can train; all other runs have been trained.
     """
     wanted = {job.chain.key: job for job in jobs}
     known = ledger.outcomes(job.chain for job in wanted.values())
     for key, outcome in known.items():
-        ledger.insert(runs, **wanted[key].row(outcome))
-    unknown = [job.chain for key, job in wanted.items() if key not in known]
+        ledger.insert(runs, **wanted[key].row(outcome.key))
+    unknown = {key: job for key, job in wanted.items() if key not in known}
     if not unknown:
         return
     require_unchanged(ledger.directory / CORPUS)
-    groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
     total = sum(job.chain.compute_flops for job in wanted.values())
-    left, n_done, best = sum(chain.compute_flops for chain in unknown), len(known), math.inf
     with display.stage(stage) as update:
-        update(n_done, len(wanted), "runs; waiting for workers", share=1 - left / total)
-        with cluster(resources) as joined, joined.workers(ledger, resources) as pool, cancellable(ledger):
-            update(n_done, len(wanted), "runs; training", share=1 - left / total)
-            for chain, outcome in _train(groups, wanted, pool):
-                job = wanted[chain.key]
-                ledger.insert(runs, **job.row(outcome))
-                left, n_done = left - chain.compute_flops, n_done + 1
-                best = min(best, outcome.loss if outcome.loss is not None else best)
-                note = f"runs; last {job.label}" + (f", best loss {best:.4f}" if best < math.inf else "")
-                update(n_done, len(wanted), note, share=1 - left / total)
+        progress = _Progress(update, n_wanted=len(wanted), n_done=len(known), total=total, unknown=unknown)
+        work = StageRuns(stage, unknown, ledger, progress)
+        run_with_tune(work, RunSteps({key: job.chain for key, job in unknown.items()}), ledger, resources)
 
 
-def _train(
-    groups: Sequence[Sequence[Chain]], jobs: Mapping[str, Job], pool: WorkerPool
-) -> Iterator[tuple[Chain, Outcome]]:
-    from muscale.actors.pool import IDLE_SECONDS, result_of
+@dataclass(frozen=True, kw_only=True)
+class StemRuns:
+    """The runs of one stem that are still to be trained, by key, the shortest first; one Tune trial trains them."""
 
-    begun = time.time()
-    waiting = deque(list(group) for group in groups)
-    busy: dict[Any, tuple[PooledWorker, list[Chain]]] = {}
-    lost_workers, errors = LostWorkers(), list[Exception]()
+    keys: tuple[str, ...]
+    label: str
+    suggestion: None = None
 
-    def train(worker: PooledWorker, group: list[Chain]) -> None:
-        busy[worker.actor.reach.remote(group[0])] = worker, group
+    def tune_config(self) -> dict[str, Any]:
+        """Config of the Tune trial."""
+        return {"runs": list(self.keys), "label": self.label}
 
-    def fail(group: list[Chain], error: Exception) -> None:
-        """Keep an error until the others have ended; the longer runs of the same stem are not trained."""
-        errors.append(error)
-        first, longer = jobs[group[0].key].label, f", and {len(group) - 1} longer runs of its stem" if group[1:] else ""
-        logging.getLogger(__name__).warning("%s failed%s: %s; the other runs are finished first", first, longer, error)
 
-    while waiting or busy:
-        try:
-            while waiting and (free := pool.lease(len(waiting))):
-                train(free, waiting.popleft())
-        except MuscaleError as error:  # no worker can train
-            fail(waiting.popleft(), error)
-            waiting.clear()
-        for task in pool.wait(busy, IDLE_SECONDS):
-            worker, group = busy.pop(task)
-            try:
-                outcome = result_of(task)
-            except WorkerLostError as error:
-                pool.discard(worker)
-                label = jobs[group[0].key].label
-                if given_up := lost_workers.lost(group[0].key, label, str(error)):
-                    fail(group, StageError(f"{label}: {given_up}{stalls.hint(pool.ledger.directory, begun)}"))
-                else:
-                    waiting.appendleft(group)
-                continue
-            except Exception as error:
-                if pool.resources.ranks_per_trial > 1:  # an error in the middle of a pass leaves them unusable
-                    pool.discard(worker)
-                else:
-                    pool.give_back(worker)
-                fail(group, error)
-                if isinstance(error, MuscaleError) or of_storage(error):  # what others train would not be kept either
-                    waiting.clear()
-                continue
-            yield group[0], outcome
-            if group[1:]:
-                train(worker, group[1:])
-            else:
-                pool.give_back(worker)
-        pool.end_idle()
-    if errors:
-        raise errors[0]
+@dataclass(frozen=True)
+class RunSteps:
+    """Trains the runs of a stem one after the other, in a worker's process."""
+
+    chains: Mapping[str, Chain]
+
+    def __call__(self, config: Mapping[str, Any], reach: Reach) -> Iterator[dict[str, Any]]:
+        """A report for each run."""
+        for key in config["runs"]:
+            outcome = reach(self.chains[key])
+            yield report(outcome.loss, run=key, segment=outcome.key)
+
+
+class StageRuns:
+    """The runs of a stage as work for Ray Tune: stem after stem, the largest first."""
+
+    def __init__(self, stage: str, unknown: Mapping[str, Job], ledger: Ledger, progress: _Progress) -> None:
+        self.stage, self.interrupted, self.refusal = stage, False, None
+        self._jobs, self._ledger, self._progress = unknown, ledger, progress
+        groups = stems([job.chain for job in unknown.values()]).values()
+        ordered = sorted(groups, key=lambda group: group[-1].compute_flops, reverse=True)
+        self._waiting = deque(self._stem_runs([chain.key for chain in group]) for group in ordered)
+        self._attempts = Attempts()
+        self._left: dict[StemRuns, list[str]] = {}  # keys of the jobs under way that have not ended
+        progress.show("waiting for workers")
+
+    refusal: str | None
+
+    @property
+    def failure(self) -> str:
+        """Number of runs that failed, and why the first did; "" if none."""
+        return self._attempts.describe("run", str)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no run is under way."""
+        return not self._left
+
+    def next(self) -> StemRuns | None:
+        """The runs of the next stem."""
+        if self.interrupted or self.refusal or not self._waiting:
+            return None
+        job = self._waiting.popleft()
+        self._left[job] = list(job.keys)
+        return job
+
+    def note(self, job: StemRuns, report: Mapping[str, Any]) -> Next:
+        """Record a run; its Tune trial continues with the next of the stem."""
+        key, left = report["run"], self._left[job]
+        left.remove(key)
+        self._attempts.succeeded(self._jobs[key].label)
+        self._ledger.insert(runs, **self._jobs[key].row(report["segment"]))
+        self._progress.done(self._jobs[key], None if report["diverged"] else report[LOSS])
+        if left and not self.interrupted:
+            return Next.CONTINUE
+        del self._left[job]
+        return Next.END
+
+    def withdraws(self, job: StemRuns) -> bool:
+        """Whether runs that wait for a process should not begin, as the user interrupted the stage."""
+        return self.interrupted and self._left.pop(job, None) is not None
+
+    def lost(self, job: StemRuns, why: str) -> None:
+        """Train what is left again, unless its first run lost too many processes."""
+        self._again(job, self._attempts.lost, why)
+
+    def failed(self, job: StemRuns, why: str) -> None:
+        """Train what is left again, unless its first run failed before."""
+        self._again(job, self._attempts.failed, why)
+
+    def refuse(self, job: StemRuns, why: str) -> None:
+        """Begin nothing more."""
+        self._left.pop(job)
+        self.refusal = self.refusal or why
+
+    def _again(self, job: StemRuns, tries: Callable[[str, str, str], bool], why: str) -> None:
+        left = self._left.pop(job)
+        label = self._jobs[left[0]].label
+        if tries(label, label, why):
+            self._waiting.appendleft(self._stem_runs(left))
+        else:
+            _log.warning("%s: %s", label, self._attempts.failures[label])
+            if left[1:]:
+                _log.warning("%s: the %d longer runs of its stem are not trained", label, len(left) - 1)
+
+    def _stem_runs(self, keys: Sequence[str]) -> StemRuns:
+        return StemRuns(keys=tuple(keys), label=self._jobs[keys[0]].label)
+
+
+class _Progress:
+    """Shows how many of a stage's runs are done, and by its bar their share of the compute."""
+
+    def __init__(
+        self, update: Callable[..., None], *, n_wanted: int, n_done: int, total: float, unknown: Mapping[str, Job]
+    ) -> None:
+        self._update, self._n_wanted, self._n_done, self._total = update, n_wanted, n_done, total
+        self._left, self._best = sum(job.chain.compute_flops for job in unknown.values()), math.inf
+
+    def show(self, note: str) -> None:
+        """Show what is known, with a note."""
+        self._update(self._n_done, self._n_wanted, f"runs; {note}", share=1 - self._left / self._total)
+
+    def done(self, job: Job, loss: float | None) -> None:
+        """Show that a run has ended."""
+        self._left, self._n_done = self._left - job.chain.compute_flops, self._n_done + 1
+        self._best = min(self._best, math.inf if loss is None else loss)
+        self.show(f"last {job.label}" + (f", best loss {self._best:.4f}" if self._best < math.inf else ""))
+
+
+_log = logging.getLogger(__name__)

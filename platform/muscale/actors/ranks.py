@@ -1,4 +1,4 @@
-"""Ranks that train one proxy together: the first is a worker of the pool, starts the others and has them train along."""
+"""Ranks that train one proxy together: the first is a Tune trial's process, starts the others and has them train along."""
 
 from __future__ import annotations
 

@@ -1,39 +1,56 @@
-"""Retries of trainings whose workers are lost, in sweeps, grids and ladders; those of full runs: `full_runs.records.retries`."""
+"""Attempts at proxy trainings that lose their processes or raise; those of full runs: `full_runs.records.retries`."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 MOST_LOST = 3
-"""Workers that a training may lose before it comes further; what it had finished is in the ledger (assumed)."""
+"""Processes that a training may lose without progress; what it had finished is in the ledger (assumed)."""
+MOST_FAILED = 2
+"""Attempts of a training that raises: the second tells a fault of its configuration from one of the moment (assumed)."""
 
 
-class LostWorkers:
-    """Counts the workers that each training has lost since it last came further."""
+class Attempts:
+    """Counts the attempts of each training since its last progress.
+
+    Attributes:
+        failures: Reasons of those that have had all their attempts.
+    """
 
     def __init__(self) -> None:
-        self._lost: Counter[Hashable] = Counter()
+        self.failures: dict[Hashable, str] = {}
+        self._lost, self._failed = Counter[Hashable](), Counter[Hashable]()
 
-    def came_further(self, what: Hashable) -> None:
-        """Forget the workers that a training has lost."""
+    def succeeded(self, what: Hashable) -> None:
+        """Forget the attempts of a training that has made progress."""
         self._lost.pop(what, None)
+        self._failed.pop(what, None)
 
-    def lost(self, what: Hashable, label: str, why: str) -> str:
-        """Count a lost worker and warn of it; returns why the training is given up, "" while it is started again.
+    def lost(self, what: Hashable, label: str, why: str) -> bool:
+        """Count a lost process; returns whether the training is tried again, and logs it under its label."""
+        return self._again(self._lost, MOST_LOST, "its worker was lost", what, label, why)
 
-        Args:
-            label: Its name, for the warning.
-        """
-        self._lost[what] += 1
-        if (count := self._lost[what]) == MOST_LOST:
-            return f"its worker was lost {MOST_LOST} times: {why}"
+    def failed(self, what: Hashable, label: str, why: str) -> bool:
+        """Count an error; returns whether the training is tried again, and logs it under its label."""
+        return self._again(self._failed, MOST_FAILED, "it failed", what, label, why)
+
+    def describe(self, kind: str, label: Callable[[Any], str]) -> str:
+        """Number of trainings that failed, by their kind, with the label and the reason of the first; "" if none."""
+        if not self.failures:
+            return ""
+        n, (what, why) = len(self.failures), next(iter(self.failures.items()))
+        return f"{n} {kind}{'s' if n > 1 else ''} failed; {label(what)}: {why}"
+
+    def _again(self, counts: Counter[Hashable], most: int, how: str, what: Hashable, label: str, why: str) -> bool:
+        counts[what] += 1
+        if counts[what] == most:
+            self.succeeded(what)  # in a population, a trial that failed may continue as a copy of another
+            self.failures[what] = f"{how} {most} times: {why}"
+            return False
         logging.getLogger(__name__).warning(
-            "%s: its worker was lost (%d of %d): %s; it continues from what it had recorded",
-            label,
-            count,
-            MOST_LOST,
-            why,
+            "%s: %s (%d of %d): %s; it continues from what was recorded", label, how, counts[what], most, why
         )
-        return ""
+        return True

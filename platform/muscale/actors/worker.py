@@ -14,6 +14,7 @@ import torch
 from muscale.actors.corpora import open_corpus
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
+from muscale.fingerprint import require_same_package
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.programs.trainer import ProgramTrainer
 from muscale.store.lease import lease, record_segment
@@ -32,10 +33,34 @@ from proxy_models.training.trainer import SegmentResult, Trainer
 
 if TYPE_CHECKING:
     from muscale.actors.ranks import Followers
+    from muscale.settings.tables import ResourceSettings
 
 OnStep = Callable[[int, float], None]
 _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
 _log = logging.getLogger(__name__)
+
+
+def open_worker(ledger: Ledger, resources: ResourceSettings, package: str) -> Worker:
+    """The worker of this process, for the study of a ledger; with several ranks to a trial it is the first and starts the others.
+
+    Raises:
+        PackageMismatchError: If the driver runs another package than this process.
+    """
+    require_same_package(package)
+    torch.set_num_threads(resources.threads)
+    followers = None
+    if resources.ranks_per_trial > 1:
+        from muscale.actors.ranks import Followers
+
+        followers = Followers(resources, package)
+    return Worker(
+        ledger,
+        compiled=resources.compile,
+        device=resources.device,
+        device_share=resources.device_share,
+        stall_seconds=60 * resources.stall_minutes,
+        followers=followers,
+    )
 
 
 class Worker:

@@ -2,7 +2,8 @@
 
 A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Searcher` turns the record into the next
 configuration, a `Scheduler` into the next move, and both are functions of the record (and of prior runs), so a
-sweep that was interrupted continues from its rows. Ray Tune runs the moves, a job at a time, on warm workers.
+sweep that was interrupted continues from its rows. A suggestion is one Ray Tune trial, which pauses at a rung and
+resumes when it advances.
 
 `study.sweep(searcher=…, scheduler=…)` takes objects of a user's own that keep the two protocols.
 """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from muscale.actors.retries import LostWorkers
+from muscale.actors.retries import Attempts
+from muscale.actors.work import LOSS, Next
 from muscale.errors import StageError
 from muscale.search.budget import Budget
 from muscale.search.jobs import AnnealJob, TrialSegment
@@ -20,9 +22,6 @@ from muscale.search.record_view import RecordView
 from muscale.search.schedulers import PreferenceScheduler
 from search_spaces import Config, SpaceError
 
-MOST_FAILED = 2
-"""Attempts of a job that raises, of which the second tells a fault of its configuration from one of the moment (assumed); of one
-that loses its worker: `retries.MOST_LOST`."""
 MOST_ALONE = 3
 """Jobs that fail in a run in which none ends: as many are taken for a fault of the set-up, and left for the next run (assumed)."""
 
@@ -43,6 +42,8 @@ class Engine:
         refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
     """
 
+    stage = "sweep"
+
     def __init__(
         self,
         record: Record,
@@ -57,14 +58,23 @@ class Engine:
     ) -> None:
         self.record, self.budget = record, budget
         self.interrupted = False
-        self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
         self._scheduler, self._searcher, self._top = scheduler, searcher, top
         self._on_result, self._anneal_jobs, self._copies = on_result, anneal_jobs, copies
         self._in_flight: set[int | AnnealJob] = set()
-        self._lost_workers, self._attempts = LostWorkers(), Counter[int | AnnealJob]()
+        self._attempts = Attempts()
         self._works = False  # whether a job has ended in this run
         self._queue: deque[AnnealJob] = deque()
+
+    @property
+    def failures(self) -> dict[Any, str]:
+        """Reasons by trial or anneal job."""
+        return self._attempts.failures
+
+    @property
+    def failure(self) -> str:
+        """Number of trials that failed, and why the first did; "" if none."""
+        return self._attempts.describe("trial", lambda what: f"trial {_trial(what)}")
 
     @property
     def is_stopping(self) -> bool:
@@ -96,11 +106,30 @@ class Engine:
     def add_result(self, result: RungResult) -> None:
         """Note a result."""
         self._works = True
-        self._lost_workers.came_further(result.trial)
-        self._attempts.pop(result.trial, None)
+        self._attempts.succeeded(result.trial)
         if (result.trial, result.rung) not in self.record.results:
             self.record.add_result(result)
             self._on_result(result)
+
+    def note(self, job: TrialSegment | AnnealJob, report: Mapping[str, Any]) -> Next:
+        """Record what a step of a job reported: the loss at a rung, or the end of an annealed run."""
+        if isinstance(job, AnnealJob):
+            self.finished(job)
+            return Next.END
+        loss = None if report["diverged"] else float(report[LOSS])
+        values = {name: report[name] for name in ("rung", "segment", "tokens", "seconds")}
+        self.add_result(RungResult(trial=job.trial, loss=loss, **values))
+        if loss is not None and report["rung"] < job.until and not self.ends(job):
+            return Next.CONTINUE
+        self.finished(job)
+        return Next.END if loss is None or report["rung"] == self._top else Next.WAIT
+
+    def withdraws(self, job: TrialSegment | AnnealJob) -> bool:
+        """Whether a job that waits for a process should not begin: all are stopping, or its trial was cancelled."""
+        if not self.ends(job):
+            return False
+        self.finished(job)
+        return True
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
         """Whether a job that came to a rung, or waits to begin, ends there: all are stopping, or its trial was cancelled."""
@@ -114,36 +143,21 @@ class Engine:
 
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a job lost its worker: it is run again, unless it has lost too many."""
-        if given_up := self._lost_workers.lost(_name(what), f"trial {what.trial}", why):
-            self._give_up(what, given_up)
-        else:
-            self._retry(what)
+        self._end(what, again=self._attempts.lost(_name(what), f"trial {what.trial}", why))
 
     def failed(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a job's training raised, for another reason than divergence: it is run again, unless it did so before."""
-        self._attempts[_name(what)] += 1
-        if self._attempts[_name(what)] == MOST_FAILED:
-            self._give_up(what, f"it failed {MOST_FAILED} times: {why}")
-        else:
-            _log.warning("trial %d: it failed (1 of %d): %s; it is tried again", what.trial, MOST_FAILED, why)
-            self._retry(what)
+        self._end(what, again=self._attempts.failed(_name(what), f"trial {what.trial}", why))
 
     def refuse(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that no worker can train for this sweep, as one found at this job."""
         self._in_flight.discard(_name(what))
         self.refusal = self.refusal or why
 
-    def _retry(self, what: TrialSegment | AnnealJob) -> None:
+    def _end(self, what: TrialSegment | AnnealJob, *, again: bool) -> None:
         self._in_flight.discard(_name(what))
-        if isinstance(what, AnnealJob):
+        if again and isinstance(what, AnnealJob):
             self._queue.append(what)
-
-    def _give_up(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        name = _name(what)
-        self._in_flight.discard(name)
-        self._attempts.pop(name, None)  # a member of a population may go on as another's copy
-        self._lost_workers.came_further(name)
-        self.failures[name] = why
 
     def _record_failures(self) -> None:
         """Record the failures as results without a loss, once it is known that others can be trained."""
@@ -155,8 +169,9 @@ class Engine:
                 self._on_result(self.record.fail(what, why))
             else:  # it was cancelled
                 continue
-            trial = what.trial if isinstance(what, AnnealJob) else what
-            _log.warning("trial %d: %s; it counts as one that diverged, and the sweep continues without it", trial, why)
+            _log.warning(
+                "trial %d: %s; it counts as one that diverged, and the sweep continues without it", _trial(what), why
+            )
 
     def _next_segment(self) -> TrialSegment | None:
         record = self.record
@@ -278,3 +293,8 @@ _log = logging.getLogger(__name__)
 def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:
     """Identity of a job; a segment starts elsewhere once it has come to a rung."""
     return what if isinstance(what, AnnealJob) else what.trial
+
+
+def _trial(what: int | AnnealJob) -> int:
+    """Number of the trial that a job belongs to, by the job's identity."""
+    return what.trial if isinstance(what, AnnealJob) else what

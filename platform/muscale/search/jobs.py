@@ -1,4 +1,4 @@
-"""The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung; one Tune trial runs one.
+"""The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung.
 
 A job says what it trains by the history of the trial's configurations: its own, and in a population those that it went on with.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     from search_spaces import Config
 
+JOB = "job"  # in the config of a Tune trial
 ConfigHistory: TypeAlias = "tuple[tuple[int, Config], ...]"
 """(first rung, configuration) pairs: from the state at the rung before, training continues with that configuration."""
 
@@ -41,6 +42,15 @@ class TrialSegment:
     first: int
     until: int
 
+    @property
+    def suggestion(self) -> int:
+        """The trial, all segments of which are one Tune trial."""
+        return self.trial
+
+    def tune_config(self) -> dict[str, Any]:
+        """Config of its Tune trial: the hyperparameters, and the job."""
+        return _tune_config(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnnealJob:
@@ -50,6 +60,15 @@ class AnnealJob:
     path: ConfigHistory = field(compare=False)
     rung: int
     seed: int | None
+    suggestion: ClassVar[None] = None
+
+    def tune_config(self) -> dict[str, Any]:
+        """Config of its Tune trial: the hyperparameters, and the job."""
+        return _tune_config(self)
+
+
+def _tune_config(job: TrialSegment | AnnealJob) -> dict[str, Any]:
+    return {**job.path[-1][1], JOB: job_to_json(job)}
 
 
 def job_to_json(job: TrialSegment | AnnealJob) -> str:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pandas as pd
 
-from muscale.actors.cluster import cluster, staying_cluster
+from muscale.actors.cluster import staying_cluster
 from muscale.actors.corpus_hashes import require_unchanged
+from muscale.actors.tune_run import run_with_tune
 from muscale.errors import StageError
-from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
 from muscale.search.engine import Engine
 from muscale.search.own_methods import is_noted_as_finished, note_methods
@@ -17,8 +17,7 @@ from muscale.search.record import Record
 from muscale.search.record_view import RecordView
 from muscale.search.sweep import OnResult, OnRun, Sweep
 from muscale.search.sweep_result import SweepResult
-from muscale.search.tune_run import run_engine
-from muscale.store.cancels import cancellable
+from muscale.search.sweep_steps import SweepSteps
 from muscale.store.lease import expired_leases, held_leases, lease, sweep_lease
 from muscale.store.retention import prune
 from search_spaces import SpaceError, narrow
@@ -111,13 +110,6 @@ def _narrow(sweep: Sweep, record: Record) -> None:
 
 def _search(sweep: Sweep, engine: Engine) -> None:
     """Let Tune run the engine's jobs."""
-    resources = sweep.config.resources
     require_unchanged(sweep.ledger.directory / CORPUS)
-    with (
-        cluster(resources) as joined,
-        joined.workers(sweep.ledger, resources) as pool,
-        cancellable(sweep.ledger),
-    ):
-        with defer_sigint():
-            from muscale.search.trainable import SweepTrainable
-        run_engine(engine, SweepTrainable, {"plan": sweep.plan, "rank_by": sweep.config.sweep.rank_by}, pool)
+    steps = SweepSteps(plan=sweep.plan, rank_by=sweep.config.sweep.rank_by)
+    run_with_tune(engine, steps, sweep.ledger, sweep.config.resources, sweep.callbacks)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pandas as pd
@@ -40,6 +40,9 @@ from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 from scaling.fits.as_found import NO_COLUMNS
+
+if TYPE_CHECKING:
+    from ray.tune import Callback
 
 OnResult = Callable[[RungResult], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
@@ -105,6 +108,7 @@ class Sweep:
         learn_from: Sources of prior runs beside those of the study file.
         columns: Names of the columns in the tables among these sources, by ours.
         searcher, scheduler: In place of those that the study file names.
+        callbacks: Ray Tune's callbacks, called while it searches.
         own_methods: Identities of a searcher or scheduler of the user's own. Without the objects the sweep can be read, not searched.
     """
 
@@ -116,6 +120,7 @@ class Sweep:
     searcher: Searcher | None = None
     scheduler: Scheduler | None = None
     own_methods: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: tuple[Callback, ...] = ()
 
     @classmethod
     def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
@@ -201,7 +206,7 @@ class Sweep:
             ended = self.ledger.outcomes(job.chain for _, job in left)
             for annealed, job in left:
                 if outcome := ended.get(job.chain.key):
-                    self.ledger.insert(runs, **job.row(outcome))
+                    self.ledger.insert(runs, **job.row(outcome.key))
                 else:
                     unknown.append(annealed)
             if jobs:
@@ -218,7 +223,7 @@ class Sweep:
         noted = self.ledger.run_losses([outcome.key for outcome in ended.values()])
         for job in jobs:
             if (outcome := ended.get(job.chain.key)) and outcome.key not in noted:
-                self.ledger.insert(runs, **job.row(outcome))
+                self.ledger.insert(runs, **job.row(outcome.key))
 
     def prior_runs(self) -> pd.DataFrame:
         """Runs that locate the optimum at other scales; source: the file of results from outside, "" for ledgers.

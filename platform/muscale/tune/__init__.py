@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from muscale.actors.cluster import end_staying_workers
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
@@ -40,7 +39,7 @@ def trainable(study: Study) -> Any:
     another, and trains nothing more: every loss above that is a divergence. A checkpoint names segments of the ledger: a trial
     that is restored from another's with other values, as PBT does it, is a new segment that continues from there. Each trial
     takes the resources of one worker of [resources]. Unless this process is connected to Ray, it joins the cluster at
-    RAY_ADDRESS or starts one on this machine, and stays connected. Workers that a stage around keeps warm end; where others
+    RAY_ADDRESS or starts one on this machine, and stays connected. Where others
     hold what a trial needs, the log says so, as Tune waits for it without a word.
 
     Raises:
@@ -58,7 +57,6 @@ def trainable(study: Study) -> Any:
     if not ray.is_initialized():
         join(resources)
     require_room("tune", resources.ranks_per_trial, resources.worker)
-    end_staying_workers()
     note_taken("tune", resources.ranks_per_trial, resources.worker)
     parameters = {  # they go to the object store: the ledger's password belongs into no file of Tune's
         "plan": sweep.plan,

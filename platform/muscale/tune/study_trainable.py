@@ -1,4 +1,4 @@
-"""A trial of a user's own Tuner: a worker in Tune's process trains it from rung to rung, as those of the pool do."""
+"""A trial of a user's own Tuner: a worker in Tune's process trains it from rung to rung, as Tune trials of a sweep do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from ray import tune
 
 from muscale.actors.jobs import Job
-from muscale.actors.pool import TrainingActor
+from muscale.actors.worker import open_worker
 from muscale.errors import StageError
 from muscale.search.jobs import history_from_json, history_of, history_to_json
-from muscale.search.trainable import rung_loss
+from muscale.search.sweep_steps import rung_loss
 from muscale.search.trial import TrialPlan
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
@@ -45,8 +45,7 @@ class StudyTrainable(tune.Trainable):
     ) -> None:
         """Start a worker and its first trial."""
         self._plan, self._settings, self._ledger = plan, settings, ledger
-        self._worker = TrainingActor(resources, package)
-        self._worker.serve(ledger)
+        self._worker = open_worker(ledger, resources, package)
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -117,5 +116,5 @@ class StudyTrainable(tune.Trainable):
             chain=plan.branch(self._path, plan.top),
         )
         outcome = self._worker.reach(job.chain)
-        self._ledger.insert(runs, **job.row(outcome))
+        self._ledger.insert(runs, **job.row(outcome.key))
         return {"annealed_loss": math.nan if outcome.loss is None else outcome.loss}

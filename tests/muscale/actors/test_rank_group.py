@@ -13,7 +13,6 @@ import pytest
 import ray
 
 from muscale import Study
-from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import finish_stage
 from muscale.actors.worker import Worker
 from muscale.progress import Display
@@ -21,7 +20,7 @@ from muscale.proxies import transfer
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 RANKS = ["resources.workers=1", "resources.ranks_per_trial=2", "resources.cpus_per_worker=0.5"]
 
@@ -94,18 +93,25 @@ def test_a_grid_has_the_losses_of_one_rank_also_after_a_rank_was_lost(
     study = Study.open(make_study("study"), RANKS, quiet=True)
     config, ledger = study.config, study.ledger
     numerics = config.shared_numerics(study.corpus)
-    first, second, *_ = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))
-    with staying_cluster():
-        finish_stage("first", [first], ledger, config.resources, Display(quiet=True))
-        (first_one,) = followers()
-        if loses_a_rank:
-            os.kill(first_one, signal.SIGKILL)
-        finish_stage("second", [second], ledger, config.resources, Display(quiet=True))
-        assert (followers() != [first_one]) == loses_a_rank
+    jobs = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))[:2]
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not (found := followers()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(found[0], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    if loses_a_rank:
+        killing.start()
+    finish_stage("transfer", jobs, ledger, config.resources, Display(quiet=True))
+    if loses_a_rank:
+        killing.join()
     other = Study.open(make_study("alone"), quiet=True)
     assert other.corpus.key == study.corpus.key
     alone = Worker(other.ledger, compiled=False)
-    for job in (first, second):
+    for job in jobs:
         together, expected = ledger.outcome(job.chain), alone.reach(job.chain)
         assert together is not None
         assert together.loss == pytest.approx(expected.loss, rel=1e-6)

@@ -48,7 +48,7 @@ def test_what_two_purposes_share_is_the_first_one_s_and_stopped_trials_are_the_s
         outcome = ledger.outcome(trained)
         assert outcome is not None
         job = Job(purpose=purpose, label="", hyperparameters=h, chain=trained)
-        ledger.insert(runs, **job.row(outcome))
+        ledger.insert(runs, **job.row(outcome.key))
     table = spending(ledger).set_index("purpose")
     n_params = config.model.n_params
     assert list(table.index) == ["sweep", "full"], "the ladder's only run was paid for by the sweep"

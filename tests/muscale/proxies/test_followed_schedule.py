@@ -73,7 +73,7 @@ def as_row(job: Job) -> dict[str, object]:
         diverged_because=None,
         seconds=1.0,
     )
-    row = {**job.row(outcome), "loss": 2.0, "numerics": job.chain.numerics.to_dict()}
+    row = {**job.row(outcome.key), "loss": 2.0, "numerics": job.chain.numerics.to_dict()}
     return dict(json.loads(json.dumps({**row, "segment": job.chain.last.to_dict()})))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from muscale.actors.retries import MOST_FAILED
 from muscale.search.budget import Budget
-from muscale.search.engine import MOST_FAILED, Engine
+from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
 from muscale.search.protocols import Start

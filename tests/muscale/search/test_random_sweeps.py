@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,13 +14,12 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from ray.tune.schedulers import TrialScheduler
-from ray.tune.search import Searcher
 
+from muscale.actors.tune_adapter import Dispatcher, RungScheduler
+from muscale.actors.work import report
 from muscale.search import bandit
 from muscale.search.engine import Engine
-from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
-from muscale.search.trainable import JOB, WORKER
-from muscale.search.tune_adapter import PLACE, EngineSearcher, StopAtRung
+from muscale.search.jobs import JOB, AnnealJob, TrialSegment, job_from_json
 from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_trial
 from proxy_models.recipes.stages import CHANGEABLE
@@ -80,26 +78,36 @@ def spaces(draw: st.DrawFn, scheduler: str) -> Space:
     return Space(found, constraints)
 
 
-class Pool:
-    """A pool whose workers are ready most of the time."""
+class Controller:
+    """The part of Tune's loop that a scheduler uses: trials that are alive, and pausing and stopping them."""
 
-    def __init__(self, workers: int, generator: random.Random) -> None:
-        self.resources, self._n_leased, self._random = SimpleNamespace(workers=workers), 0, generator
+    def __init__(self, scheduler: RungScheduler) -> None:
+        self.scheduler, self.live = scheduler, set[Any]()
 
-    def lease(self, wanted: int) -> SimpleNamespace | None:
-        if self._n_leased == self.resources.workers or self._random.random() < 0.2:
-            return None
-        self._n_leased += 1
-        return SimpleNamespace(name="w")
+    def get_live_trials(self) -> set[Any]:
+        return self.live
 
-    def give_back(self, worker: SimpleNamespace) -> None:
-        self._n_leased -= 1
+    def pause_trial(self, trial: Any, should_checkpoint: bool) -> None:
+        assert trial.status == "RUNNING"
+        trial.status = "PAUSED"
 
-    def end_idle(self) -> None:
-        pass
+    def stop_trial(self, trial: Any) -> None:
+        trial.status = "TERMINATED"
+        self.live.discard(trial)
+        self.scheduler.on_trial_complete(self, trial, {})
 
-    def wait(self, seconds: float) -> None:
-        pass
+
+class PlantedTrial:
+    """A Tune trial without a process."""
+
+    def __init__(self, trial_id: str, config: dict[str, Any]) -> None:
+        self.trial_id, self.config, self.status = trial_id, config, "PENDING"
+        self.metric_n_steps: dict[str, Any] = {}
+        self.metric_analysis: dict[str, Any] = {}
+
+    def set_config(self, config: dict[str, Any]) -> None:
+        assert self.config[JOB] != config[JOB] or self.status == "RUNNING"
+        self.config = config
 
 
 class Sweep:
@@ -120,11 +128,11 @@ class Sweep:
     def begin(self) -> None:
         """Begin, or resume after the driver died."""
         self.engine = self.make()
-        workers = self.random.randint(1, 4)
-        self.searcher = EngineSearcher(self.engine, cast(Any, Pool(workers, self.random)))
-        self.scheduler = StopAtRung(self.searcher, workers)
-        self.running: dict[str, tuple[TrialSegment | AnnealJob, int]] = {}
-        self.places: dict[str, int] = {}
+        self.n_processes = self.random.randint(1, 4)
+        self.dispatcher = Dispatcher(self.engine, lambda: self.n_processes)
+        self.scheduler = RungScheduler(self.dispatcher)
+        self.tune = Controller(self.scheduler)
+        self.running: dict[PlantedTrial, tuple[TrialSegment | AnnealJob, int]] = {}
 
     def anneal_jobs(self) -> list[AnnealJob]:
         record, top = self.engine.record, self.settings.rungs - 1
@@ -134,46 +142,47 @@ class Sweep:
 
     def run(self) -> None:
         """Run it to its end, as Tune does."""
-        while True:
+        while not (self.dispatcher.is_over and not self.tune.live):
             self.maybe_cancel()
             if self.random.random() < 0.05:
                 self.begin()
-            suggestion = self.searcher.suggest(trial_id := str(next(self.jobs)))
-            assert int(trial_id) < FOREVER, "it never ends"
+            number = next(self.jobs)
+            assert number < FOREVER, "it never ends"
+            suggestion = None if self.dispatcher.is_over else self.dispatcher.suggest(trial_id := str(number))
             if isinstance(suggestion, dict):
-                job = job_from_json(suggestion[JOB])
-                assert job.trial not in self.asked, "it trains after a cancel"
-                assert suggestion[WORKER] == "w"
-                assert suggestion[PLACE] not in self.places.values(), "another trial would be given its process"
-                self.places[trial_id] = suggestion[PLACE]
-                self.running[trial_id] = job, job.first if isinstance(job, TrialSegment) else job.rung
-            elif self.running:
+                self.tune.live.add(trial := PlantedTrial(trial_id, suggestion))
+                self.scheduler.on_trial_add(None, cast(Any, trial))
+            if chosen := self.scheduler.choose_trial_to_run(self.tune):
+                chosen.status = "PENDING"
+            pending = [trial for trial in self.tune.live if trial.status == "PENDING"]
+            held = sum(trial.status == "RUNNING" for trial in self.tune.live)
+            for trial in sorted(pending, key=lambda trial: int(trial.trial_id))[: self.n_processes - held]:
+                self.start(trial)
+            if self.running and self.random.random() < 0.8:
                 self.step(self.random.choice(list(self.running)))
-            else:
-                assert suggestion == Searcher.FINISHED, "nothing is at work, and nothing to be done"
-                return
+            elif pending and not self.running:
+                assert held < self.n_processes, "processes rest while a trial waits for one"
 
-    def step(self, trial_id: str) -> None:
+    def start(self, trial: PlantedTrial) -> None:
+        """A trial gets a process; its job was asked for before any later cancel."""
+        trial.status = "RUNNING"
+        self.scheduler.started(cast(Any, trial))
+        job = job_from_json(trial.config[JOB])
+        assert sum(job.trial == other.trial for other, _ in self.running.values()) == 0 or isinstance(job, AnnealJob)
+        self.running[trial] = job, job.first if isinstance(job, TrialSegment) else job.rung
+
+    def step(self, trial: PlantedTrial) -> None:
         """A job comes to its next rung, or its annealed end."""
-        job, rung = self.running[trial_id]
-        result: dict[str, Any] = {"loss": 3.0}
+        job, rung = self.running.pop(trial)
+        result = report(3.0)
         if isinstance(job, TrialSegment):
-            loss = self.loss(job.path[-1][1], rung)
-            result = {"loss": 1e9 if loss is None else loss, "diverged": loss is None, "trial": job.trial, "rung": rung}
-            result |= {"segment": "s", "tokens": 1000, "seconds": 1.0}
-        self.maybe_cancel()
-        trial = SimpleNamespace(trial_id=trial_id)
-        if isinstance(job, AnnealJob):
+            result = report(self.loss(job.path[-1][1], rung), rung=rung, segment="s", tokens=1000, seconds=1.0)
+        else:
             self.annealed.add(job)
-        elif not result["diverged"] and rung < job.until:
-            self.searcher.on_trial_result(trial_id, result)
-            if self.scheduler.on_trial_result(None, trial, result) != TrialScheduler.STOP:
-                assert job.trial not in self.asked, "it goes on after a cancel"
-                self.running[trial_id] = job, rung + 1
-                return
-        self.running.pop(trial_id)
-        self.places.pop(trial_id)
-        self.searcher.on_trial_complete(trial_id, result)
+        self.maybe_cancel()
+        if self.scheduler.on_trial_result(self.tune, cast(Any, trial), result) == TrialScheduler.CONTINUE:
+            assert job.trial not in self.asked, "it goes on after a cancel"
+            self.running[trial] = job, rung + 1
 
     def loss(self, config: Config, rung: int) -> float | None:
         if self.random.random() < 0.1:

@@ -157,7 +157,7 @@ def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeS
         while not killed.is_set() and time.monotonic() < deadline:
             for process in psutil.Process().children(recursive=True):
                 try:
-                    busy = "TrainingActor.reach" in " ".join(process.cmdline())
+                    busy = "ResourceTrainable.train" in " ".join(process.cmdline())
                 except psutil.NoSuchProcess:
                     continue
                 if busy and (path.parent / "states").exists():

@@ -6,24 +6,26 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from ray.tune import Callback
 
 from muscale.actors.cluster import Cluster
-from muscale.actors.pool import WorkerPool
 from muscale.actors.stalls import ended_where_stalled
+from muscale.actors.trainable import Training
+from muscale.actors.tune_run import run_with_tune
 from muscale.errors import PackageMismatchError, StageError
-from muscale.layout import LEDGER, STALLS
+from muscale.layout import STALLS
 from muscale.search.engine import Engine
 from muscale.search.jobs import ConfigHistory
 from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
-from muscale.search.trainable import SweepTrainable
-from muscale.search.tune_run import places_on_driver_node, run_engine
+from muscale.search.sweep_steps import SweepSteps
+from muscale.search.trial import TrialPlan
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
@@ -34,6 +36,7 @@ MakeEngine = Callable[..., Engine]
 Run = Callable[..., Engine]
 RUNGS, TRIALS = 2, 4
 SPACE = Space({"seed": Ordinal(values=tuple(range(TRIALS)))})
+MANY = Space({"seed": Ordinal(values=tuple(range(2, 10)))})
 ONE = ResourceSettings(workers=1, cpus_per_worker=0.25)
 GRID = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="grid", scheduler="none")
 FAULT = "fault"  # the file that names it
@@ -45,6 +48,7 @@ class PlantedPlan:
     """Makes a trial's number and the rung of what would be a chain."""
 
     rung_tokens = (1000, 2000, 4000, 8000)
+    top = 3
 
     def rung(self, path: ConfigHistory, rung: int) -> Any:
         return path[0][1]["seed"], rung
@@ -53,10 +57,7 @@ class PlantedPlan:
 class PlantedWorker:
     """Has trials' numbers for losses, until the fault of a test."""
 
-    def __init__(self, resources: ResourceSettings, package: str) -> None:
-        pass
-
-    def serve(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._folder = ledger.directory
         self._fault = (self._folder / FAULT).read_text()
         if self._fault == "can't start":
@@ -111,18 +112,34 @@ class PlantedWorker:
         return once(self._folder)
 
 
-class DiesWhenReset(SweepTrainable):
-    """A Tune trial's process that dies as it is given another trial, once."""
+class PlantedTraining(Training):
+    """A Tune trial's process with a planted worker."""
 
-    def setup(self, config: dict[str, Any], *, folder: Path, **parameters: Any) -> None:  # type: ignore[override]
-        self._folder: Path | None = None
-        super().setup(config, **parameters)
-        self._folder = folder
+    def setup(  # type: ignore[override]
+        self, config: dict[str, Any], *, steps: SweepSteps, ledger: Ledger, resources: ResourceSettings, package: str
+    ) -> None:
+        self._begin, self._n_ranks = steps, resources.ranks_per_trial
+        self._worker: Any = PlantedWorker(ledger)
+        super().reset_config(config)
+
+
+class DiesWhenReset(PlantedTraining):
+    """A Tune trial's process that dies as it is given another job, once."""
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        if self._folder and once(self._folder):
+        if once(self._worker._folder):
             os._exit(1)
         return super().reset_config(new_config)
+
+
+class Trials(Callback):
+    """Statuses of the Tune trials, by their ids, as a user's callback sees them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self.seen |= {trial.trial_id: trial.status for trial in trials}
 
 
 def once(folder: Path) -> bool:
@@ -134,31 +151,23 @@ def once(folder: Path) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def pool(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
-    """One for all tests, whose workers read the fault of each as they begin to serve it."""
-    ray_cluster.end_workers()
-    pool = WorkerPool(Ledger(tmp_path_factory.mktemp("none") / LEDGER), ONE, PlantedWorker)
-    yield pool
-    pool.end()
-
-
 @pytest.fixture
-def run(make_engine: MakeEngine, ledger: Ledger, pool: WorkerPool) -> Run:
+def run(make_engine: MakeEngine, ledger: Ledger, ray_cluster: Cluster) -> Run:
 
     def run(
         fault: str,
         settings: SweepSettings = GRID,
         workers: int = 1,
         scheduler: Any = None,
-        trainable: type = SweepTrainable,
-        **parameters: Any,
+        trainable: type[Training] = PlantedTraining,
+        callbacks: tuple[Callback, ...] = (),
     ) -> Engine:
         (ledger.directory / FAULT).write_text(fault)
         engine = make_engine(settings)
         engine._scheduler = scheduler or engine._scheduler
-        assert pool.serve(ledger, ONE.model_copy(update={"workers": workers}))
-        run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
+        steps = SweepSteps(plan=cast(TrialPlan, PlantedPlan()), rank_by="averaged")
+        resources = ONE.model_copy(update={"workers": workers})
+        run_with_tune(engine, steps, ledger, resources, callbacks, trainable)
         return engine
 
     return run
@@ -174,16 +183,25 @@ def test_a_worker_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: P
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
 
-def test_tune_tells_the_places_of_its_trials_apart(ray_cluster: Cluster) -> None:
-    """It takes a process that asks for the same for the same process."""
-    places = places_on_driver_node(8)
-    assert len(set(places)) == 8
-    assert places_on_driver_node(8) == places
+def test_a_suggestion_is_one_tune_trial_that_pauses_at_rungs_in_as_many_processes_as_workers(
+    run: Run, tmp_path: Path
+) -> None:
+    before, trials = dict(os.environ), Trials()
+    settings = SweepSettings(
+        trials=8, n_tokens=8000, rungs=4, space=MANY, searcher="grid", scheduler="asha", reduction_factor=2
+    )
+    engine = run("", settings, workers=2, callbacks=(trials,))
+    assert len(engine.record.configs) == 8
+    assert len(engine.record.ranking(3)) >= 1
+    assert len(trials.seen) == 8
+    assert set(trials.seen.values()) == {"TERMINATED"}
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert dict(os.environ) == before, "a notebook's own Tuner would find these settings"
 
 
 @pytest.mark.soak
 def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
-    engine = run("", trainable=DiesWhenReset, folder=tmp_path)
+    engine = run("", trainable=DiesWhenReset)
     assert (tmp_path / "happened").exists()
     assert set(engine.record.results) == ALL_RESULTS
 

@@ -15,7 +15,6 @@ from ray.tune.search.optuna import OptunaSearch
 
 import muscale.tune
 from muscale import StageError, Study
-from muscale.actors.cluster import Cluster
 from muscale.layout import CURVES
 from muscale.store.tables import segments
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
@@ -101,7 +100,7 @@ def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.usefixtures("free_cluster", "without_loggers")
+@pytest.mark.usefixtures("ray_cluster", "without_loggers")
 class TestTuner:
     def test_asha_stops_trials_and_a_tuner_that_broke_off_trains_no_segment_twice(
         self, make_study: Callable[[], Path], tmp_path: Path
@@ -124,19 +123,6 @@ class TestTuner:
         assert set(noted["loss"]) >= set(ended["annealed_loss"])
         assert b"ledger.sqlite" not in (tmp_path / "1" / "it" / "tuner.pkl").read_bytes()
         assert study.ledger.retrained() == []
-
-    def test_a_tuner_gets_what_the_warm_workers_of_a_stage_hold(
-        self, ray_cluster: Cluster, make_study: Callable[[], Path], tmp_path: Path
-    ) -> None:
-        study = open_study(make_study(), "sweep.rungs=1", "resources.workers=1", f"resources.cpus_per_worker={cpus()}")
-        assert study.corpus.n_tokens
-        with ray_cluster.workers(study.ledger, study.config.resources) as pool:
-            while (worker := pool.lease()) is None:
-                pool.wait(seconds=1)
-            pool.give_back(worker)
-        grid = fit(study, tmp_path, {"learning_rate": 0.01})
-        assert not grid.errors
-        assert len(study.ledger.runs()) == 1
 
     def test_what_no_node_has_is_refused_before_tune_waits_for_it(self, make_study: Callable[[], Path]) -> None:
         study = open_study(make_study(), f"resources.cpus_per_worker={cpus() + 1}")

@@ -55,8 +55,7 @@ def launch(
         directory.mkdir(parents=True, exist_ok=True)
         for previous in (FAILURE, NOTICE):
             (directory / previous).unlink(missing_ok=True)
-        with cluster(resources) as joined:
-            joined.end_workers()
+        with cluster(resources):
             require_room("promote", settings.sizes[0], resources.full_run_worker)
             note_taken("promote", settings.sizes[0], resources.full_run_worker)
             with async_evaluation_of(run, settings, resources) as fitting:

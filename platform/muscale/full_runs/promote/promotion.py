@@ -244,7 +244,7 @@ def _record_run(
     )
     job = Job(purpose="full", label=f"{_LABEL}{plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
     if recorded := ledger.outcome(chain):
-        ledger.insert(runs, **job.row(recorded))
+        ledger.insert(runs, **job.row(recorded.key))
 
 
 def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> FullRun:

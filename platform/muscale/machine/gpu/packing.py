@@ -13,8 +13,9 @@ import ray
 import torch
 
 from muscale.actors.cluster import cluster
-from muscale.actors.pool import PooledWorker, TrainingActor, WorkerPool
+from muscale.actors.worker import open_worker
 from muscale.errors import last_line
+from muscale.fingerprint import package_fingerprint
 from muscale.layout import CORPUS, LEDGER
 from muscale.machine.gpu.report import Check
 from muscale.settings.tables import ResourceSettings
@@ -32,12 +33,15 @@ PER_DEVICE = 2
 _STEPS = 6
 
 
-class SharingActor(TrainingActor):
-    """A worker of the pool that also reports its device, its memory, and what it gets when it asks for more than its share."""
+class SharingActor:
+    """A worker that also reports its device, its memory, and what it gets when it asks for more than its share."""
 
-    def reach(self, chain: Chain) -> Any:
+    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+        self._worker = open_worker(ledger, resources, package)
+
+    def reach(self, chain: Chain) -> dict[str, Any]:
         """Train the chain to its end; plain values."""
-        outcome, device = super().reach(chain), self._worker.trainer.device
+        outcome, device = self._worker.reach(chain), self._worker.trainer.device
         facts: dict[str, Any] = {"loss": outcome.loss, "seconds": outcome.seconds}
         if device.type == "cpu":
             return facts
@@ -56,7 +60,7 @@ class SharingActor(TrainingActor):
 
 
 def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, directory: Path) -> list[dict[str, Any]]:
-    """Train on all workers of a pool at the same time, each with a seed of its own; what each of them reports.
+    """Train on all workers at the same time, each with a seed of its own; what each of them reports.
 
     Args:
         directory: A study's, with its corpus.
@@ -80,18 +84,15 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
     ]
     ledger = Ledger(directory / LEDGER)
     ledger.claim({"name": "doctor"}, {})  # which makes the file that workers open
-    pool = WorkerPool(ledger, resources, SharingActor)
+    remote: Any = ray.remote(num_cpus=resources.cpus_per_worker, num_gpus=resources.gpus_per_worker)(SharingActor)
     with cluster(resources):
+        workers = [remote.remote(ledger.for_worker(), resources, package_fingerprint()) for _ in chains]
         try:
-            workers: list[PooledWorker] = []
-            while len(workers) < resources.workers:
-                if worker := pool.lease(resources.workers - len(workers)):
-                    workers.append(worker)
-                else:
-                    pool.wait(seconds=1.0)
-            return list(ray.get([w.actor.reach.remote(c) for w, c in zip(workers, chains, strict=True)]))
+            ray.get([worker.__ray_ready__.remote() for worker in workers])
+            return list(ray.get([w.reach.remote(c) for w, c in zip(workers, chains, strict=True)]))
         finally:
-            pool.end()
+            for worker in workers:
+                ray.kill(worker)
 
 
 def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check], list[dict[str, Any]]]:

@@ -28,7 +28,7 @@ from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 SMALL = ResourceSettings(cpus_per_worker=0.25)
 
 

@@ -28,7 +28,7 @@ def test_workers_that_share_a_device_each_keep_to_their_part() -> None:
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.usefixtures("free_cluster")
+@pytest.mark.usefixtures("ray_cluster")
 def test_two_workers_of_the_pool_train_at_the_same_time(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     write_corpus(tmp_path / CORPUS, str(tmp_path / "text"))
