@@ -1,10 +1,12 @@
-"""A study as far as it is known: its place, and the results of its finished trainings. Nothing here trains."""
+"""The chain of a study's stages, and the results that are known of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.commands import StudyCommands
@@ -21,7 +23,8 @@ from muscale.store.statements import find
 from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
-from scaling import ScalingFit, Verdict
+from proxy_models.training.numerics import Numerics
+from scaling import HorizonLaw, ScalingFit, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,44 +78,138 @@ class Findings:
     next_runs: NextStems | None = None
 
 
+class NotFinishedError(StageError):
+    """A stage whose runs are not all trained, where nothing may be trained."""
+
+
+class Stages:
+    """The chain of a study's stages: each is concluded from the stages before it, and at most once.
+
+    A study trains what a stage lacks; pages, bundles and dry runs read the same chain up to the first stage that lacks something.
+
+    Args:
+        corpus: Gives the token files.
+        search: Gives the finished sweep; by default that of the ledger.
+        finish: Trains the runs of a stage that the ledger does not know; by default it raises `NotFinishedError` if there are any.
+
+    Attributes:
+        known: Results so far.
+    """
+
+    def __init__(
+        self,
+        contents: StudyContents,
+        corpus: Callable[[], Corpus],
+        *,
+        search: Callable[[], SweepResult] | None = None,
+        finish: Callable[[str, Sequence[Job]], None] | None = None,
+    ) -> None:
+        self._contents, self._corpus = contents, corpus
+        self._search, self._finish = search or self._finished_sweep, finish or self._require_finished
+        self.known = Findings()
+
+    @property
+    def numerics(self) -> Numerics:
+        """Numerics of the study at its base shape."""
+        return self._contents.config.shared_numerics(self._corpus())
+
+    def sweep(self) -> SweepResult:
+        """The search at the base shape."""
+        if found := self.known.sweep:
+            return found
+        found = self._search()
+        self.known = replace(self.known, sweep=found)
+        return found
+
+    def transfer(self) -> Verdict:
+        """The verdict on transfer, from the grids of [transfer]."""
+        if found := self.known.transfer:
+            return found
+        config, sweep = self._contents.config, self.sweep()
+        members = transfer.members(config, self.numerics, sweep.best)
+        self._finish("transfer", transfer.jobs(members))
+        found = transfer.conclude(members, sweep, config, self.numerics, self._contents.ledger)
+        self.known = replace(self.known, transfer=found)
+        return found
+
+    def horizon(self) -> HorizonLaw:
+        """The law of the best rate in the tokens.
+
+        Raises:
+            StageError: If the transfer check gives none; the message names what would.
+        """
+        return transfer.horizon_of(self.transfer())
+
+    def ladder(self) -> pd.DataFrame:
+        """Every annealed run, as `ladder.law_rows` gives them.
+
+        Raises:
+            StageError: As `horizon`.
+        """
+        config, best, horizon = self._contents.config, self.sweep().best, self.horizon()
+        self._finish("ladder", ladder.ladder_jobs(config, self.numerics, best, horizon))
+        return ladder.law_rows(self._contents.ledger.runs(), best, config.sweep.space, horizon, self.numerics)
+
+    def fit(self) -> ScalingFit:
+        """The law L(N, D) of the ladder.
+
+        Raises:
+            StageError: As `ladder`, or if no law can be fitted.
+        """
+        if found := self.known.fit:
+            return found
+        config, rows = self._contents.config, self.ladder()
+        found = ladder.fit_law(rows, config.fit, config.model.loss_unit)
+        self.known = replace(self.known, fit=found)
+        return found
+
+    def plan(self, config: StudyConfig | None = None) -> Plan:
+        """The full run for the budget of the study or of another config, as it is registered where it is.
+
+        Raises:
+            StageError: As `fit`, or if the budget can't be spent.
+        """
+        config, law, sweep = config or self._contents.config, self.fit(), self.sweep()
+        plan = make_plan(
+            config,
+            sweep.best,
+            self.horizon(),
+            law,
+            batches=self.transfer().batch,
+            corpus=self._corpus(),
+            winner=sweep.winner,
+        )
+        return as_registered(plan, self._contents.ledger)
+
+    def _finished_sweep(self) -> SweepResult:
+        ledger = self._contents.ledger
+        if not ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
+            raise NotFinishedError("sweep: no run has ended")
+        return Sweep.of(self._contents.config, ledger, self._corpus()).result()
+
+    def _require_finished(self, stage: str, jobs: Sequence[Job]) -> None:
+        """Note these runs as runs of their stage if the ledger knows how every one of them ended."""
+        ledger, wanted = self._contents.ledger, {job.chain.key: job for job in jobs}
+        outcomes = ledger.outcomes(job.chain for job in wanted.values())
+        if len(outcomes) < len(wanted):
+            raise NotFinishedError(f"{stage}: {len(wanted) - len(outcomes)} of {len(wanted)} runs are not trained")
+        for key, outcome in outcomes.items():
+            ledger.insert(runs, **wanted[key].row(outcome.key))
+
+
 def findings(contents: StudyContents, known: Findings | None = None) -> Findings:
-    """Results of every stage whose runs are complete, up to the first that is not.
+    """Results of every stage whose runs are complete, up to the first that is not; trains nothing.
 
     Args:
         known: Results that are worked out already.
     """
-    found, config, ledger = known or Findings(), contents.config, contents.ledger
+    corpus = contents.corpus
+    if corpus is None:
+        return known or Findings()
+    stages = Stages(contents, lambda: corpus)
+    stages.known = known or Findings()
     try:
-        corpus = contents.corpus
-        if corpus is None or not ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
-            return found
-        numerics = config.shared_numerics(corpus)
-        sweep = found.sweep or Sweep.of(config, ledger, corpus).result()
-        found = replace(found, sweep=sweep)
-        members = transfer.members(config, numerics, sweep.best)
-        if not _ended(transfer.jobs(members), ledger):
-            return found
-        verdict = found.transfer or transfer.conclude(members, sweep, config, numerics, ledger)
-        found = replace(found, transfer=verdict)
-        horizon = transfer.horizon_of(verdict)
-        if not _ended(ladder.ladder_jobs(config, numerics, sweep.best, horizon), ledger):
-            return found
-        rows = ladder.law_rows(ledger.runs(), sweep.best, config.sweep.space, horizon, numerics)
-        law = found.fit or ladder.fit_law(rows, config.fit, config.model.loss_unit)
-        found = replace(found, fit=law)
-        plan = make_plan(config, sweep.best, horizon, law, batches=verdict.batch, corpus=corpus, winner=sweep.winner)
-        plan = as_registered(plan, ledger)
-        return replace(found, plan=plan, next_runs=choose(config, law, plan, corpus))
+        plan = stages.plan()
+        return replace(stages.known, plan=plan, next_runs=choose(contents.config, stages.fit(), plan, corpus))
     except StageError:  # the stage that raised it says so when it is run
-        return found
-
-
-def _ended(jobs: Iterable[Job], ledger: Ledger) -> bool:
-    """Whether the ledger knows how every one of these runs ended; they are noted as runs of their stage then."""
-    wanted = {job.chain.key: job for job in jobs}
-    outcomes = ledger.outcomes(job.chain for job in wanted.values())
-    if len(outcomes) < len(wanted):
-        return False
-    for key, outcome in outcomes.items():
-        ledger.insert(runs, **wanted[key].row(outcome.key))
-    return True
+        return stages.known

@@ -7,7 +7,6 @@ command, is called again. Each method only joins functions of other modules.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ import pandas as pd
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
 from muscale.errors import BundleError, StageError, StudyDirectoryError
-from muscale.findings import Findings, StudyContents, findings
+from muscale.findings import Findings, Stages, StudyContents, findings
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
@@ -35,7 +34,7 @@ from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.programs.family import files_of
 from muscale.progress import Display, following
-from muscale.proxies import comparison, ladder, transfer
+from muscale.proxies import comparison, transfer
 from muscale.proxies.check import known_check, run_check
 from muscale.proxies.comparison import Comparison
 from muscale.proxies.variant_corpora import variant_corpora
@@ -79,7 +78,7 @@ class Study(Result):
     def __init__(self, contents: StudyContents, display: Display) -> None:
         self.contents = contents
         self._display = display
-        self._known = Findings()
+        self._stages = Stages(contents, lambda: self.corpus, search=self.sweep, finish=self._finish)
 
     @property
     def config(self) -> StudyConfig:
@@ -217,13 +216,13 @@ class Study(Result):
         Raises:
             StageError: If no trial has an annealed run, or a searcher or scheduler breaks its protocol.
         """
-        if (known := self._known.sweep) and not (searcher or scheduler or narrower or learn_from):
-            return known
+        if self._stages.known.sweep and not (searcher or scheduler or narrower or learn_from):
+            return self._stages.known.sweep
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
         sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns, callbacks=tuple(callbacks))
         self._warn_of_check()
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
-        self._known = Findings(sweep=result)  # the later stages stand on it
+        self._stages.known = Findings(sweep=result)  # the results of later stages were those of another sweep
         return result
 
     def cancel_trial(self, trial: int, reason: str = "no reason given") -> None:
@@ -255,14 +254,7 @@ class Study(Result):
 
     def transfer(self) -> Verdict:
         """The verdict on transfer across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
-        if known := self._known.transfer:
-            return known
-        sweep = self.sweep()
-        members = transfer.members(self.config, self._numerics, sweep.best)
-        self._finish("transfer", transfer.jobs(members))
-        verdict = transfer.conclude(members, sweep, self.config, self._numerics, self.ledger)
-        self._known = replace(self._known, transfer=verdict)
-        return verdict
+        return self._stages.transfer()
 
     @property
     def _gate_verdict(self) -> Verdict:
@@ -276,9 +268,7 @@ class Study(Result):
         Raises:
             StageError: If the transfer check gives no horizon law; the message names what would.
         """
-        best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
-        self._finish("ladder", ladder.ladder_jobs(self.config, self._numerics, best, horizon))
-        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self._numerics)
+        return self._stages.ladder()
 
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
         """Train what is not known of a stage's runs."""
@@ -290,11 +280,7 @@ class Study(Result):
         Raises:
             StageError: As `ladder`, or if no law can be fitted.
         """
-        if known := self._known.fit:
-            return known
-        law = ladder.fit_law(self.ladder(), self.config.fit, self.config.model.loss_unit)
-        self._known = replace(self._known, fit=law)
-        return law
+        return self._stages.fit()
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
         """The full run for the budget, with the forecast as registered where it is; writes nothing about it.
@@ -311,19 +297,9 @@ class Study(Result):
             config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
             if problem := next(budget_errors(config), None):
                 raise StageError(f"plan: {problem}")
-        sweep = self.sweep()
-        verdict, law = self.transfer(), self.fit()
-        plan = planning.make_plan(
-            config,
-            sweep.best,
-            transfer.horizon_of(verdict),
-            law,
-            batches=verdict.batch,
-            corpus=self.corpus,
-            winner=sweep.winner,
-        )
+        plan = self._stages.plan(config)
         self._record_members()
-        return planning.as_registered(plan, self.ledger)
+        return plan
 
     def register(self, plan: Plan) -> Plan:
         """Register a plan's forecast and its band, once and for all, and write its file, which is brought up to date.
@@ -497,7 +473,7 @@ class Study(Result):
                 for a plan that was promoted in this study.
         """
         source = None if losses is None else LossSource(losses=losses)
-        return monitor_of(self.contents, plan, source, self._known).look()
+        return monitor_of(self.contents, plan, source, self._stages.known).look()
 
     def compare(self, *, one_size: bool = False) -> Comparison:
         """Verdict on each of the study's variants at the target: tuned alike, trained size after size until decided.
@@ -522,12 +498,13 @@ class Study(Result):
         Raises:
             StageError: If the ladder is not complete.
         """
-        known = copy(self)  # its later stages stand on finished runs only; this study's would train the rest
-        known._known = findings(self.contents, self._known)
-        if known._known.fit is None:
+        reader = Study(self.contents, self._display)
+        reader._stages = Stages(self.contents, lambda: self.corpus)
+        reader._stages.known = findings(self.contents, self._stages.known)
+        if reader._stages.known.fit is None:
             raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
-        plan, config = known._to_promote(plan, register=False)
-        return known._dry_run(plan, config, self._known_check())
+        plan, config = reader._to_promote(plan, register=False)
+        return reader._dry_run(plan, config, self._known_check())
 
     def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
         """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
@@ -623,7 +600,7 @@ class Study(Result):
 
         if continuation is not None:
             return preserve_continuation(self.contents, continuation, average=average)
-        return preserve(self.contents, self._known, average=average)
+        return preserve(self.contents, self._stages.known, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
@@ -634,7 +611,7 @@ class Study(Result):
         from muscale.pages.contents import gather
         from muscale.pages.report import write_report
 
-        found = findings(self.contents, self._known)
+        found = findings(self.contents, self._stages.known)
         return write_report(gather(self.contents, found), self.directory / REPORT)
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
         sweep = planted_result(ledger, study.config, "planted", losses=MicroPlanted())
         ledger.close()
     unknown = Verdict(transfers=(), n_tokens=1.0, horizons=(), missing={"rate": "planted"})
-    study._known = Findings(sweep=sweep, transfer=unknown)
+    study._stages.known = Findings(sweep=sweep, transfer=unknown)
     forecast = study.ledger.latest_forecast()
     assert forecast is not None
     study.promote(Plan.of_row(forecast), force=True)

@@ -87,7 +87,6 @@ def test_a_job_is_submitted_stopped_and_resumed(
     nodes.request("/api/jobs/first/stop", method="POST")
     assert nodes.ends("first")["status"] == "STOPPED"
     logs = nodes.job("logs", "first").stdout
-    assert "finishing the running rungs" in logs
     assert "run the same command again to resume" in logs
     before = {table: rows(path, table) for table in ("trials", "rungs", "segments")}
     assert len(before["rungs"]) < 8, "stopped in the middle"

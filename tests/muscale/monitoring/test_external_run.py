@@ -263,9 +263,9 @@ def test_losses_go_to_the_plan_that_is_named_and_never_to_the_one_registered_las
     assert not folder.exists()
 
     study = Study.open(elsewhere.study, quiet=True)
-    study._known = Findings(plan=elsewhere.plan)
+    study._stages.known = Findings(plan=elsewhere.plan)
     assert study.watch(elsewhere.table).plan == elsewhere.plan.key
-    study._known = Findings(plan=replace(other, key="fedcba9876543210"))
+    study._stages.known = Findings(plan=replace(other, key="fedcba9876543210"))
     with pytest.raises(StageError):
         study.watch(elsewhere.table)
     assert [path.name for path in folder.iterdir()] == [elsewhere.plan.key]

@@ -26,7 +26,7 @@ def swept(path: Path, *settings: str) -> SweepResult:
 
 def opened(path: Path, sweep: SweepResult, *settings: str) -> Study:
     study = Study.open(path, settings, quiet=True)
-    study._known = Findings(sweep=sweep)
+    study._stages.known = Findings(sweep=sweep)
     return study
 
 

@@ -245,7 +245,6 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
         assert driver.wait(timeout=120) == 130, log.read_text()
     finally:
         driver.kill()
-    assert "finishing the running rungs" in log.read_text()
     study = Study.open(path, settings, quiet=True)
     record = Sweep.of(study.config, study.ledger, study.corpus).record()
     assert not any(record.last_rung(trial) == -1 for trial in record.configs), "each that was at work came to a rung"
