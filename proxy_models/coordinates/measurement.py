@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,6 @@ from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
-from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.training.state import buffer_check
 
@@ -157,20 +157,26 @@ def recorded_outputs(model: nn.Module, nodes: dict[str, Any] | None = None) -> I
     """Detached output of each module in the forward passes inside, by name; `nodes` takes what computed each, torch's `grad_fn`.
 
     A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
-    a second time, nor is one whose output no parameter enters (rotary angles).
+    a second time, nor is one whose output no parameter enters (rotary angles). Of a tuple it is the first entry: the values
+    of torch's recurrent layers and of its attention, beside states and weights.
     """
     outputs: dict[str, Tensor] = {}
     seen: list[Tensor] = []
 
-    def record(name: str, output: Tensor) -> None:
-        if output.requires_grad and not any(output is other for other in seen):
-            seen.append(output)
-            outputs[name] = output.detach()
-            if nodes is not None and output.grad_fn is not None:
-                nodes[name] = output.grad_fn
+    def record(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        values = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(values, Tensor) and values.requires_grad and not any(values is other for other in seen):
+            seen.append(values)
+            outputs[name] = values.detach()
+            if nodes is not None and values.grad_fn is not None:
+                nodes[name] = values.grad_fn
 
-    with watching(model, record):
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
+    try:
         yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, float]:
@@ -231,3 +237,8 @@ def require_causal(family: Family, model: nn.Module, tokens: Tensor) -> None:
             f"{type(model).__name__} must be causal, as its loss is of the next token: token {place} of a sequence, changed, moves "
             f"the logits from position {first} on, by {moved[:place].max() / moved.max():.2g} of the largest change"
         )
+
+
+def rms(tensor: Tensor) -> float:
+    """Root mean square of all entries, summed in double precision."""
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) / math.sqrt(tensor.numel())

@@ -1,4 +1,4 @@
-"""The sum of an average's weights while a segment is trained."""
+"""The sum of the weights while a segment is trained, for their average at its end."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from proxy_models.training.averaging import Average
-
 
 class RunningAverage:
-    """The sum along one segment, and the mean at its end."""
+    """The sum from a position on, and the mean at the end."""
 
-    def __init__(self, average: Average, parameters: Sequence[Tensor], *, end: int, batch_tokens: int) -> None:
-        self.average, self._parameters, self._end = average, list(parameters), end
-        self._begins = average.begins(end, batch_tokens)
+    def __init__(self, parameters: Sequence[Tensor], *, begins: int) -> None:
+        self._parameters, self._begins = list(parameters), begins
         self._sum = [torch.zeros_like(parameter) for parameter in parameters]
-        self._total = 0.0
+        self._steps = 0
 
     @torch.no_grad()
-    def add(self, tokens: int, batch_tokens: int) -> None:
+    def add(self, tokens: int) -> None:
         """Count the weights as they are after the step that started at `tokens`."""
-        if tokens >= self._begins and (weight := self.average.weight(self._end - tokens - batch_tokens)):
-            torch._foreach_add_(self._sum, self._parameters, alpha=weight)
-            self._total += weight
+        if tokens >= self._begins:
+            torch._foreach_add_(self._sum, self._parameters)
+            self._steps += 1
 
     @torch.no_grad()
     def write(self) -> None:
         """Overwrite the parameters with their average."""
         for parameter, total in zip(self._parameters, self._sum, strict=True):
-            parameter.copy_(total / self._total)
+            parameter.copy_(total / self._steps)

@@ -6,7 +6,7 @@ this file only walks over them without a trainer's overhead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training import compilation
-from proxy_models.training.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
+from proxy_models.training.averaging import AVERAGED_SHARE, Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import CPU, evaluation_batch, fitting_on, memory_limit, send, usable
 from proxy_models.training.guard import Divergence, Spike, judge_evaluation
-from proxy_models.training.metrics import WAIT_EVERY, Curve, Observation, Recorder
+from proxy_models.training.metrics import WAIT_EVERY, Curve, Recorder
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
@@ -37,8 +37,6 @@ from proxy_models.training.warm import WARM_SHARE, WarmModel, WarmModels
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NO_OBSERVATION = Observation()
-
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentResult:
@@ -49,16 +47,14 @@ class SegmentResult:
         loss: Validation loss of the last weights, nats per token; None after a divergence.
         source_losses: Validation loss of each source of a mixture; empty for a single source and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
-        average_losses: Validation loss of each other average that was requested.
         spikes: Steps that the guard left out.
-        seconds: Wall time of the steps, without evaluation and observation.
+        seconds: Wall time of the steps, without evaluation.
     """
 
     state: TrainState | None = field(repr=False)
     loss: float | None
     source_losses: Mapping[str, float] = field(default_factory=dict)
     averaged_loss: float | None
-    average_losses: Mapping[Average, float] = field(default_factory=dict)
     curve: Curve = field(repr=False)
     divergence: Divergence | None
     spikes: tuple[Spike, ...] = ()
@@ -75,7 +71,6 @@ class Trainer:
         *,
         device: str | torch.device = CPU,
         compile: Compile = "auto",
-        planned_tokens: int | None = None,
         micro_batch: int | None = None,
         device_share: float = 1.0,
         mesh: DeviceMesh | None = None,
@@ -86,8 +81,7 @@ class Trainer:
             device: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; the losses
                 differ by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
                 under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
-            compile: True to compile the steps; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
-            planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
+            compile: True to compile the steps; "auto" if `compilation.pays` for the segment's tokens. Never without a compiler.
             micro_batch: Sequences of one forward and backward pass; None: all of the batch, on a GPU the largest divisor of it
                 that fits by the estimate, with activation checkpointing where one sequence does not. The numbers
                 are the same but for rounding (and the draws of dropout), so it is in no key.
@@ -104,7 +98,7 @@ class Trainer:
             raise ValueError(f"device_share must lie in (0, 1], got {device_share}")
         self.corpus = corpus
         self.device = usable(device)
-        self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
+        self._compile, self._micro_batch = compile, micro_batch
         if compile and compilation.missing_compiler(self.device.type) is None:
             compilation.configure()
         self._share = device_share
@@ -125,8 +119,6 @@ class Trainer:
         state: TrainState | None = None,
         *,
         averaged: bool = False,
-        averages: Sequence[Average] = (),
-        observation: Observation = _NO_OBSERVATION,
         on_step: Callable[[int, float], None] | None = None,
         moves: Callable[[], None] | None = None,
     ) -> SegmentResult:
@@ -141,33 +133,26 @@ class Trainer:
 
         Raises:
             ValueError: If the model's family is not here or differs, the state does not end where the segment starts or was
-                trained under another table, an average begins before it, or `numerics` is of another corpus, of a run that
-                is shorter, or of a precision that this device does not have; if several ranks are to train in fp16 or
-                measure layers.
+                trained under another table, the average begins before it, or `numerics` is of another corpus, of a run that
+                is shorter, or of a precision that this device does not have; if several ranks are to train in fp16.
         """
         import_family(numerics.model)
-        wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
-        self._validate(numerics, segment, state, wanted)
-        if self._ranks > 1 and observation.layers_every_tokens:
-            raise ValueError("layers_every_tokens must be None for ranks that train together: none has a whole layer")
-        n_tokens = self._planned_tokens or segment.end - segment.start
-        compiled = compilation.decide(self._compile, n_tokens, self.device.type)
+        begins = Tail().begins(segment.end, segment.recipe.batch_tokens) if averaged else segment.end
+        self._validate(numerics, segment, state, begins)
+        compiled = compilation.decide(self._compile, segment.end - segment.start, self.device.type)
         generators = () if self.device == CPU else (self.device,)
         with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
             warm = self._warm.get(numerics.model, compiled=compiled, precision=numerics.precision)
             stepper = self._prepare(warm, numerics, segment, state)
-            sums = [
-                RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
-                for average in wanted
-            ]
+            average = RunningAverage(stepper.parameters, begins=begins) if averaged else None
             batch = evaluation_batch(self.device, stepper.micro_batch)
-            recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics, batch))
-            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step, moves)
+            recorder = Recorder(segment.start, self.device)
+            divergence = self._walk(numerics, segment, stepper, average, recorder, on_step, moves)
         seconds = recorder.seconds
         end: TrainState | None = None
         loss: float | None = None
         source_losses: dict[str, float] = {}
-        losses: dict[Average, float] = {}
+        averaged_loss: float | None = None
         if not divergence:
             source_losses = self._source_losses(warm, numerics, batch)
             loss = corpus_loss(self._held_out(numerics), source_losses)
@@ -182,15 +167,14 @@ class Trainer:
                 loss, source_losses = None, {}
         if not divergence:
             end = self._state(stepper, segment.end)
-            for running in sums:
-                running.write()
-                losses[running.average] = self._evaluate(warm, numerics, batch)
+            if average:
+                average.write()
+                averaged_loss = corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics, batch))
         return SegmentResult(
             state=end,
             loss=loss,
             source_losses=source_losses if (self.corpus.held_out or self.corpus).mixture else {},
-            averaged_loss=losses.pop(Tail(), None),
-            average_losses=losses,
+            averaged_loss=averaged_loss,
             curve=recorder.curve(),
             divergence=divergence,
             spikes=stepper.spikes,
@@ -252,7 +236,7 @@ class Trainer:
         numerics: Numerics,
         segment: Segment,
         stepper: Stepper,
-        sums: Sequence[RunningAverage],
+        average: RunningAverage | None,
         recorder: Recorder,
         on_step: Callable[[int, float], None] | None,
         moves: Callable[[], None] | None,
@@ -265,17 +249,16 @@ class Trainer:
             share = stream.batch(tokens, batch, rank=self._rank, world_size=self._ranks)
             sequences, after = send(share, self.device), tokens + batch
             rate_factor = segment.rate_factor(tokens)
-            with recorder.observing(tokens, after, sequences):
-                loss, norm = stepper.step(
-                    sequences,
-                    number=number,
-                    tokens=tokens,
-                    rate_factor=rate_factor,
-                    of=batch // numerics.model.context_length,
-                )
-                recorder.add(after, loss, norm, rate_factor)
-            for running in sums:
-                running.add(tokens, batch)
+            loss, norm = stepper.step(
+                sequences,
+                number=number,
+                tokens=tokens,
+                rate_factor=rate_factor,
+                of=batch // numerics.model.context_length,
+            )
+            recorder.add(after, loss, norm, rate_factor)
+            if average:
+                average.add(tokens)
             if moves:
                 moves()
             waits = (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end
@@ -290,9 +273,7 @@ class Trainer:
                     on_step(after, float(loss))
         return None
 
-    def _validate(
-        self, numerics: Numerics, segment: Segment, state: TrainState | None, wanted: Sequence[Average]
-    ) -> None:
+    def _validate(self, numerics: Numerics, segment: Segment, state: TrainState | None, average_begins: int) -> None:
         at = state.tokens if state else 0
         recipe = segment.recipe
         if at != segment.start:
@@ -300,17 +281,11 @@ class Trainer:
         if state:
             optimizer = state.parametrization.optimizer if segment.begins_with_swap else recipe.optimizer
             numerics.parametrization(optimizer).require(state.parametrization)
-        for average in wanted:
-            if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
-                rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
-                raise ValueError(
-                    f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
-                    f"{segment.start}{rule if isinstance(average, Tail) else ''}"
-                )
-            if isinstance(average, LastCheckpoints) and average.every_tokens % recipe.batch_tokens:
-                raise ValueError(
-                    f"every_tokens must be a multiple of batch_tokens={recipe.batch_tokens}, got {average.every_tokens}"
-                )
+        if average_begins < segment.start:
+            raise ValueError(
+                f"the averaged stretch before {segment.end} begins at {average_begins} tokens, before the segment's start at "
+                f"{segment.start}: rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
+            )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(
                 f"corpus_key must be that of the trainer's corpus, {self.corpus.key}, got {numerics.corpus_key}"
@@ -329,9 +304,6 @@ class Trainer:
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "
                 f"got {recipe.ramp.first_batch_tokens}"
             )
-
-    def _evaluate(self, warm: WarmModel, numerics: Numerics, batch: int) -> float:
-        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics, batch))
 
     def _source_losses(self, warm: WarmModel, numerics: Numerics, batch: int) -> dict[str, float]:
         return {name: warm.evaluate(held_out.sequences, batch) for name, held_out in self._held_out(numerics).items()}

@@ -48,7 +48,7 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
         learning_rate=2.0**task.log2_rate, batch_tokens=STEP, warmup_floor_tokens=10 * STEP, cooldown_fraction=0.15
     )
     model = FAMILY.at(width=task.width)
-    return row_of(corpus, values, task.n_tokens, planned_tokens=100 * FULL[1], model=model, base=BASE, seed=task.seed)
+    return row_of(corpus, values, task.n_tokens, compile=True, model=model, base=BASE, seed=task.seed)
 
 
 def main() -> None:

@@ -81,10 +81,10 @@ def trained(
 
 
 @cache
-def trainer_of(corpus: Path, planned_tokens: int | None = None) -> Trainer:
-    """The process's own trainer, of one thread; it compiles where that pays for the planned tokens, and without them never."""
+def trainer_of(corpus: Path, *, compile: bool = False) -> Trainer:
+    """The process's own trainer, of one thread."""
     torch.set_num_threads(1)
-    return Trainer(Corpus.open(corpus), compile="auto" if planned_tokens else False, planned_tokens=planned_tokens)
+    return Trainer(Corpus.open(corpus), compile=compile)
 
 
 def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_tokens: int) -> float:
@@ -99,9 +99,9 @@ def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_
 
 
 def row_of(
-    corpus: Path, values: Hyperparameters, n_tokens: int, *, planned_tokens: int | None = None, **numerics: Any
+    corpus: Path, values: Hyperparameters, n_tokens: int, *, compile: bool = False, **numerics: Any
 ) -> dict[str, Any]:
     """A task's row, its `loss`; `numerics` are all but the corpus's."""
-    trainer = trainer_of(corpus, planned_tokens)
+    trainer = trainer_of(corpus, compile=compile)
     of_run = Numerics(corpus_key=trainer.corpus.key, **{"evaluation_tokens": 65_536, **numerics})
     return {"loss": final_loss(trainer, of_run, values, n_tokens)}

@@ -132,7 +132,7 @@ def train(corpus: Path, all_promoted: Mapping[str, Promoted], task: Task) -> dic
     values = replace(values, learning_rate=values.learning_rate * 2.0**task.octave)
     if task.kind == "standard":
         numerics, values = replace(numerics, scheme="standard"), replace(values, learning_rate=promoted.proxy_rate)
-    trainer = trainer_of(corpus, 10 * max(one.n_tokens for one in all_promoted.values()))
+    trainer = trainer_of(corpus, compile=True)
     loss = final_loss(trainer, numerics, values, promoted.n_tokens)
     return {"loss": loss, "seconds": perf_counter() - began}
 

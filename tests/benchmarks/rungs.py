@@ -73,7 +73,7 @@ def tasks(n_seeds: int, batch_tokens: int) -> list[Task]:
 
 def train(corpus: Path, task: Task) -> dict[str, Any]:
     """What was measured at each rung; a divergence ends the list early."""
-    trainer = trainer_of(corpus, 2 * N_CONFIGS * N_TOKENS)
+    trainer = trainer_of(corpus, compile=True)
     values = Hyperparameters(batch_tokens=task.batch_tokens, **configurations()[task.config])
     numerics = Numerics(
         model=MODEL, base=MODEL, corpus_key=trainer.corpus.key, seed=task.seed, evaluation_tokens=EVALUATION_TOKENS

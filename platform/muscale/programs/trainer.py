@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -150,14 +149,11 @@ def write_files(state: TrainState | None, folder: Path) -> None:
 
 def _curve(segment: Segment, rows: Mapping[int, float], seconds: Mapping[int, float]) -> Curve:
     """The program's rows as a curve; of those that it wrote before this process began, the time is not known."""
-    tokens, unknown = np.array([*rows], dtype=np.int64), np.full(len(rows), np.nan)
     return Curve(
         start=segment.start,
-        tokens=tokens,
+        tokens=np.array([*rows], dtype=np.int64),
         train_loss=np.array([*rows.values()], dtype=np.float32),
-        grad_norm=unknown.astype(np.float32),
+        grad_norm=np.full(len(rows), np.nan, np.float32),
         rate_factor=np.array([segment.rate_factor(at) for at in rows]),
         seconds=np.array([seconds.get(at, np.nan) for at in rows]),
-        val_loss=unknown,
-        layers=pd.DataFrame(columns=["tokens", "name", "quantity", "rms"]),
     )

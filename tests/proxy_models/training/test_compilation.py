@@ -84,15 +84,13 @@ def test_without_a_compiler_the_reason_is_logged_and_training_is_eager(
         compilation.missing_compiler.cache_clear()
 
 
-def test_auto_compiles_where_the_planned_tokens_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_where_the_tokens_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "missing_compiler", lambda _device: None)
     assert [compilation.decide("auto", n_tokens, "cpu") for n_tokens in (10**5, 10**6, 10**7)] == [False, False, True]
     assert [compilation.decide(wanted, 1, "cpu") for wanted in (True, False)] == [True, False]
 
 
-def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_goes_by_the_tokens_of_the_segment(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def decide(_compile: Compile, n_tokens: int, _device: str) -> bool:
@@ -104,8 +102,7 @@ def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
     numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=256)
     segment = stem(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH).resolve(100 * BATCH), 2 * BATCH)
     Trainer(corpus).train(numerics, segment)
-    Trainer(corpus, planned_tokens=10**9).train(numerics, segment)
-    assert asked == [2 * BATCH, 10**9]
+    assert asked == [2 * BATCH]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

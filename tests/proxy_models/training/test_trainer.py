@@ -24,9 +24,7 @@ from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, chain, stem
-from proxy_models.training.averaging import ExponentialAverage, LastCheckpoints
 from proxy_models.training.guard_settings import GuardSettings
-from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.training.state import TrainState
@@ -258,49 +256,13 @@ def test_a_batch_ramp_sees_every_sequence_once_in_order(
         trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
 
 
-def test_other_averages_are_evaluated_as_well_as_the_last_weights(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
-) -> None:
-    recipe = hyperparameters.resolve(N_TOKENS)
-    three, last = LastCheckpoints(n=3, every_tokens=BATCH), LastCheckpoints(n=1, every_tokens=BATCH)
-    slow = ExponentialAverage(half_life_tokens=4 * BATCH)
-    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True, averages=(three, last, slow))
-    # The last three of twenty steps are the last 15 %.
-    assert result.average_losses[three] == pytest.approx(result.averaged_loss, rel=1e-6)
-    assert result.average_losses[last] == result.loss
-    assert result.average_losses[slow] > result.average_losses[three]
-    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
-    assert_same(replace(result, averaged_loss=None), plain)
-    late = replace(stem(recipe, 30 * BATCH), start=20 * BATCH)
-    with pytest.raises(ValueError, match="begins at 0 tokens, before the segment's start at 2560$"):
-        trainer.train(numerics, late, result.state, averages=(slow,))
-    with pytest.raises(ValueError, match="every_tokens must be a multiple of batch_tokens=128, got 100"):
-        trainer.train(numerics, late, result.state, averages=(LastCheckpoints(n=2, every_tokens=100),))
-
-
-def test_observing_a_run_leaves_it_as_it_is(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
-) -> None:
+def test_a_curve_has_every_step(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
-    observation = Observation(evaluate_every_tokens=4 * BATCH, layers_every_tokens=6 * BATCH)
-    random = dropping(numerics)
-    watched = trainer.train(random, segment, observation=observation)
-    plain = trainer.train(random, segment)
-    assert_same(watched, plain)
-    assert np.array_equal(watched.curve.train_loss, plain.curve.train_loss)
-    curve = watched.curve
+    curve = trainer.train(numerics, segment).curve
     assert curve.tokens.tolist() == [BATCH * (n + 1) for n in range(12)]
-    assert (np.flatnonzero(np.isfinite(curve.val_loss)) + 1).tolist() == [4, 8, 12]
-    assert curve.val_loss[-1] == watched.loss
     assert (curve.grad_norm > 0).all()
     assert curve.rate_factor.tolist() == [segment.rate_factor(BATCH * n) for n in range(12)]
     assert (np.diff(curve.seconds) > 0).all()
-    layers = curve.layers
-    assert set(layers["tokens"]) == {6 * BATCH, 12 * BATCH}
-    assert set(layers["quantity"]) == {"activation", "update"}
-    updates = layers[(layers["quantity"] == "update") & (layers["name"] == "readout.weight")]
-    # AdamW's steps are of the size of the rate.
-    assert updates["rms"].to_numpy() == pytest.approx(0.01, rel=0.5)
 
 
 def test_an_interrupted_step_leaves_nothing_behind(
