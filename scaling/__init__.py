@@ -12,7 +12,6 @@
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
     fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
-    fit_step_law(cells)                      best rate or batch in N and D at once         -> StepLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
@@ -54,7 +53,6 @@ from scaling.optima.batch import BatchLaw, fit_batch_law
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.regret import RegretSurface, fit_regret_surface
-from scaling.optima.step_law import StepLaw, fit_step_law
 from scaling.optima.transfer import Transfer, fit_transfer
 from scaling.optima.verdict import Verdict, fit_verdict
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
@@ -101,7 +99,6 @@ __all__ = [
     "SearchBox",
     "SeedNoise",
     "Simulation",
-    "StepLaw",
     "TaskForecast",
     "TiedChinchilla",
     "Transfer",
@@ -126,7 +123,6 @@ __all__ = [
     "fit_regret_surface",
     "fit_response",
     "fit_schedule_law",
-    "fit_step_law",
     "fit_transfer",
     "fit_two_step",
     "fit_verdict",

@@ -1,6 +1,6 @@
 """Our fits of public tables against what their papers publish, and how often profile intervals cover what was planted.
 
-python tests/benchmarks/published_laws.py              repeated data, schedules, rate and batch, approaches 1 to 3
+python tests/benchmarks/published_laws.py              repeated data, schedules, approaches 1 to 3
 python tests/benchmarks/published_laws.py --coverage 60    profile intervals on so many planted ladders a setting (minutes)
 """
 
@@ -15,9 +15,7 @@ from scaling import (
     fit,
     fit_envelope,
     fit_isoflops,
-    fit_optimum,
     fit_schedule_law,
-    fit_step_law,
 )
 from tests.benchmarks.ladders import table
 
@@ -63,25 +61,6 @@ def schedules() -> None:
                 f"schedules, {model}, {name}: mean relative error {score['mean_relative_error']:.3%}, "
                 f"worst {score['worst_relative_error']:.2%}, R² {score['r_squared']:.4f}"
             )
-
-
-def step_law() -> None:
-    """Published (2503.04715): 1.79 N^-.713 D^.307, .58 D^.571."""
-    best = table("steplaw_dense_best").rename(columns={"lr": "rate"})
-    best["batch_tokens"] = 2048 * best["bs"]
-    records = []
-    for (n_params, n_tokens), cell in table("steplaw_dense_all_lr_bs").groupby(["n_params", "n_tokens"]):
-        optima = {2048 * bs: fit_optimum(rows["lr"], rows["loss"]) for bs, rows in cell.groupby("bs") if len(rows) > 3}
-        inside = {batch: optimum for batch, optimum in optima.items() if optimum.inside}
-        batch = fit_optimum([*inside], [o.loss for o in inside.values()], max_excess=0.01)
-        rate = np.interp(batch.log2_rate, np.log2([*inside]), [o.log2_rate for o in inside.values()])
-        records.append([n_params, n_tokens, 2**rate, 2**batch.log2_rate])
-    optima_table = pd.DataFrame(records, columns=["n_params", "n_tokens", "rate", "batch_tokens"])
-    for name, cells in (("best points", best), ("fitted optima", optima_table)):
-        for of in ("rate", "batch"):
-            law = fit_step_law(cells, of=of)
-            ends_of = "; ".join(f"{key} {ends(row)}" for key, row in law.intervals().iterrows())
-            print(f"step law, {name}, {of}: {ends_of}; scatter {law.scatter:.2f} octaves")
 
 
 def approaches() -> None:
@@ -149,7 +128,7 @@ def main() -> None:
     if ladders:
         coverage(ladders)
         return
-    for section in (repeated_data, schedules, step_law, approaches):
+    for section in (repeated_data, schedules, approaches):
         print(f"\n{(section.__doc__ or '').strip()}")
         section()
 
