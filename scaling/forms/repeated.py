@@ -26,6 +26,38 @@ _RD_STARTS, _RN_STARTS = (3.0, 12.0, 50.0), (1.5, 8.0)
 _LEAST_LOG = 0.0  # one parameter is the least that can be useful
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedTokens(Form):
+    """A form of a loss in N and D, at D' in the place of D.
+
+    What a parameter is worth beyond those that are best for so many tokens is left to the form, as the ladder tells it.
+    """
+
+    form: Form
+
+    source = "Muennighoff et al. 2305.16264, sec. 3"
+    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.name}, repeats counting less"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.formula} at D' for D"
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """The form's, and rd_star."""
+        return {**self.form.parameters, "rd_star": REPEAT_BOUNDS}
+
+    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
+        """Expected loss, nats per token."""
+        return self.form.loss(values, {"n_params": rows["n_params"], "n_tokens": _effective_tokens(values, rows)})
+
+
 class RepeatedData(Form):
     """Chinchilla's form in effective parameters and tokens; at one epoch of the best size it is Chinchilla's.
 
@@ -50,10 +82,9 @@ class RepeatedData(Form):
 
     def effective(self, values: Values, rows: Mapping[str, Any]) -> tuple[Any, Any]:
         """N' and D', what the run's parameters and tokens are worth in parameters and tokens that are no excess."""
-        n_params, n_tokens = rows["n_params"], rows["n_tokens"]
-        unique = np.minimum(rows["unique_tokens"], n_tokens)
-        tokens = _worth(unique, n_tokens, values["rd_star"])
-        return _worth(_useful_params(values, unique, n_params), n_params, values["rn_star"]), tokens
+        n_params, unique = rows["n_params"], np.minimum(rows["unique_tokens"], rows["n_tokens"])
+        useful = _useful_params(values, unique, n_params)
+        return _worth(useful, n_params, values["rn_star"]), _effective_tokens(values, rows)
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
         n_params, n_tokens = self.effective(values, rows)
@@ -180,9 +211,14 @@ class _Effective:
         return cls(log=log_unique + np.log(worth), by_unique=by_unique, by_star=by_star)
 
 
+def _effective_tokens(values: Values, rows: Mapping[str, Any]) -> Any:
+    """D', of which D / U_D epochs are worth as many tokens seen once."""
+    return _worth(np.minimum(rows["unique_tokens"], rows["n_tokens"]), rows["n_tokens"], values["rd_star"])
+
+
 def _worth(unique: Any, used: Any, star: Any) -> Any:
     """Worth of `used` of something of which `unique` are no repetition."""
-    return unique * (1 + star * (1 - np.exp(-(used / unique - 1) / star)))
+    return unique * (1 - star * np.expm1(-(used / unique - 1) / star))
 
 
 def _useful_params(values: Values, unique: Any, n_params: Any) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import numpy as np
+from dataclasses import replace
+from typing import Any
 
 from muscale.errors import StageError
 from muscale.settings.plan import PlanSettings
@@ -14,10 +11,9 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
-from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
+from scaling import Decision, Law, ScalingError, ScalingFit, decide
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
-from scaling.forms.problem import Values
-from scaling.forms.repeated import REPEAT_BOUNDS
+from scaling.forms.repeated import RepeatedTokens
 
 REACH = 30.0
 """Sizes are looked at up to so many times the compute-optimal one, and from as far below it."""
@@ -91,46 +87,9 @@ def size_for(
     return replace(chosen, assumptions=tuple(said), warnings=(*chosen.warnings, *([str(doubt)] if doubt else [])))
 
 
-@dataclass(frozen=True, eq=False)
-class Repeated(Form):
-    """A form in which a token seen again counts less: D' = U·(1 + R*·(1 − exp(−(D/U − 1)/R*))) in the place of D.
-
-    What a parameter is worth beyond those that are best for so many tokens is left to the form, as the ladder tells it.
-
-    Attributes:
-        form: of a law in n_params and n_tokens.
-    """
-
-    form: Form
-
-    source = "Muennighoff et al. 2305.16264, sec. 3"
-    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """With the form's own."""
-        return f"{self.form.name}, repeats counting less"
-
-    @property
-    def formula(self) -> str:  # type: ignore[override]
-        """With the form's own."""
-        return f"{self.form.formula} at D' for D"
-
-    @property
-    def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
-        """The form's, and R*."""
-        return {**self.form.parameters, "rd_star": REPEAT_BOUNDS}
-
-    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
-        unique, star = np.minimum(rows["unique_tokens"], rows["n_tokens"]), values["rd_star"]
-        worth = unique * (1 - star * np.expm1(-(rows["n_tokens"] / unique - 1) / star))
-        return self.form.loss(values, {"n_params": rows["n_params"], "n_tokens": worth})
-
-
 def with_repeats(law: Law) -> Law:
     """The law where tokens are seen again, with the published worth of that."""
-    return replace(law, form=Repeated(law.form), parameters={**law.parameters, "rd_star": WORTH_OF_REPEATS})
+    return replace(law, form=RepeatedTokens(law.form), parameters={**law.parameters, "rd_star": WORTH_OF_REPEATS})
 
 
 def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, RepeatedData, ScalingError, ScalingFit, decide, fit
+from scaling.forms.repeated import RepeatedTokens
 
 NUMBERS = {"E": 1.8, "A": 700.0, "B": 2000.0, "alpha": 0.37, "beta": 0.36}
 PLANTED = RepeatedData().law(**NUMBERS, rd_star=15.4, rn_star=5.3)
@@ -82,6 +83,15 @@ def test_epochs_are_worth_less_and_less() -> None:
     assert worth[4] > 0.9
     assert worth[40] < 0.5
     assert PLANTED.loss(1e8, 2e10, unique_tokens=3e10) == PLANTED.loss(1e8, 2e10, unique_tokens=2e10)
+
+
+def test_any_form_counts_repeated_tokens_as_the_fitted_law_does() -> None:
+    rows = {"n_params": 1e8, "n_tokens": 4e10, "unique_tokens": 1e10}
+    law = RepeatedTokens(Chinchilla()).law(**NUMBERS, rd_star=15.4)
+    tokens = RepeatedData().effective(PLANTED.parameters, rows)[1]
+    assert tokens == pytest.approx(1e10 * (1 + 15.4 * (1 - np.exp(-3 / 15.4))))
+    assert law.loss(**rows) == Chinchilla().law(**NUMBERS).loss(1e8, tokens)
+    assert law.loss(1e8, 1e10, unique_tokens=1e10) == Chinchilla().law(**NUMBERS).loss(1e8, 1e10)
 
 
 def test_with_little_data_more_compute_goes_to_epochs_and_the_loss_has_a_floor() -> None:
