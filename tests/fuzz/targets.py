@@ -167,26 +167,6 @@ parameters:
     return Target(file, read, (StageError,), [seed])
 
 
-def tune_script(folder: Path) -> Target:
-    seed = b"""from ray import tune
-from ray.tune import choice as pick
-LOW = 2**-10
-common = {"beta1": tune.quniform(0.8, 0.96, 0.04), "data": None}
-def main(width=32):
-    space = {"learning_rate": tune.loguniform(LOW, upper=1e-1), **common, "optimizer": pick(["adamw", "lion"]),
-        "shape": dict(n=tune.qrandint(128, 512, 128), b=tune.grid_search([LOW * 2, 0.5])), "tau": tune.randn(3, 0.5)}
-    tune.Tuner(main, param_space=space).fit()
-"""
-    file = folder / "script.py"
-
-    def read() -> None:
-        found = import_space(str(file))
-        pasted = tomlkit.parse(str(found)).unwrap()
-        assert Space.from_dict(pasted["sweep"]["space"]) == found.space
-
-    return Target(file, read, (StageError,), [seed])
-
-
 def ladder(folder: Path) -> Target:
     n_params, n_tokens = np.repeat([1e7, 3e7, 1e8, 3e8], 3), np.tile([2e8, 6e8, 2e9], 4)
     loss = 1.7 + 400 / n_params**0.34 + 410 / n_tokens**0.28
@@ -403,7 +383,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "plan": plan_table,
     "prepared": prepared_run,
     "wandb": wandb_sweep,
-    "tune": tune_script,
     "ladder": ladder,
     "mixtures": mixtures,
     "losses": external_losses,

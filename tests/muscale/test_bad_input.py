@@ -39,7 +39,7 @@ FIT = ("fit", "--n-params", "total", "--runs")
         (("import-space",), "sweep.yaml", "method: [a]\nparameters: {a: {value: 1}}", "method"),
         (("import-space",), "sweep.yaml", "method: !!python/object/apply:os.system [touch x]", "YAML"),
         (("import-space",), "sweep.yaml", None, "directory"),
-        (("import-space",), "train.py", "param_space = {'lr': open('x')}", "open"),
+        (("import-space",), "train.py", "param_space = {'lr': 1}", "muscale.tune.space_of"),
         (("train",), "run.json", "{}", ""),
         (("train",), "run.json", None, "directory"),
         (("check",), "study.toml", None, "directory"),

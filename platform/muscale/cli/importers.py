@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@command(SEARCH, name="import-space", example="muscale import-space train.py --rename lr=learning_rate")
+@command(SEARCH, name="import-space", example="muscale import-space sweep.yaml --rename lr=learning_rate")
 def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> int:
     """Convert another tool's search space to tables of a study file.
 
     Args:
-        source: A W&B sweep (YAML), a Python file with Ray Tune's param_space, which is read and not run, or an Optuna study in SQLite
-            storage; "#name" behind it names a variable or a study.
+        source: A W&B sweep (YAML) or an Optuna study in SQLite storage; "#name" behind it names one of several studies.
         rename: Rename a hyperparameter, theirs=ours; may be repeated.
     """
     from muscale.importers.import_space import import_space

@@ -8,32 +8,30 @@ from pathlib import Path
 from muscale.errors import StageError
 from muscale.importers.imported_space import ImportedSpace, place_of
 
-SUFFIXES = (".yaml", ".yml", ".py", ".db", ".sqlite", ".sqlite3")
+SUFFIXES = (".yaml", ".yml", ".db", ".sqlite", ".sqlite3")
 
 
 def import_space(source: str, rename: Sequence[str] = ()) -> ImportedSpace:
-    """The search that a file describes: a sweep of W&B (YAML), Tune's param_space (Python), or a study in Optuna's SQLite storage.
+    """The search that a file describes: a sweep of W&B (YAML), or a study in Optuna's SQLite storage.
 
     Args:
-        source: Its path; with "#name" behind it the variable of a Python file, or the study of a storage with several.
+        source: Its path; with "#name" behind it the study of a storage with several.
         rename: Hyperparameters under other names here, each `theirs=ours`.
 
     Raises:
         StageError: Naming the file, the key, the rule and the value.
     """
     names = dict(_pairs(rename))
-    file, part = place_of(source)
-    path = Path(file)
+    path = Path(place_of(source)[0])
     if path.suffix not in SUFFIXES:
-        raise StageError(f"import-space: {source}: its name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
+        tune = "; in a script of Ray Tune's, print(muscale.tune.space_of(param_space))" if path.suffix == ".py" else ""
+        raise StageError(
+            f"import-space: {source}: its name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}{tune}"
+        )
     if path.suffix in (".yaml", ".yml"):
         from muscale.importers.wandb_sweep import read_sweep
 
         return read_sweep(path, names)
-    if path.suffix == ".py":
-        from muscale.importers.tune_script import read_param_space
-
-        return read_param_space(path, part, names)
     from muscale.importers.optuna_study import open_study, space_of
 
     return space_of(open_study(source), source, names)
