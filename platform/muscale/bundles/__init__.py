@@ -1,1 +1,1 @@
-"""What stays of a finished run: one directory that needs neither the study nor its ledger."""
+"""A finished run as one directory that is readable without the study or its ledger."""

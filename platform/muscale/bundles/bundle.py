@@ -1,23 +1,23 @@
-"""The bundle: everything of a finished full run in one directory that needs neither the study nor its ledger any more.
+"""The bundle: everything of a finished full run in one directory that is readable without the study or its ledger.
 
-    README.md                what it is, as a model card
-    weights.safetensors      by parameter name; averaged.safetensors beside it, if asked for
+    README.md                model card
+    weights.safetensors      by parameter name; averaged.safetensors next to it, if an average was requested
                              above 5 GB in several files, with weights.safetensors.index.json; so are the others
-    optimizer.safetensors    moments as <kind>/<parameter>, what loss scaling and the guard remember as memory/<name>
+    optimizer.safetensors    moments as <kind>/<parameter>; the memory of loss scaling and of the guard as memory/<name>
     model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
     parametrization.json     the table by parameter name
-    schedule.json            the segments: recipe, phase, tokens from and to
+    schedule.json            the segments: recipe, phase, first and last tokens
     study.json               the resolved study file
     data.json                the corpus's manifest, and how often the run saw each source
-    tokenizer/               where it is not bytes
-    family/                  of a family of one's own, the files that define it; nothing here imports them
-    environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
-    seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated beside its training
+    tokenizer/               unless the tokens are bytes
+    family/                  for a custom model, the files that define its family; nothing here imports them
+    environment.json, .lock  versions behind the run and the bundle; every package installed where the bundle was written
+    seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated during training
     continued.json           of a continuation, instead of forecast.json: its losses before and after
-    lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run that the ledger knows
+    lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run in the ledger
     manifest.json            the hash of each file
 
-Nothing in it is pickled, and nothing is unpickled from it.
+The bundle holds no pickles, and reading it unpickles nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from scaling.presentation import Result
 
 T = TypeVar("T")
 Layout = Literal["llama", "transformers"]
-"""Layouts that a model is exported to."""
+"""Layouts in which a model can be exported."""
 
 CARD = "README.md"
 WEIGHTS = "weights.safetensors"
@@ -62,7 +62,7 @@ OPTIMIZER = "optimizer.safetensors"
 MODEL = "model.json"
 PARAMETRIZATION = "parametrization.json"
 SCHEDULE = "schedule.json"
-STUDY = "study.json"  # not config.json, for which transformers would take the folder for a model of its own
+STUDY = "study.json"  # not config.json: transformers would take the folder for one of its own models
 DATA = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 FAMILY_FOLDER = "family"
@@ -76,22 +76,22 @@ CONTINUED = "continued.json"
 LINEAGE = "lineage.json"
 RUNS = "runs.csv"
 AVERAGING = "averaging.json"
-MEMORY = "memory/"  # before the names of what the steps remember
+MEMORY = "memory/"  # prefix of the names of values that the training steps remember
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Result):
-    """A bundle whose hashes held when it was opened."""
+    """A bundle whose files matched their hashes when it was opened."""
 
     path: Path
     verification: Verification
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a bundle, after every file was held against the manifest.
+        """Open a bundle after checking every file against the manifest.
 
         Raises:
-            BundleError: If it is no bundle or damaged; naming each file that is missing, different or extra.
+            BundleError: If the path holds no bundle or a damaged one; the error names missing, different and extra files.
         """
         found = verify(path)
         if not found.passed:
@@ -99,10 +99,10 @@ class Bundle(Result):
         return cls(path=Path(path), verification=found)
 
     def read(self, name: str) -> Any:
-        """The content of one of its JSON files.
+        """The content of one of the bundle's JSON files.
 
         Raises:
-            BundleError: If the bundle has no such file, or it is no JSON.
+            BundleError: If the bundle has no such file, or the file is not JSON.
         """
         path = self.path / name
         try:
@@ -111,7 +111,7 @@ class Bundle(Result):
             raise BundleError(f"{path}: can't be read ({error})") from error
 
     def _read_as(self, name: str, take: Callable[[Any], T]) -> T:
-        """A value read from one of its JSON files, which may hold anything although its hash holds."""
+        """Return a value read from a JSON file of the bundle; the file may hold anything even if its hash matches."""
         try:
             return take(self.read(name))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -125,13 +125,13 @@ class Bundle(Result):
         return self._read_as(MODEL, lambda values: Numerics.from_dict(values["numerics"]))
 
     def decoder(self, *, averaged: bool = False) -> Decoder:
-        """The trained model on the CPU, in fp32, ready to evaluate; its weights are mapped from the bundle's files.
+        """The trained model on the CPU, in fp32, ready to evaluate; the weights are mapped from the bundle's files.
 
         Args:
-            averaged: With the average of its last checkpoints in place of the last weights.
+            averaged: Use the average of the last checkpoints instead of the last weights.
 
         Raises:
-            BundleError: If the bundle has no such weights, they are another model's, or it is of a family of one's own.
+            BundleError: If the bundle has no such weights, they belong to another model, or the model is a custom one.
         """
         model, weights = self._decoder_weights(averaged)
         decoder = self._read_as(MODEL, lambda _: Decoder.with_weights(model, weights))
@@ -139,16 +139,16 @@ class Bundle(Result):
         return decoder.eval()
 
     def module(self, *, averaged: bool = False) -> nn.Module:
-        """The trained model of any family, as `decoder`; imports the family that the bundle names, and so runs its code.
+        """The trained model of any family, as `decoder`; imports the family that the bundle names, and so runs the family's code.
 
-        It is found as in training, installed or on PYTHONPATH, and must have the source that the bundle has; the copy in the
-        bundle is for putting it there.
+        The family is found as in training, installed or on PYTHONPATH, and must have the same source as the copy in the bundle.
+        Copy that source to PYTHONPATH if the family is not installed.
 
         Args:
             averaged: As for `decoder`.
 
         Raises:
-            BundleError: As `decoder`; if the family can't be imported, or has another source.
+            BundleError: As `decoder`; if the family can't be imported, or its source differs.
         """
         if isinstance(member := self.numerics.model, ModuleConfig):
             announce(member.family)
@@ -161,9 +161,9 @@ class Bundle(Result):
         return model.eval()
 
     def train_state(self) -> TrainState:
-        """The state from which a training continues exactly at the end of the run; see `proxy_models.training.trainer.Trainer`.
+        """The state from which training continues exactly at the end of the run; see `proxy_models.training.trainer.Trainer`.
 
-        A guard's last snapshot is not in it: the next one is taken as the training goes on.
+        The state leaves out the guard's last snapshot; the guard takes a new one when training continues.
         """
         weights = {f"weight/{name}": tensor for name, tensor in self._tensors(WEIGHTS).items()}
         rest = {name.removeprefix(MEMORY): tensor for name, tensor in self._tensors(OPTIMIZER).items()}
@@ -174,7 +174,7 @@ class Bundle(Result):
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the text; None where the corpus was given as tokens.
+        """The tokenizer of the text; None if the corpus was given as tokens.
 
         Raises:
             BundleError: If the tokenizer can't be read.
@@ -187,17 +187,17 @@ class Bundle(Result):
             raise BundleError(f"{self.path / TOKENIZER_FOLDER}: the tokenizer can't be read ({error})") from error
 
     def export(self, folder: str | Path, *, to: Layout = "llama", averaged: bool = False) -> Path:
-        """Write the model in a layout of Hugging Face's, whole or not at all, with the model card beside it.
+        """Write the model and its model card in a Hugging Face layout, completely or not at all.
 
         Args:
             folder: An empty or new folder.
-            to: "llama" of the built-in decoder: one tensor at a time is in memory, more than 5 GB lie in several files, with an
-                index. "transformers" of a model of one of transformers' configuration classes: as that class saves it; imports
-                transformers.
+            to: "llama" for the built-in decoder: one tensor at a time is in memory, and more than 5 GB are split into several files
+                with an index. "transformers" for a model of one of transformers' configuration classes: written as that class saves
+                the model; imports transformers.
             averaged: As for `decoder`.
 
         Raises:
-            BundleError: If the layout has no place for the model, or there is something in the folder.
+            BundleError: If the layout can't hold the model, or the folder is not empty.
         """
         try:
             card = (self.path / CARD).read_text(encoding="utf-8")
@@ -234,7 +234,7 @@ class Bundle(Result):
         """A continuation of a prompt, as a sanity check; see `proxy_models.architecture.generate`.
 
         Raises:
-            BundleError: If the bundle has no tokenizer, or an argument is out of its range.
+            BundleError: If the bundle has no tokenizer, or an argument is out of range.
         """
         from proxy_models.architecture.generate import continue_text
 
@@ -259,7 +259,7 @@ class Bundle(Result):
         return (self.path / CONTINUED).exists()
 
     def __str__(self) -> str:
-        """Path, hash, forecast and measured loss; with an average, both losses."""
+        """Path, hash, forecast and measured loss; with an average, both measured losses."""
         name, tell = (CONTINUED, _format_continuation) if self._is_continuation else (FORECAST, _format_forecast)
         lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():
@@ -271,7 +271,7 @@ class Bundle(Result):
         return self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"]))
 
     def _decoder_weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
-        """The built-in decoder, and its weights."""
+        """The configuration of the built-in decoder, and the weights."""
         if isinstance(model := self.numerics.model, ModuleConfig):
             raise BundleError(
                 f"{self.path}: the model must be the built-in decoder, got {model}; `Bundle.module()` imports that family, and so "
@@ -280,10 +280,10 @@ class Bundle(Result):
         return as_decoder(model), self._weights(averaged)
 
     def _weights(self, averaged: bool) -> TensorFiles:
-        """Weights that are the model's."""
+        """The weights, after checking that they fit the model."""
         weights, model = self._tensors(AVERAGED if averaged else WEIGHTS), self.numerics.model
         found = sum(map(math.prod, weights.shapes.values()))
-        if model.n_params_total > 4 * found:  # one far too large would take long to describe
+        if model.n_params_total > 4 * found:  # a model far too large would take long to describe
             raise BundleError(
                 f"{weights.path}: weights of another model: {found:,} of them, the model has {model.n_params_total:,}"
             )
@@ -309,10 +309,10 @@ class Bundle(Result):
 
 
 def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
-    """The trained model of a bundle, on the CPU, after every file was held against the manifest.
+    """The trained model of a bundle, on the CPU, after checking every file against the manifest.
 
     Raises:
-        BundleError: If the bundle is not whole, or not of this version.
+        BundleError: If the bundle is incomplete, damaged, or of another version.
     """
     return Bundle.open(path).decoder(averaged=averaged)
 

@@ -1,7 +1,7 @@
-"""The files of a bundle: a manifest of their hashes, and whether they still hold them.
+"""The manifest of a bundle: hashes of all files, and their verification.
 
-The manifest names plain files below its folder, each with its size and SHA-256. What guards against a change by somebody who also
-writes a new manifest is the hash of the manifest itself, which is shown when a bundle is written and when it is verified.
+The manifest names plain files below its folder, each with its size and SHA-256. Somebody who changes a file could also write a
+new manifest; the hash of the manifest itself, shown when a bundle is written and when it is verified, reveals that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FORMAT = 1
 _LONGEST_NAME, _LONGEST_PATH = (
     255,
     2000,
-)  # bytes, of Linux' file systems; characters, so that the folder's own fits before it
-_MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; assumed
+)  # bytes, a limit of Linux' file systems; characters, which leaves space for the folder's own path
+_MAX_MANIFEST_BYTES = 16 << 20  # a manifest of a few dozen files takes some kilobytes; assumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Verification(JsonResult):
     Attributes:
         path: The bundle.
         digest: SHA-256 of its manifest.
-        n_files, n_bytes: Files and bytes that the manifest lists.
+        n_files, n_bytes: Number of files in the manifest, and their total bytes.
         missing: Files that are gone.
         different: Files with another size or hash, unreadable files, and files that are not plain.
         extra: Files that the manifest does not list.
@@ -53,7 +53,7 @@ class Verification(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """Whether every file is as it was written."""
+        """Whether every file is unchanged."""
         return not (self.missing or self.different or self.extra)
 
     def __str__(self) -> str:
@@ -64,17 +64,17 @@ class Verification(JsonResult):
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """List every file of a finished folder, beside some facts."""
+    """Write the manifest: every file of a finished folder, and some facts."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in names}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1) + "\n")
 
 
 def verify(path: str | Path) -> Verification:
-    """Hold every file of a bundle against its manifest.
+    """Check every file of a bundle against its manifest.
 
     Raises:
-        BundleError: If there is no manifest that can be used, or it names a file outside its folder.
+        BundleError: If there is no usable manifest, or the manifest names a file outside its folder.
     """
     folder = Path(path)
     content, files = _read_manifest(folder)
@@ -119,7 +119,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
 
 
 def _require_inside(manifest: Path, name: str) -> None:
-    """Let a name pass that is a plain relative path, here and on Windows."""
+    """Raise unless a name is a plain relative path, here and on Windows."""
     plain = PurePosixPath(name)
     windows = PureWindowsPath(name)
     odd = (
@@ -138,7 +138,7 @@ def _require_inside(manifest: Path, name: str) -> None:
 
 
 def _cannot_be_written(name: str) -> bool:
-    """Whether no file can be called so: it has half a character in it, which JSON can say, or is too long."""
+    """Whether no file can have this name: the name holds half a character (a surrogate, which JSON can express) or is too long."""
     try:
         return len(name) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/"))
     except UnicodeEncodeError:
@@ -146,7 +146,7 @@ def _cannot_be_written(name: str) -> bool:
 
 
 def _present(folder: Path) -> set[str]:
-    """Every file and every link below the folder; links are not followed."""
+    """Paths of all files and links below the folder; links are not followed."""
     found: set[str] = set()
     for root, folders, files in os.walk(folder, followlinks=False):
         links = [name for name in folders if (Path(root) / name).is_symlink()]
@@ -167,4 +167,4 @@ def _holds(folder: Path, name: str, entry: dict[str, Any]) -> bool:
     try:
         return bool(path.stat().st_size == entry["bytes"]) and file_sha256(path) == entry["sha256"]
     except OSError:
-        return False  # what can't be read can't be held to its hash
+        return False  # an unreadable file can't be checked against its hash

@@ -1,4 +1,4 @@
-"""Writes the bundle of a finished run, whole or not at all, once its last weights have given its loss again."""
+"""Writes the bundle of a finished run, completely or not at all, after checking that its last weights reproduce its loss."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from proxy_models.training.optimizer import multipliers_of, set_multipliers
 from proxy_models.training.step import GOOD
 
 LOSS_TOLERANCE = 1e-3
-"""Relative; what the weights may differ in their loss from what the run recorded, on other devices and other numbers of ranks:
-sharding changes it by less than 1e-4 (a test of `full_run`), and all evaluate in fp32."""
+"""Largest relative difference between the loss of the weights and the recorded loss, across devices and numbers of ranks:
+sharding changes the loss by less than 1e-4 (a test of `full_run`), and all evaluations use fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """A promoted run, or a continuation of one, for its bundle.
+    """A promoted run, or a continuation of a run, for its bundle.
 
     Attributes:
-        chain: Its numerics and segments.
+        chain: Numerics and segments of the run.
         directory: Folder of its checkpoints, metrics and result.
         corpus: Training data.
-        n_tokens: Tokens read of the corpus.
+        n_tokens: Tokens that the run read from the corpus.
         loss: Validation loss at the end.
-        outcome: Name and content of the file of the outcome.
+        outcome: Name and content of the outcome's file.
         facts: Facts for the manifest.
-        card: Model card, given the losses of an average of checkpoints, or None without one.
+        card: Function that writes the model card, given the losses of an average of checkpoints, or None without an average.
         config: The resolved study file.
         lineage: Origin of the run, by stage or by segment.
-        runs: The ledger's.
+        runs: All runs of the ledger.
     """
 
     chain: Chain
@@ -76,12 +76,12 @@ class FinishedRun:
 
 
 def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
-    """Write a run's bundle, whole or not at all, and open it.
+    """Write a run's bundle, completely or not at all, and open it.
 
     Raises:
-        StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded; if the model's family
+        StageError: If the last checkpoint is gone, or its weights do not reproduce the recorded loss; if the model's family
             was not imported.
-        BundleError: If there is something at the path.
+        BundleError: If the path exists already.
     """
     if not is_imported(model := run.chain.numerics.model):
         raise StageError(f"bundle: {model} is built to evaluate it, and its family was not imported here")
@@ -112,7 +112,7 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
 
 
 def _write_weights(run: FinishedRun, checkpoint: Path, path: Path) -> float:
-    """Write the weights as they are read, and return their validation loss, held against the run's."""
+    """Write the weights as they are read, and return their validation loss, checked against the run's."""
     reader, shapes = RecordReader(checkpoint), parameter_shapes(run.chain.numerics.model)
     reader.require_weights(shapes)
     stored = reader.stream({f"{MODEL}.{name}": shape for name, shape in shapes.items()})
@@ -127,7 +127,7 @@ def _write_weights(run: FinishedRun, checkpoint: Path, path: Path) -> float:
 
 
 def _write_optimizer(checkpoint: Path, path: Path) -> None:
-    """Write the moments and the steps' memory, without the guard's snapshot, which is for a run that continues."""
+    """Write the moments and the memory of the steps, without the guard's snapshot, which only a continuing run needs."""
     reader = RecordReader(checkpoint)
     found = reader.shapes()
     names = {key: name for key in found if (name := _name_in_bundle(key))}
@@ -137,7 +137,7 @@ def _write_optimizer(checkpoint: Path, path: Path) -> None:
 
 
 def _name_in_bundle(key: str) -> str | None:
-    """The name of a tensor of a checkpoint in the optimizer's file; None for all others."""
+    """The name in the optimizer's file for a tensor of a checkpoint; None for tensors that are left out."""
     if key.startswith(MOMENTS):
         name, _, kind = key.removeprefix(MOMENTS).rpartition(".")
         return f"{kind}/{name}"
@@ -147,7 +147,7 @@ def _name_in_bundle(key: str) -> str | None:
 
 
 def _last_checkpoint(checkpoints: CheckpointFolder, end: int) -> Path:
-    """The intact checkpoint of a run's end."""
+    """The intact checkpoint at the end of the run."""
     found = next(checkpoints.intact(), None)
     if found is None or found[0] != end:
         at = f"the newest whole one is at {found[0]}" if found else "there is no whole one"
@@ -169,7 +169,7 @@ def _average(run: FinishedRun, checkpoints: CheckpointFolder, k: int, path: Path
 
 
 def _averaged(checkpoints: list[Path], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The mean weights of checkpoints by name, summed in fp32; twice `READ_BYTES` are in memory at a time."""
+    """The mean weights of checkpoints by name, summed in fp32; at most twice `READ_BYTES` are in memory."""
     for names in cut({name: shape.nbytes for name, shape in shapes.items()}, READ_BYTES):
         part = {name: shapes[name] for name in names}
         sums = {name: torch.zeros_like(shape, dtype=torch.float32, device="cpu") for name, shape in part.items()}
@@ -181,7 +181,7 @@ def _averaged(checkpoints: list[Path], shapes: Mapping[str, Tensor]) -> Iterator
 
 
 def _loss_of(run: FinishedRun, path: Path) -> float:
-    """The validation loss of weights in a bundle, mapped from their files; on the GPU, if there is one."""
+    """The validation loss of weights in a bundle, mapped from their files; computed on the GPU, if there is one."""
     model = with_weights(run.chain.numerics.model, TensorFiles(path))
     set_multipliers(model, _multipliers(run))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -251,7 +251,7 @@ def _write_environment(run: FinishedRun, folder: Path) -> None:
 
 
 def _write_source(run: FinishedRun, folder: Path) -> None:
-    """Write the files that define the family of one's own, as data; readers of a bundle never import them."""
+    """Write the files that define a custom model's family, as data; readers of a bundle never import them."""
     if isinstance(model := run.chain.numerics.model, ModuleConfig):
         for name, content in type(family_of(model)).source().items():
             path = folder / parts.FAMILY_FOLDER / name

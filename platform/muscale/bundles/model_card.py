@@ -1,4 +1,4 @@
-"""Model cards of bundles: the recorded facts of a run, and the model's limits, in Markdown; users' texts are escaped."""
+"""Model cards of bundles: the recorded facts of a run, and the model's limits, in Markdown; user texts are escaped."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def model_card(
     """The card of a promoted run.
 
     Args:
-        averaging: The losses of the last weights and of the average of checkpoints, where there is one.
-        promotion: The run beside its forecast.
-        corpus: What it was trained on.
+        averaging: Losses of the last weights and of the average of checkpoints, if there is an average.
+        promotion: The run's result next to its forecast.
+        corpus: Training data.
         lineage: Results of sweep and fit as plain values, with caveats.
     """
     stated = all(files.manifest["tokenizer"] == STATED for files in corpus.sources.values())
@@ -59,7 +59,7 @@ def model_card(
 def continuation_card(
     averaging: dict[str, Any] | None, *, study: str, done: Continued, numerics: Numerics, corpus: Corpus, n_tokens: int
 ) -> str:
-    """The card of a finished continuation; `n_tokens` of its corpus were read by it and the runs before."""
+    """The card of a finished continuation; it and the runs before it read `n_tokens` of its corpus."""
     return _render(
         "continuation_card.md.jinja",
         averaging=averaging,
@@ -83,5 +83,5 @@ def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
 
 
 def _line(value: object) -> str:
-    """A text that stays in its line, and in its cell of a table."""
+    """Escape a text so that it stays on one line and in its table cell."""
     return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Bundles of a study's finished runs: gathered from its ledger and folders, written once; trains nothing."""
+"""Bundles of a study's finished runs: collected from its ledger and folders, and written once; trains nothing."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bund
     """The bundle of the run promoted last, below the study's directory; written once, later only verified.
 
     Args:
-        known: Results that are worked out already.
-        average: Write the average of so many last checkpoints beside the last weights; 1 for none.
+        known: Results that are computed already.
+        average: Number of last checkpoints whose average is written next to the last weights; 1 for none.
 
     Raises:
-        StageError: If no run was promoted to its end, its last checkpoint is gone, or its weights do not give its loss.
-        BundleError: If there is a bundle already, and it is damaged.
+        StageError: If no promoted run has finished, its last checkpoint is gone, or its weights do not reproduce its loss.
+        BundleError: If the bundle exists and is damaged.
     """
     plan, promotion = _promoted(study)
     return _written_once(study, plan.key, average, lambda: _promoted_run(study, known, plan, promotion))
 
 
 def preserve_continuation(study: StudyContents, continuation: str, *, average: int = 1) -> Bundle:
-    """The bundle of a finished continuation, named by its key or name; as `preserve`.
+    """The bundle of a finished continuation, selected by key or name; as `preserve`.
 
     Raises:
         StageError: If there is no such continuation, it has not ended, or its last weights are gone.
@@ -132,7 +132,7 @@ def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:
 
 
 def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
-    """The run's chain with its numerics at the time, as settings of the study may have changed since."""
+    """The run's chain with the numerics of that time, since settings of the study may have changed."""
     runs = study.ledger.runs()
     own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
     chain = plan.chain(study.config.shared_numerics(corpus))
@@ -140,7 +140,7 @@ def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
 
 
 def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> dict[str, Any]:
-    """Every stage as the ledger has it now, with caveats where that is not what the plan was made from."""
+    """Every stage as the ledger has it now, with caveats where the plan was made from something else."""
     recorded = {str(kind): study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.TRANSFER)}
     stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
     stages |= {"sweep": None, "fit": None}

@@ -1,1 +1,1 @@
-"""A trainer that is a program: what it is given, what it writes, and its process."""
+"""A training program as trainer: its input, its output, and its process."""

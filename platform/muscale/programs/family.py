@@ -1,6 +1,6 @@
-"""A training program as a model family: its members are what `--describe` answers, and its tensors have muP's rules by dimensions.
+"""A training program as a model family: `--describe` returns the members, and tensors get muP's rules from their dimensions.
 
-Only a process that was allowed to runs the program: what trains says the command first, readers have the members that were counted.
+Only a process that was allowed to runs the program: a stage that trains first prints the command; readers use recorded members.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from proxy_models.hashing import content_key, file_sha256
 if TYPE_CHECKING:
     from torch import nn
 
-_SPACING = 1.1  # between the widths that a plan looks at; the loss is flat over such steps near the best size (assumed)
+_SPACING = (
+    1.1  # ratio between the widths that a plan considers; the loss is flat over such steps near the best size (assumed)
+)
 _NO_COUNTS = Counts(n_params=1, n_params_total=1, train_flops_per_token=1.0)
 _NOT_RUN = (
     "the trainer is not run here, and width {}, depth {} was not described yet; what trains describes and records it"
@@ -48,10 +50,10 @@ class Program(Family):
     """A training program that keeps the protocol of docs/own_trainer.md.
 
     Attributes:
-        command: With {config} and {state}, its words quoted as a shell has them; no shell reads it.
-        digest: `digest_of` the command: its files in the study's folder.
+        command: Command with {config} and {state}, quoted as for a shell, though no shell reads it.
+        digest: `digest_of` the command: hash of its files in the study's folder.
         release: The study's `trainer.version`.
-        step: Widths are multiples of it.
+        step: Every width is a multiple of this step.
     """
 
     vocab_size: int = 1
@@ -63,14 +65,14 @@ class Program(Family):
 
     @classmethod
     def source(cls) -> dict[str, bytes]:
-        """Nothing: the program's files are in its digest."""
+        """Nothing, since `digest` covers the program's files."""
         return {}
 
     def allow(self, directory: Path) -> None:
-        """Let this process run the program in a study's folder, and say so on standard error, once.
+        """Let this process run the program in a study's folder, and report that on standard error, once.
 
         Raises:
-            TrainerError: If its files are not those that the study names.
+            TrainerError: If the program's files differ from those that the study names.
         """
         if (found := digest_of(self.words, directory)) != self.digest:
             raise TrainerError(
@@ -83,15 +85,15 @@ class Program(Family):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command."""
+        """The command, split into words."""
         return tuple(shlex.split(self.command))
 
     @property
     def directory(self) -> Path:
-        """Where the program is run.
+        """Folder in which the program is run.
 
         Raises:
-            ValueError: If this process may not.
+            ValueError: If this process may not run the program.
         """
         if self not in _allowed:
             raise ValueError(f"the trainer {self.command} is not run here")
@@ -105,7 +107,7 @@ class Program(Family):
         """The member as the program described it.
 
         Raises:
-            ValueError: If there is none, or it was not described yet and this process may not run the program.
+            ValueError: If there is none, or the shape was not described yet and this process may not run the program.
             TrainerError: If the program breaks the protocol.
         """
         if width < 1 or width % self.step:
@@ -135,14 +137,14 @@ class Program(Family):
         return counted_member
 
     def widths(self) -> Iterator[int]:
-        """Widths a factor apart: each is a start of the program."""
+        """Widths in steps of a constant factor, since describing each width starts the program."""
         width = self.step
         while True:
             yield width
             width = max(width + self.step, round(_SPACING * width / self.step) * self.step)
 
     def member_for(self, n_params: float, depth: int) -> Member:
-        """The member of `widths` whose `n_params` is nearest in ratio; few are described."""
+        """The member of `widths` whose `n_params` is nearest in ratio; a bisection keeps the number of described widths small."""
         ascending, widths = self.widths(), list[int]()
 
         def at(number: int) -> Member:
@@ -159,7 +161,7 @@ class Program(Family):
         return min((at(low), at(high)), key=lambda member: abs(math.log(member.n_params / n_params)))
 
     def parametrization(self, member: Member, base: Member, **rules: Any) -> Parametrization:
-        """The table of the tensors that the program names; empty where it names none.
+        """The table of the tensors that the program names; empty if the program names none.
 
         Raises:
             TrainerError: If a tensor has no rule.
@@ -170,28 +172,28 @@ class Program(Family):
 
 
 def digest_of(words: tuple[str, ...], directory: Path) -> str:
-    """Hash of those files below a folder that words of a command name; of none it is "".
+    """Hash of the files below a folder that a command names; "" if it names none.
 
     Raises:
-        OSError: If one can't be read.
+        OSError: If a file can't be read.
     """
     within = files_of(words, directory)
     return content_key({word: file_sha256(path) for word, path in within.items()}) if within else ""
 
 
 def files_of(words: tuple[str, ...], directory: Path) -> dict[str, Path]:
-    """Files below a folder that words of a command name, by word."""
+    """Files below a folder that a command names, by word of the command."""
     paths = {word: (directory / word).resolve() for word in words}
     return {word: path for word, path in paths.items() if path.is_relative_to(directory.resolve()) and path.is_file()}
 
 
 @cache
 def described(program: Program, width: int, depth: int) -> Description:
-    """A program's account of one shape, asked once in a process.
+    """A program's description of one shape, requested once per process.
 
     Raises:
-        ValueError: If this process may not run it.
-        TrainerError: If it breaks the protocol.
+        ValueError: If this process may not run the program.
+        TrainerError: If the program breaks the protocol.
     """
     job = TrainerJob(width=width, depth=depth, hyperparameters={}, schedule=(), end=1)
     return describe(program.words, job, cwd=program.directory)
@@ -200,11 +202,11 @@ def described(program: Program, width: int, depth: int) -> Description:
 def table_of(
     target: Description, base: Description, wider: Description, *, depth_mult: float = 1.0, **rules: Any
 ) -> Parametrization:
-    """The muP table of the tensors that a program names; empty where it names none, and takes no values by tensor.
+    """The muP table of the tensors that a program names; empty if it names none, and so takes no values by tensor.
 
     Args:
-        base, wider: Of the same depth, at the base's width and at another.
-        rules: As `parametrization_of` has them.
+        base, wider: Descriptions at the target's depth, at the base width and at another width.
+        rules: Further arguments of `parametrization_of`.
 
     Raises:
         TrainerError: If a tensor has no rule.
@@ -222,7 +224,7 @@ def table_of(
 
 
 def tensor_shapes(target: Description, base: Description, wider: Description) -> dict[str, TensorShape]:
-    """Class, fan-in and width multiplier of every tensor; the three differ in width alone, dimensions are (outputs, inputs).
+    """Class, fan-in and width multiplier of every tensor. The descriptions differ only in width; dimensions are (outputs, inputs).
 
     Raises:
         ValueError: If a tensor fits no rule.

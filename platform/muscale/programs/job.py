@@ -1,4 +1,4 @@
-"""The job of a segment, as its program is given it: absolute values at its shape, the schedule as points."""
+"""The job of a segment as its program gets it: absolute values at the program's shape, and the schedule as points."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initial_std, multipliers_of, rate_decay_eps
 
-_MOST_POINTS = 1024  # of a segment's schedule
-_STRAIGHT = 1e-9  # of a factor: points so near to the line between their neighbours are left out
+_MOST_POINTS = 1024  # largest number of points of a segment's schedule
+_STRAIGHT = 1e-9  # in units of the factor: points this near to the line between their neighbours are left out
 
 
 def job_of(numerics: Numerics, segments: Sequence[Segment]) -> TrainerJob:
     """The job that trains consecutive segments under one recipe.
 
     Raises:
-        ValueError: If the recipe changes among them.
+        ValueError: If the recipe changes among the segments.
     """
     first, last = segments[0], segments[-1]
     if any(segment.recipe != first.recipe for segment in segments):
@@ -63,7 +63,7 @@ def _values(name: str, table: Parametrization, multipliers: ForwardMultipliers, 
 
 
 def _points(segment: Segment) -> list[tuple[int, float]]:
-    """(tokens, factor) of steps, of a long segment evenly so many, and of its end."""
+    """(tokens, factor) at steps, evenly chosen if the segment has too many, and at the end of the segment."""
     starts = [tokens for tokens, _ in segment.steps()]
     kept = sorted({round(at) for at in np.linspace(0, len(starts) - 1, min(len(starts), _MOST_POINTS))})
     found = [(starts[number], segment.rate_factor(starts[number])) for number in kept]
@@ -71,7 +71,7 @@ def _points(segment: Segment) -> list[tuple[int, float]]:
 
 
 def _straightened(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """The points without those on the line between their neighbours; of two at one place the later one."""
+    """Drop points on the line between their neighbours; of two points at the same tokens keep the later."""
     found = list(dict(points).items())
     kept = found[:1]
     for number in range(1, len(found) - 1):

@@ -1,4 +1,4 @@
-"""The process of a training program: started in a process group of its own, followed by its rows, ended with all it started."""
+"""The process of a training program: starts it in a separate process group, reads its rows, and ends all that it started."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from proxy_models.files import atomic_write
 
 DESCRIBE = "--describe"
 OUTPUT = "output.log"
-_LOOK_SECONDS = 0.02  # between looks at the rows; a look that finds a file of unchanged size reads nothing
-GRACE_SECONDS = 10.0  # assumed: to save after SIGTERM
-_PROCESS = "process.json"  # id of the program's process and when it was created
-_FOLDER = "MUSCALE_TRAINER_FOLDER"  # a variable of all that a program starts, with which they are found
+_LOOK_SECONDS = 0.02  # interval between checks for rows; a check that finds the file's size unchanged reads nothing
+GRACE_SECONDS = 10.0  # time to save after SIGTERM (assumed)
+_PROCESS = "process.json"  # process id and creation time of the program
+_FOLDER = "MUSCALE_TRAINER_FOLDER"  # environment variable by which all processes that a program starts are found
 _WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() == int(sys.argv[1]):  # else it was killed before
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""PR_SET_PDEATHSIG of prctl(2), SIGTERM. Not by `preexec_fn`, whose fork is not safe beside the threads of a worker of Ray's."""
+"""Sends SIGTERM by PR_SET_PDEATHSIG of prctl(2). `preexec_fn` would fork, which is not safe with the threads of a Ray worker."""
 
 
 class TrainerStatus(StrEnum):
@@ -52,10 +52,10 @@ class TrainerEnd:
     """The end of one training.
 
     Attributes:
-        status: A loss that is not finite is a result ("diverged"); "failed" and "stalled" are faults of the program.
+        status: "diverged" (a loss that is not finite) is a result; "failed" and "stalled" are faults of the program.
         rows: Loss by tokens seen.
-        reason: Why it did not finish; else empty.
-        was_killed: Whether a signal ended it, as of a machine without memory; its own faults give an exit code.
+        reason: Why the training did not finish; else empty.
+        was_killed: Whether a signal ended the program, as when memory runs out; the program's own faults give an exit code.
     """
 
     status: TrainerStatus
@@ -75,12 +75,12 @@ def describe(
     """Ask a program for the description of a job's shape.
 
     Args:
-        command: The trainer's, with {config} and {state}.
-        seconds: Allowed; some times what importing torch takes on a busy machine (assumed).
-        cwd: The program's working directory; None: this process's.
+        command: The trainer's command, with {config} and {state}.
+        seconds: Time limit; several times as long as importing torch takes on a busy machine (assumed).
+        cwd: Working directory of the program; None: that of this process.
 
     Raises:
-        TrainerError: If it fails, takes longer, or answers with something else.
+        TrainerError: If the program fails, takes longer, or its answer is no description.
     """
     with tempfile.TemporaryDirectory(prefix="muscale-describe-") as folder:
         config, log, errors = _write(job, Path(folder)), Path(folder) / "output", Path(folder) / "errors"
@@ -106,17 +106,17 @@ def train(
     on_row: Callable[[int, float], None] = lambda _tokens, _loss: None,
     cwd: Path | None = None,
 ) -> TrainerEnd:
-    """Train a job to its end; the same call again, after whatever ended it, goes on from the program's state.
+    """Train a job to its end; after any interruption the same call continues from the program's state.
 
-    A program of the call before that still runs, as its caller was killed, is ended first.
+    If the program of a killed earlier call still runs, this call ends it first.
 
     Args:
-        command: The trainer's, with {config} and {state}.
+        command: The trainer's command, with {config} and {state}.
         folder: For `config.json`, `output.log` (standard output and errors) and the folder `state` with the program's state and rows.
-        stall_seconds: Allowed between two rows, and from the start to the first; then the program is killed.
-        grace_seconds: For saving, between SIGTERM and SIGKILL of a program that is ended.
-        on_row: Is given tokens and loss of each row of this segment; the program and all that it started are ended if it raises.
-        cwd: The program's working directory; None: this process's.
+        stall_seconds: Longest time between two rows, or before the first row; after that the program is killed.
+        grace_seconds: Time to save between SIGTERM and SIGKILL when the program is ended.
+        on_row: Gets tokens and loss of each row of this segment; if it raises, the program and all that it started are ended.
+        cwd: Working directory of the program; None: that of this process.
 
     Raises:
         TrainerError: If the command can't be started.
@@ -130,11 +130,11 @@ def train(
     rows, size, moved = rows_of(state / ROWS, job, known), _size(state / ROWS), time.monotonic()
     seen = max(rows, default=job.start)
     with _started(words, log, grace_seconds, cwd=cwd) as process:
-        with suppress(psutil.NoSuchProcess):  # it ended already
+        with suppress(psutil.NoSuchProcess):  # the program ended already
             started = [process.pid, psutil.Process(process.pid).create_time()]
             (folder / _PROCESS).write_text(json.dumps(started))
         while True:
-            ended = _ended(process)  # asked before the rows are read, so that none is missed
+            ended = _ended(process)  # before the rows are read, so that none is missed
             if (now := _size(state / ROWS)) != size:
                 rows, size, moved = rows_of(state / ROWS, job, known), now, time.monotonic()
                 for tokens in sorted(at for at in rows if at > seen):
@@ -178,13 +178,13 @@ def _started(
     cwd: Path | None = None,
     errors: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process while it runs; on leaving, it, its group and what it had started elsewhere are ended.
+    """The running process; on exit, it, its process group and the processes that it started elsewhere are ended.
 
-    Workers of torchrun are in sessions of their own, so that a signal to the group does not reach them, and torchrun may be gone
-    before them. On Linux the program gets SIGTERM when this process is killed.
+    Workers of torchrun have separate sessions, so that a signal to the group does not reach them, and torchrun may end before
+    them. On Linux the program gets SIGTERM when this process is killed.
 
     Args:
-        errors: Gets standard error; None: the log gets it too.
+        errors: File for standard error; None: the log gets standard error too.
     """
     if not (shutil.which(words[0]) or os.access((cwd or Path()) / words[0], os.X_OK)):
         raise TrainerError(f"{words[0]}: can't be started: no such program")
@@ -213,21 +213,23 @@ def _started(
             deadline = time.monotonic() + grace_seconds
             while not _ended(process) and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):  # macOS: of a group whose last process is a zombie
+        with suppress(ProcessLookupError, PermissionError):  # on macOS: the last process of the group is a zombie
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         _kill([*elsewhere, *_started_for(log.parent)])
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it ended; it is not reaped, so that its group's id stays its own until the group is ended."""
+    """Whether the process has ended; it is not reaped, so that no other process gets the group's id before the group is ended."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _end_leftover(folder: Path) -> None:
-    """End the program that a call which was killed had started, if it is still this machine's process of that id and time."""
+    """End the program that a killed call left running, if the process still has the recorded id and creation time."""
     left = [*_started_for(folder)]
-    with suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):  # torn, or ended
+    with suppress(
+        FileNotFoundError, ValueError, psutil.NoSuchProcess
+    ):  # the record is damaged, or the program has ended
         pid, created = json.loads((folder / _PROCESS).read_text())
         process = psutil.Process(pid)
         if process.create_time() == created:
@@ -238,14 +240,14 @@ def _end_leftover(folder: Path) -> None:
 def _started_for(folder: Path) -> Iterator[psutil.Process]:
     """Processes of programs that were started for this folder, unless they overwrote their environment (setproctitle does)."""
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it ended, or is another user's
+        with suppress(psutil.Error):  # the process ended, or belongs to another user
             if process.environ().get(_FOLDER) == str(folder.resolve()):
                 yield process
 
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # which another process with its id is too
+        with suppress(psutil.NoSuchProcess):  # also raised if another process has got its id
             process.kill()
     psutil.wait_procs(processes, timeout=GRACE_SECONDS)
 
@@ -255,6 +257,6 @@ def _size(path: Path) -> int:
 
 
 def _last_line(*logs: Path) -> str:
-    """Return the last line that is not blank, of the first log that has one."""
+    """Return the last non-blank line of the first log that has one."""
     lines = (line for log in logs for line in reversed(log.read_text(errors="replace").splitlines()))
     return next((line.strip() for line in lines if line.strip()), "without a message")

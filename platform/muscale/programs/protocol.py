@@ -1,4 +1,4 @@
-"""The job that a training program is given as JSON, and the description and rows that it answers with (docs/own_trainer.md).
+"""The JSON job that a training program reads, and the description and rows that it answers with (docs/own_trainer.md).
 
 Nothing here starts a program.
 """
@@ -17,7 +17,7 @@ from proxy_models.architecture.member import NATS
 from proxy_models.architecture.parametrization import TensorClass
 
 CONFIG, STATE = "{config}", "{state}"
-"""What a command writes for the path of the job's JSON, and for the folder of its state and rows."""
+"""Placeholders in a command for the path of the job's JSON, and for the folder of state and rows."""
 ROWS = "rows.jsonl"
 PROTOCOL = 1
 
@@ -27,12 +27,12 @@ class TrainerJob:
     """One segment of a training.
 
     Attributes:
-        width, depth: Shape of the model, in units of the program's own (d_model and layers, say).
-        hyperparameters: At this shape; `learning_rate` is that of tensors which `tensors` does not name.
+        width, depth: Shape of the model, in the program's own units (d_model and layers, say).
+        hyperparameters: Values at this shape; `learning_rate` applies to tensors that `tensors` does not name.
         tensors: Absolute values of each named tensor, such as its `learning_rate` and `multiplier`.
-        schedule: (tokens, factor of all learning rates) between which the factor is linear.
+        schedule: Points (tokens, factor of all learning rates); the factor is linear between points.
         start, end: Tokens that the state has seen when the segment begins and ends.
-        seed: Of initial values and data order.
+        seed: Seed of initial values and data order.
     """
 
     width: int
@@ -51,7 +51,7 @@ class TrainerJob:
             raise TrainerError(f"job: schedule must ascend in tokens, got {self.schedule}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The job as the program reads it."""
+        """The job in the form that the program reads."""
         return {
             "protocol": PROTOCOL,
             "shape": {"width": self.width, "depth": self.depth},
@@ -88,14 +88,14 @@ class TrainerJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A program's account of one shape.
+    """A program's description of one shape.
 
     Attributes:
         n_params: All parameters.
-        n_active_params: Those that one token uses, embedding tables left out: the N of the scaling law.
-        flops_per_token: Of training: forward and backward pass.
-        tensors: Name and dimensions of each tensor; empty where the program takes no values by tensor.
-        classes: Of tensors whose dimensions don't tell it, the readout's above all.
+        n_active_params: Parameters that one token uses, without embedding tables: the N of the scaling law.
+        flops_per_token: FLOPs of training: forward and backward pass.
+        tensors: Name and dimensions of each tensor; empty if the program takes no values by tensor.
+        classes: Classes of tensors whose class does not follow from their dimensions, above all the readout.
         loss_unit: The unit of the rows' losses, with the name of the metric unless both are the usual ones.
     """
 
@@ -150,18 +150,20 @@ class Description:
 
 
 def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
-    """Loss by tokens of a job's rows; of rows that were written again after a resume the last count, a torn last line none.
+    """Loss by tokens of a job's rows. Rows repeated after a resume replace earlier ones; an incomplete last line is ignored.
 
-    A loss that is null, NaN or infinite, also as text, is returned as infinite.
+    A loss that is null, NaN or infinite, also as text, is returned as infinity.
 
     Args:
-        known: Lines that were there before the job was started.
+        known: Number of lines that were there before the job was started.
 
     Raises:
-        TrainingFailedError: If a row is none, lies beyond the job's tokens, or has a loss that is not above 0.
+        TrainingFailedError: If a line is not a row, lies beyond the job's tokens, or has a loss that is not above 0.
     """
     rows: dict[int, float] = {}
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # text may hold other ends of lines, as U+2028
+    lines = (
+        path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    )  # not splitlines: text may hold other line ends, like U+2028
     for number, line in enumerate(lines):
         where = f"{path}, line {number + 1}"
         try:
@@ -189,10 +191,10 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
 
 
 def _loss_unit(found: Mapping[str, Any]) -> str:
-    """The unit in which a description's losses are told; never a bare "bits per token", which laws convert.
+    """The unit of a description's losses; never a bare "bits per token", which laws would convert.
 
     Raises:
-        TrainerError: If `metric` or `unit` is no text.
+        TrainerError: If `metric` or `unit` is not a text.
     """
     for name in ("metric", "unit"):
         if name in found and not (isinstance(found[name], str) and found[name].strip()):
@@ -214,7 +216,7 @@ def _has_counts(line: str) -> bool:
 
 
 def _loss(value: Any) -> float:
-    """Return a row's loss, infinite where it is no finite number; text is one only for the names of such numbers."""
+    """Return a row's loss, infinity if it is not a finite number; the only texts accepted are names of such values."""
     loss = math.inf if value is None else float(value)
     if isinstance(value, str) and math.isfinite(loss):
         raise ValueError(f"loss must be a number, got {value!r}")
@@ -222,10 +224,10 @@ def _loss(value: Any) -> float:
 
 
 def fill(command: tuple[str, ...], config: Path, state: Path) -> list[str]:
-    """A command with its paths written in; no shell sees it.
+    """Return a command with its paths filled in; no shell sees it.
 
     Raises:
-        TrainerError: If it names no program, no {config} or no {state}.
+        TrainerError: If the command names no program, no {config} or no {state}.
     """
     for name in (CONFIG, STATE):
         if not any(name in word for word in command[1:]):

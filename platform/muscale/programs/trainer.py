@@ -1,4 +1,4 @@
-"""The trainer of a study whose [trainer] is a program, in the lean loop's place: one segment from a state to a state."""
+"""The trainer of a study whose [trainer] is a program; replaces the lean loop and trains one segment from state to state."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from proxy_models.training.trainer import SegmentResult
 
 
 class ProgramTrainer:
-    """Trains segments by the program that their models name; its devices are the process's own.
+    """Trains segments with the program that their models name; the program chooses its devices.
 
     Args:
-        corpus: Names the program's data.
-        directory: The study's, in which the program is run and has its unfinished states.
-        stall_seconds: Allowed between two rows.
+        corpus: Corpus with the name of the program's data.
+        directory: The study's folder, in which the program runs and keeps unfinished states.
+        stall_seconds: Longest time between two rows.
     """
 
-    device = CPU  # of this process; the program's are its own
+    device = CPU  # device of this process, not of the program
 
     def __init__(self, corpus: Corpus, directory: Path, stall_seconds: float = math.inf) -> None:
         self.corpus, self._directory, self._stall_seconds = corpus, directory, stall_seconds
@@ -59,12 +59,12 @@ class ProgramTrainer:
     ) -> SegmentResult:
         """Train one segment from `state`; the arguments are those of `Trainer.train`, and no average is evaluated.
 
-        A training that was interrupted on this host goes on from the program's own state.
+        A training that was interrupted on this host continues from the program's own state.
 
         Raises:
-            TrainerError: If the program can't be started, or its files are not those that the study names.
+            TrainerError: If the program can't be started, or its files differ from those that the study names.
             TrainingFailedError: If it exits with a fault, breaks the protocol, or writes no row for too long.
-            ValueError: If the model is not a program's.
+            ValueError: If the model does not belong to a program.
             WorkerLostError: If a signal ended the program; another attempt continues from its state.
         """
         program = import_family(numerics.model)
@@ -104,7 +104,7 @@ class ProgramTrainer:
         return result
 
     def _folder(self, numerics: Numerics, segment: Segment, state: TrainState | None) -> Path:
-        """Named by what determines the training, and by the host: elsewhere a program that was left may still write to it."""
+        """Folder named by all that determines the training, and by the host: elsewhere a leftover program may still write to it."""
         files = state.tensors if state else {}
         start = {name: hashlib.sha256(content.numpy().data).hexdigest() for name, content in files.items()}
         key = content_key([numerics.to_dict(), segment.to_dict(), start])
@@ -127,16 +127,16 @@ def _require_result(end: TrainerEnd, who: str, log: Path) -> None:
 
 
 def read_files(folder: Path) -> dict[str, Tensor]:
-    """The files of a program's state by their paths in its folder, as bytes; without its rows, which are of one segment."""
+    """The files of a program's state as bytes, by path in its folder, without the rows, which belong to one segment."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: torch.from_numpy(np.fromfile(path, np.uint8)) for name, path in paths.items() if name != ROWS}
 
 
 def write_files(state: TrainState | None, folder: Path) -> None:
-    """Write the files of a state into a new folder; None: it stays empty.
+    """Write the files of a state into a new folder; without a state (None) it stays empty.
 
     Raises:
-        ValueError: If one lies outside the folder.
+        ValueError: If a file lies outside the folder.
     """
     folder.mkdir()
     for name, content in (state.tensors if state else {}).items():
@@ -148,7 +148,7 @@ def write_files(state: TrainState | None, folder: Path) -> None:
 
 
 def _curve(segment: Segment, rows: Mapping[int, float], seconds: Mapping[int, float]) -> Curve:
-    """The program's rows as a curve; of those that it wrote before this process began, the time is not known."""
+    """The program's rows as a curve; times of rows written before this process began are unknown."""
     return Curve(
         start=segment.start,
         tokens=np.array([*rows], dtype=np.int64),

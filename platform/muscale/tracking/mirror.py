@@ -1,8 +1,8 @@
-"""Brings trackers up to date with the study, beside the work and never in its way.
+"""Sends trackers what is new in the study; runs alongside the work and never blocks it.
 
-What a tracker was given is recorded in the study's directory, so a pass gives it only what is new to it: an interrupted
-study, a server that was away, and `muscale sync` afterwards come to the same, and nothing is logged twice. A kill between
-giving and recording is the exception: what was given in that moment is given again.
+The study's directory records what each tracker was sent, so a pass sends only what is new. An interrupted study, an unreachable
+server, and a later `muscale sync` therefore give the same result, and nothing is logged twice. The exception is a kill between
+sending and recording: what was sent in that moment is sent again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from muscale.tracking.tracked import Row, TrackedRun, Tracker
 Source = Callable[[], Iterable[TrackedRun]]
 EVERY_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-"""Time that the end of a stage waits for trackers that are behind (assumed)."""
+"""Longest time that the end of a stage waits for late trackers (assumed)."""
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 3600.0
-"""Pause of a tracker after a failure, doubled at each (assumed)."""
+"""First and longest pause of a tracker after failures; each failure doubles the pause (assumed)."""
 _log = logging.getLogger(__name__)
 
 
 class Sent:
-    """Record of what one tracker was sent, in a file of its own."""
+    """Record of what one tracker was sent, in one file per tracker."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -51,17 +51,17 @@ class Sent:
                 self._marks[run, mark] = value
 
     def new_rows(self, run: TrackedRun) -> dict[str, list[Row]]:
-        """Rows by stream that it was not sent."""
+        """Rows by stream that the tracker was not sent yet."""
         known = {stream: self._rows.get((run.key, stream), set()) for stream in run.rows}
         rows = {stream: [row for row in rows if row.at not in known[stream]] for stream, rows in run.rows.items()}
         return {stream: new for stream, new in rows.items() if new}
 
     def is_new(self, run: TrackedRun, mark: str, value: str) -> bool:
-        """Whether it was sent another value of this mark, or none."""
+        """Whether the tracker has not been sent this value of the mark."""
         return self._marks.get((run.key, mark)) != value
 
     def note(self, run: TrackedRun, rows: dict[str, list[Row]], marks: dict[str, str]) -> None:
-        """Record that it was sent these."""
+        """Record that the tracker was sent these rows and marks."""
         records: list[dict[str, object]] = [
             {"run": run.key, "stream": stream, "at": [row.at for row in new]} for stream, new in rows.items()
         ]
@@ -79,14 +79,14 @@ class Mirror:
         self._trackers = list(trackers)
         self._folder = folder
         self._sent: dict[str, Sent] = {}
-        self._rests: dict[str, tuple[float, float]] = {}  # by name: until when, and how long the next time
+        self._rests: dict[str, tuple[float, float]] = {}  # by name: end of the pause, and length of the next pause
         self._lock = threading.Lock()
         self._reported: set[str] = set()
-        self._given: Counter[str] = Counter()  # by name: runs that it had something new of
+        self._given: Counter[str] = Counter()  # by name: number of updates of runs that the tracker was sent
 
     @contextmanager
     def following(self, live: Source, at_end: Source = lambda: ()) -> Iterator[None]:
-        """Bring the trackers up to date while the block works, and once more at its end, for which it waits only so long.
+        """Update the trackers while the block works, and once more after it, waiting `PATIENCE_SECONDS` at most.
 
         Args:
             live: Runs that may change meanwhile.
@@ -121,11 +121,11 @@ class Mirror:
         return f"sync: updated runs: {given}; local files in {self._folder}"
 
     def bring_up(self, source: Source) -> None:
-        """Send every tracker what is new to it of these runs."""
+        """Send every tracker what is new in these runs."""
         with self._lock:
             try:
                 runs = list(source())
-            except (MuscaleError, OSError) as error:  # the ledger may be away, and what is trained is worth more
+            except (MuscaleError, OSError) as error:  # the ledger may be unreachable; training matters more
                 self._tell("source", f"the study can't be read: {error}")
                 return
             for run in runs:
@@ -150,7 +150,7 @@ class Mirror:
             ordered = sorted((row for new in rows.values() for row in new), key=lambda row: row.at)
             tracker.show(run, ordered, summary="summary" in marks, files=files)
             sent.note(run, rows, marks)
-        # The one place that catches all: a library's errors, its transport's, the disk's; no run ends by any of them.
+        # The only place that catches everything: errors of a library, the network or the disk must not end a run.
         except Exception as error:
             _, rest = self._rests.get(tracker.name, (0.0, FIRST_REST_SECONDS))
             self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, LONGEST_REST_SECONDS)

@@ -1,4 +1,4 @@
-"""MLflow: runs in an experiment, in the store that MLFLOW_TRACKING_URI names, else in an SQLite file of the study's."""
+"""MLflow: runs in an experiment, in the store that MLFLOW_TRACKING_URI names, else in an SQLite file of the study."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Literal
 from muscale.tracking.tracked import Row, TrackedRun, Tracker, flat
 
 KEY, GROUP = "muscale.run", "muscale.study"
-_LONGEST = 500  # characters of a parameter; MLflow refuses 6000 and more
-_PARAMETERS = 100  # that MLflow takes at once
-_METRICS = 1000  # likewise
+_LONGEST = 500  # longest value of a parameter, in characters; MLflow refuses 6000 and more
+_PARAMETERS = 100  # most parameters that MLflow takes at once
+_METRICS = 1000  # most metrics at once
 
 
 class MlflowTracker(Tracker[tuple[Any, str]]):
-    """A run of MLflow for each, found again by a tag.
+    """One MLflow run per tracked run, identified by a tag.
 
     Args:
-        folder: Of the SQLite file and of files that are kept, where no server is named.
+        folder: Folder of the SQLite file and of kept files, if no server is named.
     """
 
     name = "mlflow"
@@ -50,7 +50,7 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
     def _connected(self) -> Any:
         if self._client is None:
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-            logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each table of a new file
+            logging.getLogger("alembic").setLevel(logging.WARNING)  # alembic logs a line for each table of a new file
             from mlflow import MlflowClient
 
             uri = os.environ.get("MLFLOW_TRACKING_URI")

@@ -32,12 +32,12 @@ from muscale.store.tables import ResultKind
 from muscale.tracking.tracked import Row, TrackedRun
 
 _STEPS = ("tokens", "train_loss", "grad_norm", "rate_factor", "seconds")
-_CARD = "README.md"  # of a bundle, whose module needs torch
+_CARD = "README.md"  # of a bundle; the module that defines the name needs torch
 _SIDES = ("loss", "low", "high")
 
 
 def study_key(directory: Path) -> str:
-    """Key of this study's runs among studies of the same name; made at first use, and kept in its directory."""
+    """Key that tells this study's runs from those of studies with the same name; made at first use, and kept in its directory."""
     file = directory / TRACKING / "study"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def study_key(directory: Path) -> str:
 
 
 def trials(sweep: Sweep) -> Iterator[TrackedRun]:
-    """The trials of a sweep as they stand now, with `val_loss` at each rung, by which they were ranked; none before its first."""
+    """The trials of a sweep as they are now, with `val_loss` at each rung, which ranked them; skips trials before their first rung."""
     record, name = sweep.record(), sweep.config.name
     key, plan = study_key(sweep.ledger.directory), sweep.plan
     given = plan.defaults.to_dict()
@@ -87,7 +87,7 @@ def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
         if (trial, rung) in record.results and math.isfinite(loss := record.loss(trial, rung)):
             tokens = sweep.plan.rung_tokens[rung]
             values = {"tokens": tokens, "val_loss": loss}
-            if sweep.config.sweep.is_population:  # what it was trained with changes from rung to rung
+            if sweep.config.sweep.is_population:  # its hyperparameters change from rung to rung
                 held = record.config_at(trial, rung).items()
                 values |= {f"hyperparameters/{name}": v for name, v in held if isinstance(v, int | float)}
             yield Row(at=tokens, values=values)
@@ -103,10 +103,10 @@ def _trial_summary(record: Record, trial: int, status: str, annealed: float | No
 
 
 class FullRun:
-    """A full run: its training curve in stretches, its evaluations, and the forecast as lines next to both.
+    """A full run: its training curve in intervals, its evaluations, and the forecast as lines next to both.
 
     Args:
-        points: Stretches of the training curve.
+        points: Number of intervals of the training curve.
     """
 
     def __init__(self, ledger: Ledger, plan: str, config: Mapping[str, Any], points: int) -> None:
@@ -117,7 +117,7 @@ class FullRun:
         self._known: tuple[Plan, Band | None, dict[str, float]] | None = None
 
     def __call__(self) -> Iterator[TrackedRun]:
-        """Yield the run as it stands now; nothing before its forecast is registered."""
+        """Yield the run as it is now; nothing before its forecast is registered."""
         if self._known is None:
             row = self._ledger.forecast(self._plan)
             if row is None:
@@ -145,7 +145,7 @@ class FullRun:
 
 
 def _stretches(steps: pd.DataFrame, plan: Plan, lines: Mapping[str, float], points: int) -> Iterator[Row]:
-    """Means over whole stretches of the run's tokens: as many rows however long it is, and the same however often it is read."""
+    """Means over complete intervals of the run's tokens: the number of rows is fixed, and rereading gives the same rows."""
     steps = steps.dropna(subset=["train_loss"])
     if steps.empty:
         return
@@ -182,7 +182,7 @@ def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> d
 
 
 def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
-    """The study as one run: a row for every run of its ledger, a summary, and the files to keep; none before its first run."""
+    """The study as one run: a row per run in its ledger, a summary, and the files to keep; nothing before its first run."""
     directory, runs = ledger.directory, ledger.runs(without=NESTED)
     forecast, promotion = ledger.latest_forecast(), ledger.latest_result(ResultKind.PROMOTION)
     if runs.empty and forecast is None:
@@ -214,13 +214,13 @@ def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
 
 
 def _run_rows(runs: pd.DataFrame, numbered: Path) -> Iterator[Row]:
-    """Rows of runs by their numbers, which are kept."""
+    """Rows of runs by number; the numbers are recorded, so that they never change."""
     names = [f"{purpose} {key}" for purpose, key in zip(runs["purpose"], runs["key"], strict=True)]
     known = _numbers(numbered)
     if new := [{"run": name} for name in names if name not in known]:
         numbered.parent.mkdir(parents=True, exist_ok=True)
         json_lines.append(numbered, *new)
-        known = _numbers(numbered)  # another process may have added some, too
+        known = _numbers(numbered)  # another process may have added numbers, too
     columns = ("n_params", "n_tokens", "compute_flops", "learning_rate", "loss")
     for name, run in sorted(zip(names, runs.to_dict("records"), strict=True), key=lambda pair: known[pair[0]]):
         values = {f"runs/{column}": float(run[column]) for column in columns if math.isfinite(run[column])}

@@ -11,10 +11,10 @@ from muscale.tracking.tracked import Row, TrackedRun, Tracker, flat
 
 
 class TensorBoardTracker(Tracker[tuple[Any, Path]]):
-    """Writes scalars by tokens, configuration and summary as text, and a trial's values for the tab of hyperparameters.
+    """Writes scalars by tokens, configuration and summary as text, and a trial's values for the hyperparameters tab.
 
     Args:
-        folder: That `tensorboard --logdir` is given.
+        folder: Folder for `tensorboard --logdir`.
     """
 
     name = "tensorboard"

@@ -14,16 +14,16 @@ from muscale.serialization import dotted
 Kind = Literal["study", "trial", "full"]
 Opened = TypeVar("Opened")
 MOST_OPEN = 64
-"""Runs that a tracker holds open at once; the longest unused one is closed, and resumed when it is needed."""
+"""Most runs that a tracker holds open at once; the least recently used is closed, and resumed when needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Metrics at one place of a run.
+    """Metrics at one point of a run.
 
     Attributes:
-        at: Tokens, or the number of a run; two rows of one stream never have the same.
-        values: By name, `tokens` or `number` with them; finite.
+        at: Tokens, or the number of a run; unique within a stream.
+        values: Finite values by name, including `tokens` or `number`.
     """
 
     at: int
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The values without the place."""
+        """The values without `tokens` or `number`."""
         return {name: value for name, value in self.values.items() if name not in ("tokens", "number")}
 
 
@@ -63,10 +63,10 @@ class TrackedRun:
 
 
 class Tracker(ABC, Generic[Opened]):
-    """A place where runs are shown. It is sent only news; an exception is reported once, and the sending is repeated later.
+    """A place where runs are shown. It is sent only what is new; an exception is reported once, and sending is repeated later.
 
     Attributes:
-        name: Name in messages and of its record.
+        name: Name in messages and of the tracker's record.
     """
 
     name: ClassVar[str]
@@ -76,11 +76,11 @@ class Tracker(ABC, Generic[Opened]):
 
     @property
     def place(self) -> str:
-        """Name of its record; two places share none."""
+        """Name of the tracker's record; unique for each place."""
         return self.name
 
     def show(self, run: TrackedRun, rows: Sequence[Row], *, summary: bool, files: Mapping[str, Path]) -> None:
-        """Add these rows and files to a run and, where it is new, its summary; a run that is not open is begun or resumed."""
+        """Add these rows and files to a run and, if new, its summary; a run that is not open is begun or resumed."""
         opened = self._opened(run)
         if rows:
             self._log(opened, rows)
@@ -128,6 +128,6 @@ class Tracker(ABC, Generic[Opened]):
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Nested plain values by dotted names, for trackers that know no tables; a list as its text."""
+    """Nested plain values by dotted names, for trackers without nested values; a list becomes its text."""
     leaves = dotted(values).items()
     return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}

@@ -1,4 +1,4 @@
-"""The trackers that [tracking] names, and what a study shows them."""
+"""The trackers that [tracking] names, and the parts of a study that they show."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from proxy_models.data.token_files import MANIFEST
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
-    """Make the mirror of a study's trackers; everything they keep on this machine lies below the study's directory.
+    """Make the mirror of a study's trackers; all their files on this machine lie below the study's directory.
 
     Raises:
-        StudyFileError: If a tracker is named whose package is not installed.
+        StudyFileError: If the package of a named tracker is not installed.
     """
     folder = directory / TRACKING
     return Mirror(list(_trackers(settings, folder)), folder)
 
 
 class Tracking:
-    """Shows a study's work to its trackers.
+    """Shows a study's work in its trackers.
 
     Raises:
         StudyFileError: As `make_mirror`.
@@ -48,11 +48,11 @@ class Tracking:
         self._mirror = make_mirror(config.tracking, ledger.directory)
 
     def during_sweep(self, sweep: Sweep) -> AbstractContextManager[None]:
-        """Show the trials while the block searches, and the study at its end."""
+        """Show the trials during the block, which searches, and the study at its end."""
         return self._mirror.following(self._trials(sweep), self._whole)
 
     def during_full_run(self, plan: str) -> AbstractContextManager[None]:
-        """Show the full run of a plan, named by its key, while the block trains it, and the study at its end."""
+        """Show the full run of a plan, given by key, during the block, which trains it, and the study at its end."""
         return self._mirror.following(self._full_run(plan), self._whole)
 
     def sync(self) -> str:
@@ -60,7 +60,7 @@ class Tracking:
 
         def everything() -> Iterator[TrackedRun]:
             corpus = self._ledger.directory / CORPUS
-            if (corpus / MANIFEST).exists():  # else nothing was searched yet
+            if (corpus / MANIFEST).exists():  # otherwise nothing was searched yet
                 yield from self._trials(Sweep.of(self._config, self._ledger, Corpus.open(corpus)))()
             for folder in sorted((self._ledger.directory / FULL_RUNS).glob("*")):
                 yield from self._full_run(folder.name)()

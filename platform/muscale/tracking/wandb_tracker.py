@@ -15,10 +15,10 @@ from muscale.settings.tables import TrackingSettings
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
 
 SECONDS = 20.0
-"""Most that a run's start waits for the server, and its end for unsent records (assumed)."""
+"""Longest time that a run's start waits for the server, and its end for unsent records (assumed)."""
 _LIGHT: dict[str, Any] = {
-    # Of an offline run these cost half a second (the packages alone .4 s; without them .02 s, measured), and all of them tell
-    # of the machine, which is nobody's business.
+    # In an offline run these cost half a second (the packages alone .4 s; without them .02 s, measured), and all of them report
+    # private details of the machine.
     "x_save_requirements": False,
     "x_disable_meta": True,
     "x_disable_machine_info": True,
@@ -34,7 +34,7 @@ _LIGHT: dict[str, Any] = {
 
 
 def mode_of(settings: TrackingSettings) -> Literal["online", "offline", "off"]:
-    """Mode of new runs: the study file's or, with "auto", WANDB_MODE, else online where there is a key."""
+    """Mode of new runs: the study file's; with "auto" WANDB_MODE, else online if there is a key."""
     if settings.wandb != "auto":
         return settings.wandb
     match os.environ.get("WANDB_MODE", ""):
@@ -51,15 +51,15 @@ def _has_key() -> bool:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):  # there is none that can be read
+    except (OSError, netrc.NetrcParseError):  # there is no readable file
         return False
 
 
 class WandbTracker(Tracker[Any]):
-    """A run of Weights & Biases for each, in the study's group.
+    """One run of Weights & Biases per tracked run, in the study's group.
 
     Args:
-        folder: Where its own files go.
+        folder: Folder of wandb's files.
     """
 
     name = "wandb"
@@ -67,11 +67,11 @@ class WandbTracker(Tracker[Any]):
     def __init__(self, settings: TrackingSettings, mode: Literal["online", "offline"], folder: Path) -> None:
         super().__init__()
         self._settings, self.mode, self._folder = settings, mode, folder
-        self._begun: dict[str, float] = {}  # by key
+        self._begun: dict[str, float] = {}  # by key: time of the last start
 
     @property
     def place(self) -> str:
-        """Where marks of sent values belong: the server knows nothing of runs that were kept offline."""
+        """Name of the record of sent values; it includes the mode, since the server does not know runs that were kept offline."""
         return f"{self.name}-{self.mode}"
 
     def _begin(self, run: TrackedRun) -> Any:
@@ -80,7 +80,7 @@ class WandbTracker(Tracker[Any]):
             os.environ.setdefault(variable, str(self._folder))
         import wandb
 
-        # A folder offline is called by the second: a run that goes on in the same one would write over itself.
+        # wandb names an offline folder by the second: a resumed run in the same folder would overwrite itself.
         time.sleep(max(0.0, self._begun.get(run.key, -math.inf) + 1.1 - time.monotonic()))
         self._begun[run.key] = time.monotonic()
         opened = wandb.init(
@@ -102,7 +102,7 @@ class WandbTracker(Tracker[Any]):
 
     def _log(self, opened: Any, rows: Sequence[Row]) -> None:
         for row in rows:
-            # Its own count of steps must rise, and evaluations may come later than training that went on meanwhile.
+            # wandb's own step must rise, but an evaluation may arrive after later training rows.
             opened.log(dict(row.values))
 
     def _summarize(self, opened: Any, run: TrackedRun) -> None:
