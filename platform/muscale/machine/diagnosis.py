@@ -1,4 +1,4 @@
-"""Findings of `muscale doctor`, each with a remedy where something is wrong."""
+"""Findings of `muscale doctor`, each with a remedy if something is wrong."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Finding:
 
     Attributes:
         what: Name of the check.
-        status: "fail" keeps a study from running here, "warning" does not.
+        status: "fail" prevents a study from running here, "warning" does not.
         found: The result; never a secret.
-        do: The remedy; empty where it is ok.
+        do: The remedy; empty if the status is "ok".
     """
 
     what: str
@@ -33,7 +33,7 @@ class Diagnosis:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing fails."""
+        """Whether no finding fails."""
         return not any(finding.status == "fail" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether this machine can run a study: versions, devices, workers, Ray, storage, keys. No secret is ever shown."""
+"""Checks whether this machine can run a study: versions, devices, workers, Ray, storage, keys. Secrets are never shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
 
 _NAMED = ("torch", "ray", "lightning", "mup", "optuna", "wandb")
-_RAY_SECONDS = 20.0  # assumed: some times what joining a cluster takes
+_RAY_SECONDS = 20.0  # several times as long as joining a cluster takes (assumed)
 _JOIN = """
 import logging, ray
 ray.init(address="auto" if not {address!r} else {address!r}, logging_level=logging.ERROR, log_to_driver=False)
@@ -33,10 +33,10 @@ print("FOUND", sum(node["Alive"] for node in ray.nodes()), int(r.get("CPU", 0)),
 
 
 def diagnose(study: Path | None = None) -> Diagnosis:
-    """Run all checks; they take under ten seconds where nothing has to be waited for, and some more to train a study's model.
+    """Run all checks; without waits they take under ten seconds, and some more to train a study's model.
 
     Args:
-        study: A study file, whose directory, storage and resources are looked at; else this directory.
+        study: A study file, whose directory, storage and resources are checked; None: this directory.
 
     Raises:
         StudyFileError: If the study file can't be used.
@@ -49,14 +49,14 @@ def diagnose(study: Path | None = None) -> Diagnosis:
         findings += [_tracking(), joined.result(), _token()]
         findings += _devices(met.result(), config.resources.gpus_per_worker if config else 0.0)
     if config:
-        from muscale.machine.speed import speed_findings  # once nothing else runs here; torch comes with it
+        from muscale.machine.speed import speed_findings  # after everything else has finished; imports torch
 
         findings += speed_findings(config)
     return Diagnosis(findings=tuple(findings))
 
 
 def _read(study: Path) -> StudyConfig:
-    from muscale.settings.config import StudyConfig  # torch comes with it, for which nobody waits who has no study yet
+    from muscale.settings.config import StudyConfig  # imports torch, which users without a study need not wait for
 
     return StudyConfig.read(study, trains=True)
 
@@ -70,7 +70,7 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    """Declared requirements against the installed packages."""
+    """Compare declared requirements with the installed packages."""
     declared = [Requirement(text) for text in metadata.requires("muscale") or []]
     wrong, versions = [], {}
     for wanted in declared:
@@ -97,7 +97,7 @@ def _install(wanted: Requirement) -> str:
 
 
 def _tracking() -> Finding:
-    """Whether Weights & Biases has a key; a file of passwords is asked for the host alone."""
+    """Whether Weights & Biases has a key; in a netrc file only the host's entry is looked up."""
     if os.environ.get("WANDB_API_KEY"):
         return Finding(what="W&B", status="ok", found="a key in WANDB_API_KEY")
     path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
@@ -114,7 +114,7 @@ def _tracking() -> Finding:
 
 
 def _ray_cluster() -> Finding:
-    """Whether the cluster of RAY_ADDRESS can be joined, tried in a process of its own."""
+    """Whether the cluster of RAY_ADDRESS can be joined; a separate process tries."""
     version, address = _version("ray"), os.environ.get("RAY_ADDRESS", "")
     if not address:
         found = f"{version}; RAY_ADDRESS is not set, so that a study starts a Ray of its own on this machine"
@@ -163,7 +163,7 @@ def _token() -> Finding:
 
 
 def _devices(met: Handshake, gpus_per_worker: float) -> list[Finding]:
-    """Findings about torch, its devices and whether the two workers met."""
+    """Findings about torch, its devices and the handshake of the two workers."""
     torch, findings = met.torch, []
     if torch:
         cuda = f"CUDA {torch['cuda']}, NCCL {torch['nccl']}" if torch["cuda"] and torch["nccl"] else "no CUDA"

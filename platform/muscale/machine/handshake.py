@@ -1,6 +1,6 @@
-"""A handshake of two training processes, which sum a number: can this machine train on more than one worker?
+"""A handshake of two training processes, which sum a number, to test whether this machine can train with several workers.
 
-`python -m muscale.machine.handshake` is one of the two; it prints what it found as JSON.
+`python -m muscale.machine.handshake` runs one of the two; it prints its findings as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 2
-PATIENCE_SECONDS = 30.0  # assumed: some times what importing torch takes on a busy machine
+PATIENCE_SECONDS = 30.0  # several times as long as importing torch takes on a busy machine (assumed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class Handshake:
     """The result of a handshake.
 
     Attributes:
-        torch: The first process's facts about torch and its devices; empty if it ended before.
-        seconds: From joining to the sum, by the first one's clock; None if they did not meet.
-        failure: Why they did not; empty otherwise.
+        torch: The first process's facts about torch and its devices; empty if it ended before reporting them.
+        seconds: Time from joining to the sum, on the first process's clock; None if the two did not meet.
+        failure: Why the two did not meet; otherwise empty.
     """
 
     torch: dict[str, Any]
@@ -36,7 +36,7 @@ class Handshake:
 
 
 def shake_hands(patience: float = PATIENCE_SECONDS) -> Handshake:
-    """Start both workers, wait for them, and kill what is still there."""
+    """Start both workers, wait for them, and kill those that are left."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="muscale-handshake-") as folder:
         files = [Path(folder) / f"worker-{rank}" for rank in range(WORKERS)]
@@ -89,7 +89,7 @@ def _meet() -> None:
 
     rank, meeting = int(os.environ["RANK"]), os.environ["MUSCALE_MEETING"]
     n_gpus = torch.cuda.device_count()
-    backend = "nccl" if n_gpus >= WORKERS else "gloo"  # NCCL puts no two workers on one GPU
+    backend = "nccl" if n_gpus >= WORKERS else "gloo"  # NCCL can't put two workers on one GPU
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),

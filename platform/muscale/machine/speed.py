@@ -1,4 +1,4 @@
-"""Speed at which this machine trains a study's base model, and so the time that the study's proxies take at most."""
+"""Speed at which this machine trains a study's base model, and so the longest time that the study's proxies take."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from proxy_models.training.trainer import Trainer
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
 
-_SECONDS = 2.0  # to train for (assumed)
-_MOST_SEQUENCES = 8  # of a step on the CPU, where more hardly raise the speed (assumed)
+_SECONDS = 2.0  # duration of the measurement (assumed)
+_MOST_SEQUENCES = 8  # per step on the CPU; more hardly raise the speed (assumed)
 _PROXIES = ("sweep", "transfer", "ladder")
 
 
 def speed_findings(config: StudyConfig) -> list[Finding]:
-    """The speed at the base shape and the time of sweep, transfer check and ladder; none where it can't be measured here.
+    """The speed at the base shape and the time of sweep, transfer check and ladder; empty if it can't be measured here.
 
-    That is with a training program of one's own, and with GPUs in the study but not in this machine.
+    The speed of a training program is not measured, nor that of a study with GPUs on a machine without.
     """
     if config.trainer or (config.resources.gpus_per_worker and not torch.cuda.is_available()):
         return []
@@ -39,7 +39,7 @@ def speed_findings(config: StudyConfig) -> list[Finding]:
     torch.set_num_threads(config.resources.threads)
     try:
         return [describe_speed(config, measured_speed(config))]
-    except Exception as error:  # of the family's own code, too
+    except Exception as error:  # errors of a custom family's code, too
         do = "`muscale check` trains the same model, with the whole error"
         return [Finding(what="speed", status="fail", found=f"the base model can't train: {last_line(error)}", do=do)]
     finally:
@@ -47,7 +47,7 @@ def speed_findings(config: StudyConfig) -> list[Finding]:
 
 
 def describe_speed(config: StudyConfig, tokens_per_second: float) -> Finding:
-    """A worker's speed at the base shape, and the time of sweep, transfer check and ladder if every worker trains so fast."""
+    """A worker's speed at the base shape, and the time of sweep, transfer check and ladder if every worker is as fast."""
     stages = estimate(config).set_index("stage").loc[[*_PROXIES], "compute_flops"]
     workers = config.resources.workers
     seconds = stages.sum() / (6.0 * config.model.n_params * tokens_per_second) / workers

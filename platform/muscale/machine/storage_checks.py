@@ -1,4 +1,4 @@
-"""Whether a study can be kept in a directory: room, kind of file system, writing, and the ledger's database."""
+"""Checks whether a study can be kept in a directory: free space, file system, writing, and the ledger's database."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from muscale.store.storage import NETWORK_FILE_SYSTEMS, file_system
 if TYPE_CHECKING:
     from muscale.settings.tables import StorageSettings
 
-LITTLE_BYTES, TOO_LITTLE_BYTES = 10e9, 0.2e9  # assumed: some checkpoints of a small full run, and not even a quickstart
+LITTLE_BYTES, TOO_LITTLE_BYTES = 10e9, 0.2e9  # assumed: some checkpoints of a small run; less than a quickstart needs
 _ANSWER_SECONDS = 5
 
 
 def storage_findings(directory: Path, settings: StorageSettings | None = None) -> list[Finding]:
-    """Room and writing in the study's directory, and its ledger's database; leaves nothing behind.
+    """Findings about space and writing in the study's directory, and about its ledger's database; leaves no files behind.
 
     Args:
         settings: [storage]; None: its defaults.
@@ -64,7 +64,7 @@ def storage_findings(directory: Path, settings: StorageSettings | None = None) -
 
 
 def _journal(folder: Path) -> str:
-    """The journal that SQLite has when it is asked for WAL, after a write to it."""
+    """The journal mode of SQLite after a request for WAL and a write."""
     connection = sqlite3.connect(folder / "try.sqlite")
     try:
         mode = str(connection.execute("PRAGMA journal_mode=WAL").fetchone()[0])

@@ -1,4 +1,4 @@
-"""Short trainings by a program that its author wants a study to use: does it keep the protocol of docs/own_trainer.md?"""
+"""Short trainings with a user's training program: does it keep the protocol of docs/own_trainer.md?"""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ SMALL = TrainerJob(
     schedule=((0, 0.0), (1024, 1.0), (12288, 1.0), (16384, 0.0)),
     end=16384,
 )
-"""The job tried where the author names none."""
-STALL_SECONDS = 300.0  # assumed: some times what a compilation takes
-_TOLERANCE = 1e-3  # of a loss: parallel sums in another order move it by less (assumed)
+"""The default job."""
+STALL_SECONDS = 300.0  # several times as long as a compilation takes (assumed)
+_TOLERANCE = 1e-3  # relative, for losses: another order of parallel sums changes them by less (assumed)
 _AXES = ("width", "depth")
-_FAR = 1e6  # a learning rate so many times as large diverges
+_FAR = 1e6  # factor on the learning rate that makes a training diverge
 
 
 class _KilledError(Exception):
-    """Ends a training at its first row."""
+    """Raised to end a training at its first row."""
 
 
 def check_trainer(command: tuple[str, ...], job: TrainerJob = SMALL, stall_seconds: float = STALL_SECONDS) -> Diagnosis:
-    """Describe three shapes, train one job about ten times, and compare; the first fault that keeps others from being tried ends it.
+    """Describe three shapes, train one job about ten times, and compare; stop at a fault that prevents the other checks.
 
     Args:
         command: The program and its arguments, with {config} and {state}.
-        job: From 0 tokens to the end of its schedule.
-        stall_seconds: Allowed between two rows.
+        job: A job from 0 tokens to the end of its schedule.
+        stall_seconds: Longest time between two rows.
     """
     with tempfile.TemporaryDirectory(prefix="muscale-trainer-") as folder:
         return Diagnosis(findings=tuple(_Checks(command, job, stall_seconds, Path(folder)).run()))
@@ -85,14 +85,14 @@ class _Checks:
         return train(self.command, job, self.folder / name, stall_seconds=self.stall_seconds)
 
     def _with_tensors(self, description: Description) -> TrainerJob:
-        """The job with the global learning rate as each tensor's own, for a program that takes values by tensor."""
+        """The job with the global learning rate for each tensor, for a program that takes values by tensor."""
         if self.job.tensors or not description.tensors:
             return self.job
         values = {"learning_rate": float(self.job.hyperparameters["learning_rate"])}
         return replace(self.job, tensors=dict.fromkeys(description.tensors, values))
 
     def _describes(self, base: Description) -> Finding:
-        """The description, and whether it is the same when asked again and grows with the shape."""
+        """Check that the description is the same when requested again, and grows with the shape."""
         if (again := describe(self.command, self.job)) != base:
             found = (
                 f"one shape has {base.n_params:,} parameters, asked again {again.n_params:,}, or other FLOPs or tensors"
@@ -118,7 +118,7 @@ class _Checks:
         return Finding(what="describe", status="warning", found=f"{found}, no tensors", do=do)
 
     def _same(self, what: str, jobs: list[TrainerJob], whole: TrainerEnd, do: str) -> Finding:
-        """Whether other ways through the same job end at the same loss."""
+        """Check that other ways through the same job end at the same loss."""
         try:
             ends = [self._train(what, job) for job in jobs]
         except TrainerError as error:
@@ -126,7 +126,7 @@ class _Checks:
         return _compare(what, ends[-1], whole, do)
 
     def _killed(self, whole: TrainerEnd) -> Finding:
-        """Whether a training that was killed at its first row and run again ends at the same loss."""
+        """Check that a training that is killed at its first row and run again ends at the same loss."""
 
         def kill(tokens: int, _loss: float) -> None:
             if tokens < self.job.end:
@@ -141,7 +141,7 @@ class _Checks:
         return Finding(what=what, status="warning", found="only one row, so that nothing could be killed", do=do)
 
     def _differs(self, what: str, job: TrainerJob, whole: TrainerEnd) -> Finding:
-        """Whether another value of one setting gives another loss."""
+        """Check that another value of one setting changes the loss."""
         try:
             end = self._train(f"other {what}", job)
         except TrainerError as error:
@@ -153,7 +153,7 @@ class _Checks:
         return Finding(what=what, status="ok", found="another value gives another loss")
 
     def _diverges(self) -> Finding:
-        """Whether a learning rate far too large is a result, not a failure."""
+        """Check that a far too large learning rate is a result, not a failure."""
         rate = self.job.hyperparameters["learning_rate"] * _FAR
         tensors = {name: {**values, "learning_rate": rate} for name, values in self.job.tensors.items()}
         job = replace(self.job, hyperparameters={**self.job.hyperparameters, "learning_rate": rate}, tensors=tensors)

@@ -35,9 +35,7 @@ from proxy_models.hashing import content_key, file_sha256
 if TYPE_CHECKING:
     from torch import nn
 
-_SPACING = (
-    1.1  # ratio between the widths that a plan considers; the loss is flat over such steps near the best size (assumed)
-)
+_SPACING = 1.1  # ratio between a plan's widths; the loss is flat over such steps near the best size (assumed)
 _NO_COUNTS = Counts(n_params=1, n_params_total=1, train_flops_per_token=1.0)
 _NOT_RUN = (
     "the trainer is not run here, and width {}, depth {} was not described yet; what trains describes and records it"

@@ -227,9 +227,7 @@ def _ended(process: subprocess.Popen[bytes]) -> bool:
 def _end_leftover(folder: Path) -> None:
     """End the program that a killed call left running, if the process still has the recorded id and creation time."""
     left = [*_started_for(folder)]
-    with suppress(
-        FileNotFoundError, ValueError, psutil.NoSuchProcess
-    ):  # the record is damaged, or the program has ended
+    with suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):  # the record is damaged, or the program ended
         pid, created = json.loads((folder / _PROCESS).read_text())
         process = psutil.Process(pid)
         if process.create_time() == created:

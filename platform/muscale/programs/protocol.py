@@ -161,9 +161,7 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
         TrainingFailedError: If a line is not a row, lies beyond the job's tokens, or has a loss that is not above 0.
     """
     rows: dict[int, float] = {}
-    lines = (
-        path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    )  # not splitlines: text may hold other line ends, like U+2028
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # text may hold other line ends, like U+2028
     for number, line in enumerate(lines):
         where = f"{path}, line {number + 1}"
         try:

@@ -1,1 +1,1 @@
-"""Settings: the files that people write, read strictly; messages name file, key, rule and value."""
+"""Settings: files that users write, read strictly; messages name file, key, rule and value."""

@@ -1,4 +1,4 @@
-"""[variants.NAME] and [compare] of the study file: what differs from the study, and the runs that tell what it is worth."""
+"""[variants.NAME] and [compare] of the study file: changes to the study, and the runs that measure their compute multiplier."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from scaling.variants.verdicts import ERROR, WORTH
 
 BASELINE = "baseline"
 """Name of the study itself among its variants."""
-MIN_RATES = 3  # of a grid: a parabola
-# of the model: else losses are of other held-out tokens
+MIN_RATES = 3  # of a grid; a parabola needs three
+# model keys that must stay the study's: otherwise losses would be on other held-out tokens
 _SHARED = ("vocab_size", "context_length", "document_separator")
 _SHARED_DATA = ("tokenizer", "end_of_document", "validation_fraction", "evaluation_tokens")
 _ONE_SOURCE = ("source", "kind", "field", "dtype", "vocab_size")
@@ -30,27 +30,27 @@ _Changed = TypeVar("_Changed", Member, Hyperparameters)
 
 
 class VariantSettings(StrictTable):
-    """[variants.NAME]: what differs from the study. An empty table is a second baseline, which no verdict may favour."""
+    """[variants.NAME]: changes to the study. An empty table is a second baseline, which no verdict should favour."""
 
     model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]; with another family its args
-    trainer: dict[str, Any] = Field(default_factory=dict)  # keys of [trainer], where the study has one
-    hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of its own rate grid
+    trainer: dict[str, Any] = Field(default_factory=dict)  # keys of [trainer], if the study has one
+    hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of the variant's rate grid
     corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out split
 
     def is_own(self, base: Member) -> bool:
-        """Whether its model is of a family to import or a program to run, other than the study's as it is."""
+        """Whether the variant's model is a family to import or a program to run, other than the study's model unchanged."""
         return bool(self.trainer) or "family" in self.model or (bool(self.model) and not isinstance(base, ModelConfig))
 
     def model_of(self, base: Member) -> Member:
-        """The variant's model at the base shape, a decoder's or the study's own."""
+        """The variant's model at the base shape: a changed decoder, or the study's model."""
         return changed(base, self.model)
 
     def hyperparameters_of(self, base: Hyperparameters) -> Hyperparameters:
-        """The variant's hyperparameters, its rate the centre of its grid."""
+        """The variant's hyperparameters; the learning rate is the centre of its grid."""
         return changed(base, self.hyperparameters)
 
     def corpus_of(self, base: CorpusSettings) -> CorpusSettings:
-        """The variant's corpus: the study's with other keys, in the study's tokens, which its writer sees to.
+        """The variant's corpus: the study's with other keys, in the study's tokens; `write_corpus` ensures the same tokenizer.
 
         Raises:
             ValidationError: If a value breaks its rule.
@@ -62,12 +62,12 @@ class VariantSettings(StrictTable):
 
 
 class CompareSettings(StrictTable):
-    """[compare]: how variants are tuned, and the runs in which they are held against the study."""
+    """[compare]: how variants are tuned, and the runs that compare them with the study."""
 
-    rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid, or one more of an even grid
+    rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid; one more if the grid is even
     widths: tuple[PositiveInt, ...] = ()  # of the rate grids; none: the two smallest of transfer.widths
     stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
-    # of weights and data order, paired with the study's
+    # seeds of weights and data order, paired with the study's
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)
     target_flops: PositiveFloat | None = None  # of the run that is decided on; none: the plan's budget
     worth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
@@ -84,10 +84,10 @@ class CompareSettings(StrictTable):
 
 
 def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
-    """The base with some of its fields changed, as strictly as a study file is read.
+    """The base with some fields changed, checked as strictly as a study file.
 
     Raises:
-        ValueError: A line for each value that breaks its rule.
+        ValueError: With one line for each value that breaks its rule.
     """
     problems: list[str] = []
     own = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
@@ -98,7 +98,7 @@ def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
 
 
 def _merged(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables merged key by key; any other value is replaced."""
+    """Merge tables key by key; other values are replaced."""
     both = {
         key: _merged(own[key], value) if isinstance(value, dict) and isinstance(own.get(key), dict) else value
         for key, value in changes.items()
@@ -107,7 +107,7 @@ def _merged(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def corpus_errors(name: str, variant: VariantSettings, base: CorpusSettings, vocab_size: int) -> list[str]:
-    """Broken rules of a variant's corpus, a line each; reads no file."""
+    """Broken rules of a variant's corpus, one per line; reads no file."""
     where = f"variants.{name}.corpus"
     if kept := [key for key in _SHARED_DATA if key in variant.corpus]:
         rule = "must stay the study's, as losses are compared on its held-out tokens"
@@ -130,12 +130,12 @@ def variant_errors(
     *,
     trainer: bool,
 ) -> list[str]:
-    """Broken rules of one variant, a line each: `variants.NAME.table: rule, got value`.
+    """Broken rules of one variant, one per line: `variants.NAME.table: rule, got value`.
 
     Args:
         base: The study's model.
-        own: The variant's, where it is of a family or a program of its own and was imported or described.
-        stems, widths: That it will be trained at.
+        own: The variant's model, if it is a custom model or a program and was imported or described.
+        stems, widths: Runs and widths at which the variant will be trained.
     """
     where = f"variants.{name}"
     if name == BASELINE:
@@ -154,7 +154,7 @@ def variant_errors(
             rule = "must stay the study's, as losses are compared on the same held-out tokens"
             return [f"{where}.{table}.{key}: {rule}, got {values[key]!r}" for key in kept]
     if variant.is_own(base) and own is None:
-        return []  # its errors are listed already, or it is not trained here
+        return []  # its errors are listed already, or the variant is not trained here
     checks: dict[str, Callable[[], None]] = {
         "model": lambda: _sized(own or variant.model_of(base), stems, widths),
         "hyperparameters": lambda: _trainable(variant.hyperparameters_of(h), own or variant.model_of(base), stems),

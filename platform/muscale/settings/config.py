@@ -31,20 +31,20 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 class StudyConfig(StudyTables):
-    """A study file that was read and found valid."""
+    """A study file that was read and is valid."""
 
     @classmethod
     def read(cls, path: Path, overrides: Overrides = (), *, trains: bool = False) -> Self:
         """Read a study file.
 
         Args:
-            overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
-                TOML would hold it, which numpy's numbers and arrays and paths become; `sweep.space` may be a `Space`.
-            trains: Import a model family of one's own that the file names, which runs its module, or run its [trainer];
-                without it the record of the members beside the file is read instead.
+            overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping from `table.key` to a TOML value;
+                numpy numbers, arrays and paths are converted, and `sweep.space` may be a `Space`.
+            trains: Import the custom model family that the file names, which runs its module, or run its [trainer]; otherwise
+                the record of members next to the study file is read.
 
         Raises:
-            StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
+            StudyFileError: Naming file, key, rule and value of each error.
         """
         missing = f"no such file; `muscale init {path.parent}` writes one to edit"
         is_folder = f"is a directory; give the study file in it, {path / STUDY_FILE}"
@@ -61,15 +61,15 @@ class StudyConfig(StudyTables):
     def from_dict(
         cls, values: Mapping[str, Any], *, where: str, directory: Path | None = None, trains: bool = False
     ) -> Self:
-        """The configuration of a table as TOML holds it.
+        """Build the configuration from a table in TOML's types.
 
         Args:
             where: The file, for messages.
-            directory: Of the study, for its record of members.
+            directory: Folder of the study, with its record of members.
             trains: As for `read`.
 
         Raises:
-            StudyFileError: Naming `where`, the key, the rule and the value, for each thing that is wrong.
+            StudyFileError: Naming `where`, key, rule and value of each error.
         """
         tables = lists_to_tuples(values)
         problems: list[str] = []
@@ -112,7 +112,7 @@ class StudyConfig(StudyTables):
 def _own_member(
     table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
 ) -> tuple[OwnModel | None, Any]:
-    """[model] with a family, and its member: imported, or as it was recorded."""
+    """[model] with a family, and its member: imported, or read from the record."""
     try:
         own = OwnModel(**table)
     except pydantic.ValidationError as error:
@@ -124,11 +124,11 @@ def _own_member(
 def _program_member(
     trainer: Any, table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
 ) -> tuple[OwnModel | None, Any]:
-    """[model] with [trainer], and its member: described by the program, or as it was recorded."""
+    """[model] with [trainer], and its member: described by the program, or read from the record."""
     try:
         own = program_model(TrainerSettings.model_validate(trainer), table, directory)
     except pydantic.ValidationError as error:
-        if error.title != TrainerSettings.__name__:  # those of [trainer] are found with the other tables
+        if error.title != TrainerSettings.__name__:  # errors of [trainer] are reported with the other tables
             problems += format_errors(error, f"{where}: model", ("d_model", "n_layers"), separator=".")
         return None, FAULTY
     except OSError as error:
@@ -136,7 +136,7 @@ def _program_member(
         return None, FAULTY
     if not trains:
         return own, read_record(directory, own, f"{where}: model", problems)
-    read_record(directory, own, "", [])  # what was described is not asked again
+    read_record(directory, own, "", [])  # recorded descriptions are not requested again
     try:
         return own, described_member(own, directory)
     except (ValueError, TrainerError) as error:
@@ -145,7 +145,7 @@ def _program_member(
 
 
 def _space(table: Any, where: str) -> Space:
-    """The space of a table, or the ready-made one of a name, or one that is made already."""
+    """The space of a table, or a ready-made space by name; a `Space` is returned unchanged."""
     if isinstance(table, Space):
         return table
     if not isinstance(table, str):
@@ -157,7 +157,7 @@ def _space(table: Any, where: str) -> Space:
 
 
 def as_set(overrides: Overrides) -> tuple[str, ...]:
-    """The same settings, each as --set takes it; a text is one of them."""
+    """The overrides in the form of --set; a single text is one override."""
     if isinstance(overrides, str):
         return (overrides,)
     if not isinstance(overrides, Mapping):
@@ -167,7 +167,7 @@ def as_set(overrides: Overrides) -> tuple[str, ...]:
 
 
 def _values(value: Any) -> Any:
-    """The same with Python's own numbers and text in place of numpy's and of paths, which a notebook has them in."""
+    """Convert numpy numbers and arrays, and paths, which notebooks use, to Python's numbers, lists and text."""
     if isinstance(value, Mapping) and not isinstance(value, Space):
         return {key: _values(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -180,7 +180,7 @@ def _values(value: Any) -> Any:
 def _as_toml(value: Any) -> str:
     try:
         return inline(value).as_string()
-    except (TypeError, ValueError):  # None, say, for which TOML has no word
+    except (TypeError, ValueError):  # None, for example, which TOML can't express
         return str(value)
 
 

@@ -21,7 +21,7 @@ class ParentSettings(StrictTable):
     """[parent]: the checkpoint that the continuation starts from."""
 
     run: str | None = None  # key of a plan, or key or name of a continuation; none: the run promoted last
-    tokens: PositiveInt | None = None  # of that run, at the checkpoint; none: its end
+    tokens: PositiveInt | None = None  # tokens of that run at the checkpoint; none: its end
 
 
 class ContinuationFile(StrictTable):
@@ -32,15 +32,15 @@ class ContinuationFile(StrictTable):
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-    n_tokens: PositiveInt  # without the parent's
-    learning_rate_factor: PositiveFloat = 1.0  # on the parent's peak rate
-    learning_rate: PositiveFloat | None = None  # or the peak itself, at the base shape
-    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # over which the rate rises from zero
-    schedule: ContinuedSchedule = "wsd"  # after that
-    cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.15  # of the continuation; 1: all of it
-    final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the peak, at the end of "cosine"
+    n_tokens: PositiveInt  # tokens of the continuation, without the parent's
+    learning_rate_factor: PositiveFloat = 1.0  # factor on the parent's peak rate
+    learning_rate: PositiveFloat | None = None  # the peak itself, at the base shape, instead of the factor
+    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # tokens over which the rate rises from zero
+    schedule: ContinuedSchedule = "wsd"  # after rewarming
+    cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.15  # share of the continuation; 1: all of it
+    final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of the peak, at the end of "cosine"
     optimizer: OptimizerName | None = None  # replaces the parent's, whose moments are dropped
-    seed: int | None = None  # of the data order of a new corpus; none: the parent's
+    seed: int | None = None  # seed of the data order of a new corpus; none: the parent's
     parent: ParentSettings = ParentSettings()
     corpus: CorpusSettings = CorpusSettings()
 

@@ -24,7 +24,7 @@ class SourceSettings(StrictTable):
     """[corpus.sources.NAME]: one of several sources."""
 
     path: str
-    weight: Weight | None = None  # in tokens, on any common scale; stated here or in every stage
+    weight: Weight | None = None  # share of tokens, on any common scale; set here or in every stage
     kind: Kind = "text"
     field: str = "text"
     dtype: TokenDtype | None = None
@@ -32,10 +32,10 @@ class SourceSettings(StrictTable):
 
 
 class StageSettings(StrictTable):
-    """One of [[corpus.stages]]: a stretch of every run with proportions of its own; the last one has no end.
+    """An entry of [[corpus.stages]]: a part of every run with separate proportions; the last stage has no end.
 
-    Stages that end at a number of tokens cost least: runs of several lengths share their beginnings. At fractions every run
-    has the whole curriculum, and is trained from its start.
+    Stages that end at a number of tokens cost least, since runs of several lengths share their beginnings. With fractions every
+    run has the whole curriculum, and is trained from its start.
     """
 
     weights: dict[str, Weight] = Field(min_length=1)
@@ -48,14 +48,14 @@ class CorpusSettings(StrictTable):
 
     source: str = EMBEDDED  # or a file, or a folder, relative to the study file
     kind: Kind = "text"
-    field: str = "text"  # of JSONL lines, or the column of a table
-    dtype: TokenDtype | None = None  # of kind "tokens"
-    vocab_size: PositiveInt | None = None  # of kind "tokens"
+    field: str = "text"  # key in JSONL lines, or column of a table
+    dtype: TokenDtype | None = None  # for kind "tokens"
+    vocab_size: PositiveInt | None = None  # for kind "tokens"
     sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of the five keys above
     stages: tuple[StageSettings, ...] = ()
     # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
     tokenizer: str = "bytes"
-    end_of_document: str | None = None  # the token of a tokenizer.json that closes documents
+    end_of_document: str | None = None  # token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
 
@@ -65,7 +65,7 @@ class CorpusSettings(StrictTable):
         return any(stage.until_fraction is not None for stage in self.stages)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that identify the corpus; except for the first two, defaults are left out."""
+        """Settings that identify the corpus; except for the first two, defaults are left out."""
         plain = self.model_dump(mode="json")
         named = ("kind", "field", "dtype", "vocab_size", "sources", "stages", "end_of_document")
         given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
@@ -73,7 +73,7 @@ class CorpusSettings(StrictTable):
         return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
 
     def cross_field_errors(self, model_vocab_size: int) -> list[str]:
-        """Broken rules across keys, a line each; reads no file."""
+        """Broken rules across keys, one per line; reads no file."""
         problems = []
         if self.sources:
             problems += [
@@ -110,7 +110,7 @@ _DEFAULTS: dict[str, Any] = {name: field.default for name, field in CorpusSettin
 
 
 def vocabularies(settings: CorpusSettings) -> dict[str, int]:
-    """The smallest vocabulary that a model needs, for each reason that is known without reading a file."""
+    """Smallest vocabularies that a model needs, by reason; only reasons that are known without reading a file."""
     stated: Mapping[str, CorpusSettings | SourceSettings] = settings.sources or {"corpus": settings}
     needed = {f"the tokens of {name}": s.vocab_size for name, s in stated.items() if s.vocab_size}
     if any(s.kind != "tokens" for s in stated.values()):
@@ -122,10 +122,10 @@ def vocabularies(settings: CorpusSettings) -> dict[str, int]:
 
 
 def sources(settings: CorpusSettings, directory: Path) -> dict[str, Source]:
-    """The sources by name, their paths from the study's directory.
+    """Sources by name; paths are relative to the study's directory.
 
     Raises:
-        ValueError: If a source's settings contradict each other.
+        ValueError: If the settings of a source contradict each other.
     """
     if not settings.sources:
         return {"corpus": _source(settings.source, settings, directory)}
@@ -143,7 +143,7 @@ def _source(path: str, settings: CorpusSettings | SourceSettings, directory: Pat
 
 
 def mixture(settings: CorpusSettings) -> Mixture | None:
-    """The proportions of several sources, or None with one.
+    """Proportions of several sources; None for a single source.
 
     Raises:
         ValueError: If the weights or the stages contradict each other.
@@ -169,7 +169,7 @@ def mixture(settings: CorpusSettings) -> Mixture | None:
 
 
 def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> TokenizerSettings:
-    """The tokenizer; "bpe" fills the model's vocabulary.
+    """Settings of the tokenizer; "bpe" fills the model's vocabulary.
 
     Raises:
         ValueError: If the vocabulary is too small for BPE, or a closing token is named for another kind.
@@ -186,7 +186,7 @@ def check(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> N
     """Check that the files exist and that the model's vocabulary is large enough; writes nothing.
 
     Raises:
-        ValueError: Naming the key, the file, the rule and the value; a CorpusError is one.
+        ValueError: Naming key, file, rule and value; CorpusError is a subclass.
     """
     for name, source in sources(settings, directory).items():
         try:
@@ -214,7 +214,7 @@ def write(
     model_vocab_size: int,
     on_progress: Callable[[int, int], None],
 ) -> Corpus:
-    """Write the corpus into `folder`, or open it.
+    """Write the corpus into `folder`, or open the corpus that is there.
 
     Raises:
         CorpusError: If the data can't be used, or the folder holds another corpus.
@@ -232,10 +232,10 @@ def write(
 
 
 def require_fitting_model(corpus: Corpus, model: Member) -> None:
-    """Refuse a model that can't read the corpus as it was written.
+    """Refuse a model that can't read the written corpus.
 
     Raises:
-        StageError: If its vocabulary is too small, or another id than the corpus's separates documents.
+        StageError: If the model's vocabulary is too small, or the model separates documents by another id than the corpus.
     """
     if corpus.vocab_size > model.vocab_size:
         raise StageError(

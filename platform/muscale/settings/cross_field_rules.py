@@ -1,4 +1,4 @@
-"""Rules across several keys of a study file: settings that are valid alone and not together."""
+"""Rules across several keys of a study file, for settings that are each valid but not together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from search_spaces import Choice, Fixed, Ordinal
 
 
 def cross_field_errors(config: StudyTables) -> list[str]:
-    """The broken rules, a line each: `table.key: rule, got value`."""
+    """The broken rules, one per line: `table.key: rule, got value`."""
     h, model = config.hyperparameters, config.model
     problems = [*_trainer_errors(config)] if config.trainer else config.corpus.cross_field_errors(model.vocab_size)
     if invalid := list(invalid_batches(config)):
-        return problems + invalid  # everything else is counted in batches
+        return problems + invalid  # all other rules count in batches
     problems += _batch_errors(config)
     problems += _rank_errors(config)
     problems += _promote_errors(config)
@@ -57,7 +57,7 @@ def _trainer_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _batch_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against the study's batch, or the batches that its sweep searches."""
+    """Reasons against the study's batch, or against batches that its sweep searches."""
     h, context, promote = config.hyperparameters, config.model.context_length, config.promote
     batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
     if searched := config.sweep.space.get("batch_tokens"):
@@ -82,7 +82,7 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _promote_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons why the full run could not be trained as [promote] says."""
+    """Reasons why [promote] can't train the full run."""
     promote = config.promote
     yield from _elastic_errors(promote)
     if not isinstance(config.model, ModelConfig):
@@ -110,7 +110,7 @@ def _shape_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _wide_horizon_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against the grid of one width over more tokens; all shapes must be the family's."""
+    """Reasons against the rate grid of one width over more tokens; all shapes must exist in the family."""
     if wide := config.transfer.wide_horizon:
         n_tokens = wide.tokens_per_param * config.family.at(width=wide.width).n_params
         if n_tokens <= (longest := config.transfer.n_tokens * max(config.transfer.shared_horizons)):
@@ -132,7 +132,7 @@ def _length_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _warmup_errors(config: StudyTables) -> Iterator[str]:
-    """A warmup that the smallest rung lies in."""
+    """A warmup that is at least as long as the smallest rung."""
     h, sweep, smallest = config.hyperparameters, config.sweep, config.rung_tokens()[0]
     if smallest <= h.resolve(h.whole_batches(sweep.n_tokens)).warmup_tokens:
         yield (
@@ -183,7 +183,7 @@ def budget_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _declared_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against the context, the rotary base and the batch of the full run alone."""
+    """Reasons against a context, rotary base or batch that only the full run has."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
     if "rope_theta" in explicit and isinstance(model, ModelConfig) and model.positions != "rotary":
         yield f'plan.explicit.rope_theta: is for model.positions = "rotary", got it with "{model.positions}"'

@@ -1,4 +1,4 @@
-"""A corpus beside the study's own and in the same tokens: of a continuation, or of a variant."""
+"""A second corpus in the study's tokens, for a continuation or a variant."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def write_corpus(
     vocab_size: int,
     on_progress: Callable[[int, int], None],
 ) -> Corpus:
-    """Write a further corpus into a folder of the study, or open it; its tokenizer is that of the study's corpus.
+    """Write a further corpus into a folder of the study, or open it; it uses the tokenizer of the study's corpus.
 
     Args:
-        first: The study's own corpus.
-        base: Folder to which its paths are relative.
-        on_progress: Called with bytes written and all bytes.
+        first: The study's corpus.
+        base: Folder to which paths in the settings are relative.
+        on_progress: Called with written bytes and total bytes.
 
     Raises:
         StageError: If the data can't be used, or have another tokenizer.
@@ -53,7 +53,7 @@ def write_corpus(
 
 
 def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSettings:
-    """The settings with the tokenizer of the first corpus, if they name none; another one is refused."""
+    """The settings with the first corpus's tokenizer, if they name none; another tokenizer is refused."""
     texts = [source for source in data.sources(settings, base).values() if source.kind != "tokens"]
     if not texts:
         return settings

@@ -1,7 +1,7 @@
-"""[model] with a family of one's own: what trains imports it, what reads finds its members in the study's record.
+"""[model] with a custom family: stages that train import it, readers find its members in the study's record.
 
-The record is a file beside the study file with the table and every member that was counted: plain values. So opening a study, of
-whoever's, imports nothing that its file names.
+The record is a file next to the study file with the table and every counted member, as plain values. Opening anybody's study
+therefore imports nothing that its file names.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.files import atomic_write
 
 ENTRY_POINTS = "muscale.families"
-_MOST_BYTES = 64 << 20  # of a record; a member has about 500
-_LONGEST = 300  # characters of a library's message
+_MOST_BYTES = 64 << 20  # largest size of a record; a member takes about 500 bytes
+_LONGEST = 300  # most characters shown of a library's message
 
 
 class OwnModel(StrictTable):
     """[model] with `family`."""
 
     family: str  # "package.module:Class", or the name of an entry point of the group muscale.families
-    args: dict[str, bool | int | float | str] = Field(default_factory=dict)  # of the class, besides the two sizes
+    args: dict[str, bool | int | float | str] = Field(default_factory=dict)  # for the class, besides the two sizes
     d_model: PositiveInt
     n_layers: PositiveInt
     vocab_size: PositiveInt = 256
     context_length: PositiveInt = 128
 
     def imported(self, where: str, problems: list[str]) -> Any:
-        """The member, by the code of the family, which is imported; on standard error stands what and from where before it is.
+        """Import the family and return the member; standard error first shows the family and its file.
 
         Args:
             where: The file and the table, for messages.
-            problems: Errors are added to it, and the member is `FAULTY` then.
+            problems: Collects errors; the member is `FAULTY` if there are any.
         """
         try:
             name = self._qualified()
@@ -62,7 +62,7 @@ class OwnModel(StrictTable):
             return FAULTY
         try:
             return family.member(self.d_model, self.n_layers)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             problems.append(
                 f"{where}: {name} can't build the member of this width and depth: {type(error).__name__}: {error}"
             )
@@ -82,12 +82,12 @@ class OwnModel(StrictTable):
 
 
 def read_record(directory: Path, model: OwnModel | None, where: str, problems: list[str]) -> Any:
-    """Remember the members in a study's record; returns the one that the table describes.
+    """Load the members of a study's record into memory, and return the one that the table describes.
 
     Args:
-        model: The table; None: whatever was recorded.
+        model: The table; None: accept any recorded table.
         where: The file and the table, for messages.
-        problems: Errors are added to it, and the member is `FAULTY` then.
+        problems: Collects errors; the member is `FAULTY` if there are any.
     """
     path = directory / MEMBERS
     remedy = "reading a study imports nothing that it names; `muscale check`, or with [trainer] `muscale sweep`, counts its members"
@@ -107,7 +107,7 @@ def read_record(directory: Path, model: OwnModel | None, where: str, problems: l
 
 
 def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
-    """Write the members that were counted so far, those in the record before included."""
+    """Write the members counted so far, including those already in the record."""
     read_record(directory, model, "", [])
     members = [base, *(member for member in counted_at_any_context(base) if member != base)]
     values = {"model": model.model_dump(), "members": [member.to_dict() for member in members]}
@@ -116,10 +116,10 @@ def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
 
 
 def require_same_family(model: Member, base: Member) -> None:
-    """Refuse to train a model of a ledger or a checkpoint whose code is not what the study file names, and was announced.
+    """Refuse to train a model from a ledger or a checkpoint unless its family is that of the study file, which was announced.
 
     Raises:
-        StageError: If it is of another family.
+        StageError: If the model is of another family.
     """
     found, named = (
         member.family if isinstance(member, ModuleConfig) else "the built-in decoder" for member in (model, base)
@@ -135,14 +135,14 @@ def announce(name: str) -> None:
 
 
 def _file_of(name: str) -> str:
-    """The file of a family, found without importing any package around it."""
+    """Find the file of a family without importing any package that contains it."""
     first, *inner = name.partition(":")[0].split(".")
     try:
         spec = find_spec(first)
-        # Without the names around it: in a folder without __init__.py it would only be found through an imported parent.
+        # Leave out the parent's name: with it, a folder without __init__.py is found only if its parent was imported.
         for part in inner:
             spec = PathFinder.find_spec(part, spec.submodule_search_locations) if spec else None
-    except (ImportError, ValueError):  # an empty part of a name, or a module that was put together by hand
+    except (ImportError, ValueError):  # an empty part of a name, or a module that was made by hand
         spec = None
     return (spec and spec.origin) or "an unknown file"
 

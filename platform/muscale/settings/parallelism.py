@@ -1,6 +1,6 @@
 """Layout of a full run over its ranks: plain numbers and rules, without torch.
 
-None of it enters a run's identity: the losses are the same but for rounding, and a checkpoint of one layout is resumed by any other.
+The layout does not enter a run's identity: losses agree up to rounding, and any layout can resume a checkpoint of any other.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from proxy_models.architecture.memory import Checkpointing, Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The layout of a run.
+    """Layout of a run over its ranks.
 
-    Ranks form a grid (replicas, shards, tensor), of which the last runs fastest: neighbours share a product.
+    Ranks form a grid (replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product.
 
     Attributes:
-        sharding: "none": every replica has all weights, gradients are averaged; "zero2": gradients and moments are cut, weights
+        sharding: "none": every replica has all weights, and gradients are averaged; "zero2": gradients and moments are cut, weights
             are gathered once a step and stay until its end; "full": weights are gathered for each block, forward and backward
             (Rajbhandari et al., arXiv 1910.02054, section 5); "hybrid": "full" inside a node, "none" over nodes.
-        shard_ranks: Of "hybrid": ranks that one copy of the model lies on, such as those of a node, which it is where None.
-        tensor_parallel: Ranks that share every product: queries, keys, values, the MLP's first matrices, embedding and readout by
-            their rows, the others by their columns (Shoeybi et al., arXiv 1909.08053, section 3); the loss by the tokens of a
-            rank's logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
-        checkpointing: What a block keeps for its backward pass.
+        shard_ranks: For "hybrid": ranks that hold one copy of the model together; None: the ranks of a node.
+        tensor_parallel: Ranks that share every product: queries, keys, values, the MLP's first matrices, embedding and readout are
+            cut by rows, the others by columns (Shoeybi et al., arXiv 1909.08053, section 3); the loss by the tokens of a rank's
+            logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
+        checkpointing: Values that a block keeps for its backward pass.
     """
 
     sharding: Sharding = "full"
@@ -49,7 +49,7 @@ class Parallelism:
             )
 
     def layout_errors(self, model: Member) -> Iterator[str]:
-        """Reasons why so many ranks can't share the model's products, each with its rule and value."""
+        """Reasons why that many ranks can't share the model's products, each with rule and value."""
         n = self.tensor_parallel
         if not isinstance(model, ModelConfig):
             if n > 1:
@@ -68,20 +68,20 @@ class Parallelism:
                 yield f"tensor_parallel must be 1 with {name}, got {n}: ranks would drop the same of their own heads and positions"
 
     def require(self, model: Member) -> None:
-        """Refuse a model that this layout does not fit.
+        """Refuse a model that does not fit this layout.
 
         Raises:
-            ValueError: Naming every rule that is broken.
+            ValueError: Naming every broken rule.
         """
         if reasons := list(self.layout_errors(model)):
             raise ValueError("; ".join(reasons))
 
     def unfit(self, world_size: int, *, sequences: int | None = None, node_ranks: int | None = None) -> Iterator[str]:
-        """Reasons against so many ranks, each with its rule and value.
+        """Reasons against a number of ranks, each with rule and value.
 
         Args:
-            sequences: Of the smallest batch, where it is known; shares of it may differ by one.
-            node_ranks: Ranks on each node, where they are known, which "hybrid" goes by where `shard_ranks` is None.
+            sequences: Sequences in the smallest batch, if known; shares of a batch may differ by one.
+            node_ranks: Ranks on each node, if known; "hybrid" uses them if `shard_ranks` is None.
         """
         tensor = self.tensor_parallel
         if world_size % tensor:
@@ -100,7 +100,7 @@ class Parallelism:
             )
 
     def sizes(self, least: int, most: int) -> tuple[int, ...]:
-        """Numbers of ranks from `least` to `most` that the run can be laid over."""
+        """Numbers of ranks from `least` to `most` that fit the layout."""
         return tuple(size for size in range(least, most + 1) if not any(self.unfit(size)))
 
     @property
@@ -112,10 +112,10 @@ class Parallelism:
         """Replicas, shards of each, and ranks that share the products of each shard.
 
         Args:
-            node_ranks: Ranks on each node, which "hybrid" goes by where `shard_ranks` is None.
+            node_ranks: Ranks on each node; "hybrid" uses them if `shard_ranks` is None.
 
         Raises:
-            ValueError: If they are no such grid.
+            ValueError: If that many ranks form no such grid.
         """
         if reasons := list(self.unfit(world_size, node_ranks=node_ranks)):
             raise ValueError("; ".join(reasons))
@@ -130,7 +130,7 @@ class Parallelism:
         return world_size // together, together // tensor, tensor
 
     def memory_conditions(self, replicas: int, shards: int) -> dict[str, Any]:
-        """Arguments that an estimate of memory takes of the layout, for a rank of a grid of so many replicas and shards."""
+        """Arguments that describe the layout in a memory estimate, for a rank of a grid with these replicas and shards."""
         return {
             "sharding": self.sharding,
             "world_size": replicas if self.sharding == "none" else shards,
@@ -139,5 +139,5 @@ class Parallelism:
         }
 
     def data_ranks(self, world_size: int) -> int:
-        """Shares that a batch is cut into, of a number of ranks that fits."""
+        """Number of shares that a batch is cut into; the number of ranks must fit the layout."""
         return world_size // self.tensor_parallel

@@ -1,4 +1,4 @@
-"""[plan] of the study file: what the full run may cost, on which devices, and what it is for."""
+"""[plan] of the study file: cost, devices and purpose of the full run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOST_FLOPS = 1e32
 """Largest budget: some 200,000 times the largest run yet (assumed 5e26); a size for more would not fit into 64 bits."""
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
-"""Settings of the model without a transfer rule; 0 turns one off."""
+"""Model settings without a transfer rule; 0 turns a regularizer off."""
 DECLARED = ("context_length", "rope_theta")
-"""Settings of the model in which the full run may differ from its proxies where it is declared; no forecast covers that."""
+"""Model settings in which the full run may differ from its proxies if the study file declares it; no forecast covers that."""
 OF_MODEL = (*REGULARIZERS, *DECLARED)
 
 
@@ -46,7 +46,7 @@ class Shape(StrictTable):
 
 
 class Stem(Shape):
-    """One of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
+    """An entry of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
 
     n_tokens: PositiveInt
     branches: Annotated[int, Field(gt=0, le=100)] = 2
@@ -55,23 +55,23 @@ class Stem(Shape):
 class PlanSettings(StrictTable):
     """[plan]: the full run. Exactly one of `compute_flops`, `gpu_hours`, `dollars` and `days` is its budget."""
 
-    compute_flops: PositiveFloat | None = None  # of training and serving together
+    compute_flops: PositiveFloat | None = None  # for training and serving together
     gpu_hours: PositiveFloat | None = None
     dollars: PositiveFloat | None = None
     days: PositiveFloat | None = None  # on n_devices
     # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
     accelerator: str | None = None
     n_devices: PositiveInt | None = None
-    mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # in place of the accelerator's: share of the peak
-    peak_flops: PositiveFloat | None = None  # likewise, dense FLOP/s of one device
-    dollars_per_hour: PositiveFloat | None = None  # likewise, of one device
-    # read and written over the model's life, out of the same budget
+    mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the peak; replaces the accelerator's value
+    peak_flops: PositiveFloat | None = None  # dense FLOP/s of one device; likewise
+    dollars_per_hour: PositiveFloat | None = None  # for one device; likewise
+    # tokens read and written over the model's life, paid from the same budget
     served_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
-    shapes: tuple[Shape, ...] = ()  # the full run has one of them; none: any width, at the base's depth
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes this close to the best are listed
-    level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
-    # hyperparameters of the full run alone, in place of transferred ones
+    max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; none: as many as are worth their compute
+    shapes: tuple[Shape, ...] = ()  # shapes that the full run may have; none: any width, at the base's depth
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss; sizes this close to the best are listed
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # level of the forecast's interval
+    # hyperparameters of the full run alone, instead of transferred ones
     explicit: dict[str, Any] = Field(default_factory=dict)
 
     @pydantic.field_validator("explicit")
@@ -95,7 +95,7 @@ class PlanSettings(StrictTable):
 
     @property
     def device(self) -> Accelerator | None:
-        """The accelerator, with the values that the study file replaces."""
+        """The accelerator, with values that the study file replaces."""
         if self.accelerator is None:
             return None
         known = accelerator(self.accelerator)
@@ -117,7 +117,7 @@ class PlanSettings(StrictTable):
         return Budget.of_days(self.days or 0.0, device, self.n_devices or 0)
 
     def at(self, compute_flops: float) -> Self:
-        """The same settings with this budget instead.
+        """The same settings with another budget.
 
         Raises:
             ValueError: If it is not finite, above 0 and at most `MOST_FLOPS`.
@@ -133,10 +133,10 @@ def _require_possible(budget: Budget) -> None:
 
 
 def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of [plan.explicit], each with its hyperparameter's type.
+    """The values of [plan.explicit], converted to the types of their hyperparameters.
 
     Raises:
-        ValueError: Naming the key, the rule and the value.
+        ValueError: Naming key, rule and value.
     """
     of_model = get_type_hints(ModelConfig)
     hints = get_type_hints(Hyperparameters) | {name: of_model[name] for name in OF_MODEL}
@@ -158,19 +158,19 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any]) -> Hyperparameters:
-    """The hyperparameters with the explicit ones."""
+    """Replace hyperparameters by the explicit values."""
     return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in OF_MODEL})
 
 
 def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
-    """The model with the explicit regularizers, context and rotary base.
+    """Replace regularizers, context and rotary base of the model by the explicit values.
 
     Raises:
-        ValueError: If its family has no such setting.
+        ValueError: If the model's family has no such setting.
     """
     stated = {name: value for name, value in explicit.items() if name in OF_MODEL}
     if unknown := next((name for name in stated if not hasattr(model, name)), None):
         raise ValueError(f"{unknown}: the model's family has no such setting, got {stated[unknown]!r}")
     if all(getattr(model, name) == value for name, value in stated.items()):
-        return model  # so that readers count nothing
+        return model  # unchanged, so that readers need not count a new member
     return ModelFamily(base=replace(model, **stated)).at()

@@ -22,13 +22,13 @@ LAYOUT = ("sharding", "tensor_parallel", "activation_checkpointing")
 
 @dataclass(frozen=True, kw_only=True)
 class SpikePolicy:
-    """Response to a spike: a step whose loss or gradient norm the guard finds out of the ordinary, or which is not finite.
+    """Response to a spike: a step whose loss or gradient norm is not finite, or which the guard finds too large.
 
     Attributes:
         action: "skip" leaves the batch out; "rollback" returns to the last checkpoint and leaves the batch out on the way, as
             was done for PaLM by hand (Chowdhery et al., arXiv 2204.02311, section 5.1).
-        max_interventions: In the whole run; one more spike ends it as diverged.
-        margin_tokens: Also left out before and after the batch; "rollback" only, rounded up to whole batches.
+        max_interventions: Limit for the whole run; a further spike ends the run as diverged.
+        margin_tokens: Tokens also left out before and after the batch; "rollback" only, rounded up to whole batches.
         rewarm_tokens: Length of a linear warmup of the rate after a rollback; 0: none.
     """
 
@@ -49,44 +49,45 @@ class PromoteSettings(StrictTable):
     """[promote]: how the full run is trained."""
 
     workers: PositiveInt = 2
-    # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
+    # smallest number of workers, used in whole groups while the cluster has no room for all; none: all or nothing
     workers_min: PositiveInt | None = None
-    precision: Precision | None = None  # none: the study's own, numerics.precision
-    checkpoint_every_tokens: PositiveInt | None = None  # none, as for evaluations: it follows from the run
-    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none beside tokens: not by time
+    precision: Precision | None = None  # none: numerics.precision of the study
+    checkpoint_every_tokens: PositiveInt | None = None  # none: derived from the run, as for evaluations
+    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none with tokens given: not by time
     keep_last: PositiveInt = 2  # checkpoints
-    keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
+    keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
     evaluate_every_tokens: PositiveInt | None = None
-    evaluation: Literal["sync", "async"] = "sync"  # training stops for it; or each newest checkpoint, as a task of Ray
-    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async", before the workers take theirs
+    # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task
+    evaluation: Literal["sync", "async"] = "sync"
+    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async" before the workers get theirs
     evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
-    prompts: tuple[str, ...] = ()  # of "async": text that every checkpoint that is evaluated goes on from
-    sample_tokens: PositiveInt = 64  # of each sample, at most
+    prompts: tuple[str, ...] = ()  # for "async": text that every evaluated checkpoint continues
+    sample_tokens: PositiveInt = 64  # longest sample
     seed: int = 0
-    max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
-    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # a loss that is not finite ends the run; or see SpikePolicy
+    max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; not faults that would recur
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # "stop": ends at a loss that is not finite; see SpikePolicy
     spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
     max_interventions: Annotated[int, Field(ge=0)] = 3
-    spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
-    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
-    # What is cut over the workers; "hybrid" cuts inside a node and copies over nodes. Here and in the other two keys of LAYOUT
-    # "auto" takes what has the best predicted step of what fits; needs plan.accelerator.
+    spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after a rollback
+    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # length of the rate's warmup after a rollback
+    # Sharded parts over the workers; "hybrid" shards inside a node and replicates over nodes. Here and in the other two keys of
+    # LAYOUT "auto" takes the layout with the best predicted step among those that fit; needs plan.accelerator.
     sharding: Sharding | Literal["auto"] = "full"
-    shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
+    shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
-    # what of a block is computed again in its backward pass
+    # parts of a block that its backward pass computes again
     activation_checkpointing: Checkpointing | Literal["auto"] = "none"
-    micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
-    compile: Compile | None = None  # of each block; none: resources.compile, on GPUs "auto"
-    # until all workers have met, and of what they do together besides steps
+    micro_batch: PositiveInt | None = None  # sequences per pass on a worker; none: its share, on a GPU what fits of it
+    compile: Compile | None = None  # for each block; none: resources.compile, or "auto" on GPUs if that is off
+    # until all workers have joined; also for their joint operations other than steps
     start_timeout_minutes: PositiveFloat = 30.0
-    step_timeout_minutes: PositiveFloat = 10.0  # of a step's collectives, after the first step
-    # "first:last": steps of which each worker writes a trace
+    step_timeout_minutes: PositiveFloat = 10.0  # for a step's collectives, after the first step
+    # "first:last": steps that each worker traces
     profile: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
-    bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
-    alarm_after: PositiveInt = 3  # evaluations in a row outside the band
+    bundle: bool = True  # at the end, write the run as one directory, if this machine's memory allows
+    alarm_after: PositiveInt = 3  # consecutive evaluations outside the band
     on_alarm: Literal["log", "stop"] = "log"
-    webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
+    webhook: str | None = None  # name of the environment variable with the URL, which is a secret
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
@@ -108,7 +109,7 @@ class PromoteSettings(StrictTable):
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
         if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
-            raise ValueError(  # without the value, which may be the secret itself
+            raise ValueError(  # leaves out the value, which may be the secret itself
                 "webhook must be the name of an environment variable that holds the URL, and is no such name"
             )
         if not self.open_layout:
@@ -128,13 +129,13 @@ class PromoteSettings(StrictTable):
 
     @property
     def spike_handling(self) -> dict[str, Any]:
-        """Settings that change the numbers of a run that spikes; max_interventions is not among them."""
+        """Settings that change the results of a run with spikes; max_interventions is not among them."""
         names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
         return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
 
     @property
     def spike_policy(self) -> SpikePolicy | None:
-        """The full run's response to spikes; None: a loss that is not finite ends it."""
+        """The full run's response to spikes; None: a loss that is not finite ends the run."""
         if self.on_spike == "stop":
             return None
         return SpikePolicy(
@@ -146,14 +147,14 @@ class PromoteSettings(StrictTable):
 
     @property
     def guard(self) -> GuardSettings | None:
-        """The detection of spikes; the policy limits the interventions."""
+        """Settings that detect spikes; the policy limits the interventions."""
         if self.on_spike == "stop":
             return None
         return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
 
     @property
     def open_layout(self) -> tuple[str, ...]:
-        """Keys of the layout that are "auto"."""
+        """Layout keys that are "auto"."""
         return tuple(name for name in LAYOUT if getattr(self, name) == "auto")
 
     @property
@@ -166,7 +167,7 @@ class PromoteSettings(StrictTable):
         """The layout over the workers; not part of the run's key.
 
         Raises:
-            StageError: If a part of it is "auto", which only the promotion of a plan chooses.
+            StageError: If a part of the layout is "auto", which only the promotion of a plan chooses.
         """
         sharding, tensor, checkpointing = self.sharding, self.tensor_parallel, self.activation_checkpointing
         if sharding == "auto" or tensor == "auto" or checkpointing == "auto":

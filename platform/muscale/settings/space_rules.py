@@ -1,4 +1,4 @@
-"""Rules of [sweep.space]: what the trials of a study can search, given its hyperparameters and its model."""
+"""Rules of [sweep.space]: hyperparameters and values that the trials of a study can search, given its model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def space_errors(config: StudyTables) -> Iterator[str]:
 
 
 def unordered_errors(config: StudyTables) -> Iterator[str]:
-    """Values of zero_readout and optimizer, given or searched, that the study's model or rules exclude."""
+    """Values of zero_readout and optimizer, given or searched, that the study's model or other rules exclude."""
     tied = isinstance(config.model, ModelConfig) and config.model.tied
     for key, values in _given(config, "zero_readout").items():
         if tied and True in values:
@@ -65,7 +65,7 @@ def unordered_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
-    """The values of a hyperparameter without an order, by the key of the file that gives them."""
+    """The values of a hyperparameter without an order, by the key in the file."""
     given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
     match config.sweep.space.get(name):
         case Choice(values=values):
@@ -76,7 +76,7 @@ def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
-    """Reasons why a hyperparameter can't take its space's bounds, or each of its choices, under an optimizer of its trials."""
+    """Reasons why a hyperparameter can't take its space's bounds, or one of its choices, under an optimizer of its trials."""
     offered = space["optimizer"].grid(2) if "optimizer" in space and name != "optimizer" else [h.optimizer]
     for optimizer in offered:
         if not _may_be_active(name, optimizer, space) or (optimizer != h.optimizer and _reason(h, optimizer=optimizer)):
@@ -93,7 +93,7 @@ def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
 
 
 def _reason(h: Hyperparameters, **given: Any) -> str:
-    """Why hyperparameters can't have these values, "" if they can."""
+    """The reason why hyperparameters can't have these values; "" if they can."""
     try:
         replace(h, **given)
     except ValueError as error:

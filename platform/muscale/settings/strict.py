@@ -1,4 +1,4 @@
-"""The base of every table of settings, and the messages about a table that is wrong."""
+"""Base class of all tables of settings, and messages about faulty tables."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_ty
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-_LONGEST = 200  # characters of a value in a message
+_LONGEST = 200  # most characters of a value in a message
 FAULTY: Any = object()
-"""Takes the place of a table whose errors are listed already."""
+"""Placeholder for a table whose errors are listed already."""
 PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-"""inf: without bound."""
+"""inf means no limit."""
 
 
 class StrictTable(BaseModel):
-    """A table without unknown keys, conversions or changes; its numbers are finite."""
+    """A table without unknown keys, conversions or changes; numbers must be finite."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
@@ -27,7 +27,7 @@ class StrictTable(BaseModel):
 
 
 def short_repr(value: object) -> str:
-    """A value as Python writes it, cut off where it is long."""
+    """A value as Python writes it, cut off if long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
@@ -35,22 +35,22 @@ def short_repr(value: object) -> str:
 def format_errors(
     error: ValidationError, where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": "
 ) -> list[str]:
-    """A line for each of pydantic's errors, except those about `FAULTY` values.
+    """One line for each of pydantic's errors, except those about `FAULTY` values.
 
     Args:
         where: The file, or the file and the table.
-        allowed: The model of the tables that may be there, or the allowed keys.
+        allowed: The model of the tables that may occur, or the allowed keys.
         separator: Between `where` and the key.
     """
     details: list[dict[str, Any]] = [dict(detail) for detail in error.errors() if detail["input"] is not FAULTY]
     inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
-    # A list with a faulty entry counts as too short, too.
+    # pydantic also reports a list with a faulty entry as too short.
     details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
     return [_format_error(detail, where, allowed, separator) for detail in details]
 
 
 def rule_of(detail: Mapping[str, Any]) -> str:
-    """The rule that one of pydantic's errors states, as ours are worded."""
+    """The rule that a pydantic error states, in this project's wording."""
     match detail["type"]:
         case "tuple_type":
             return "must be a list"
@@ -82,7 +82,7 @@ def _keys_at(model: Any, tables: Sequence[str | int]) -> list[str]:
             model = get_args(model)[0 if isinstance(table, int) else 1]
         else:
             model = model.model_fields[table].annotation
-        if get_origin(model) is UnionType:  # a table that may be left out
+        if get_origin(model) is UnionType:  # an optional table
             model = next(kind for kind in get_args(model) if kind is not NoneType)
     return list(model.model_fields)
 
@@ -100,10 +100,10 @@ def lists_to_tuples(value: Any) -> Any:
 
 
 def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[str]) -> None:
-    """Refuse 1.5 of a resource: Ray gives a task whole ones or a fraction of one.
+    """Refuse values such as 1.5: Ray gives a task whole units of a resource or a fraction of one unit.
 
     Raises:
-        ValueError: Naming the key, the rule and the value.
+        ValueError: Naming key, rule and value.
     """
     for name in names:
         if (amount := getattr(settings, name)) > 1 and amount != int(amount):
@@ -111,7 +111,7 @@ def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[s
 
 
 def build_strictly(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
-    """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
+    """Build a library's dataclass from a table, as strictly as the rest of the file."""
     hints = get_type_hints(build)
     table, n_problems = dict(table), len(problems)
     for name, hint in hints.items():
@@ -133,7 +133,7 @@ def build_strictly(build: type[Any], table: dict[str, Any], where: str, problems
         valid = pydantic.create_model(build.__name__, __base__=StrictTable, **fields)(**table)
         return build(
             **{name: getattr(valid, name) for name in fields}
-        )  # 4 for a float is 4.0: equal settings, equal keys
+        )  # 4 becomes 4.0 for a float, so that equal settings have equal keys
     except pydantic.ValidationError as error:
         problems += format_errors(error, where, list(fields), separator=".")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""[sweep]: one description of a search, whatever the method; combinations that make no sense are refused with the reason."""
+"""[sweep]: one description of a search for all methods; senseless combinations are refused with the reason."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
 
 POPULATIONS = ("pbt", "pb2")
 MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from losses
-MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
-MOST_RUNGS = 100  # generations too; at the least ratio the first of them has a billionth of the tokens
-MOST_REDUCTION = 1000.0  # of the trials that one in so many survives (assumed)
+MIN_RUNG_RATIO = 1.25  # the averaged end of a rung (15 % of it) must not reach back over the rung before
+MOST_RUNGS = 100  # generations too; at the smallest ratio the first rung has less than a billionth of the tokens
+MOST_REDUCTION = 1000.0  # one trial in so many survives a rung (assumed)
 DECAYING = ("linear", "cosine", "exponential", "step")
 
 
 class SweepSettings(StrictTable):
     """[sweep]: the search at the base shape."""
 
-    trials: PositiveInt  # suggestions ever made; under pbt and pb2 the members of the population
-    n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
-    searcher: SearcherName = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
+    trials: PositiveInt  # all suggestions; under pbt and pb2 the members of the population
+    n_tokens: PositiveInt  # tokens of a trial that is not stopped, including its cooldown
+    searcher: SearcherName = "auto"  # across_scales if the ledger knows other sizes or lengths, else tpe
     scheduler: SchedulerName = "asha"
     rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
-    # between rungs, and of the survivors
+    # ratio of tokens between rungs, and of trials to survivors
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
-    rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
-    schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
-    top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
+    rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; above 6 generations "stable"
+    schedule: ScheduleName | None = None  # of the search, if it differs from the full run's
+    top_k: PositiveInt = 3  # trials of each rung that get an annealed branch besides the survivors
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
-    n_seeds: NonNegativeInt = 3  # seeds of each finalist, none of them the search's own
-    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
+    n_seeds: NonNegativeInt = 3  # seeds of each finalist, all different from the search's
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: members that copy one of as many best members
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
-    cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log seconds of training
-    max_tokens: PositiveInt | None = None  # the sweep stops before it would go beyond any of these
+    cost_weight: NonNegativeFloat = 0.0  # the winner has the smallest log loss + cost_weight · log seconds of training
+    max_tokens: PositiveInt | None = None  # the sweep stops before it would exceed any of these
     max_flops: PositiveFloat | None = None
     max_device_hours: PositiveFloat | None = None
-    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or results from outside
+    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or imported results
     seed: NonNegativeInt = 0
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
     space: Space = Field(default_factory=mup_adamw)
 
     @property
     def is_population(self) -> bool:
-        """Whether trials are members of a population, whose hyperparameters change on the way."""
+        """Whether trials are members of a population, whose hyperparameters change during training."""
         return self.scheduler in POPULATIONS
 
     def cross_field_errors(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
-        """Broken rules across keys, a line each.
+        """Broken rules across keys, one per line.
 
         Args:
-            h: The study's hyperparameters, under the schedule of the full run.
+            h: The study's hyperparameters, with the schedule of the full run.
         """
         searched = self.schedule or h.schedule
         if searched not in (*COOLING, *DECAYING):
@@ -145,5 +145,5 @@ class SweepSettings(StrictTable):
 
 
 def changeable(space: Mapping[str, object]) -> Sequence[str]:
-    """The hyperparameters of a space that may change in mid-run; the others come with the copied state."""
+    """Hyperparameters of a space that may change during a run; the others come with the copied state."""
     return [name for name in space if name in CHANGEABLE]

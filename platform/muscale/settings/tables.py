@@ -1,4 +1,4 @@
-"""The tables of a study file; `muscale.settings.config` reads one."""
+"""The tables of a study file; `muscale.settings.config` reads the file."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ class CheckSettings(StrictTable):
     """[check]: the coordinate check."""
 
     widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
-    depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: the check is of widths only
+    depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: only widths are checked
     seeds: tuple[int, ...] = (0, 1)
 
 
 class LadderSettings(StrictTable):
-    """[ladder]: the runs that the law is fitted from."""
+    """[ladder]: the runs to which the law is fitted."""
 
     stems: tuple[Stem, ...] = Field(min_length=1)
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem is run with each
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem runs with each
 
 
 class FitSettings(StrictTable):
     """[fit]: the law."""
 
-    # predicted relative difference from the policy's loss; rows beyond it stay out; inf: none does
+    # predicted relative difference from the policy's loss; rows beyond it are left out; inf: no row is
     max_regret: PositiveOrInfinite = 0.0025
     n_bootstrap: PositiveInt = 1000
     seed: int = 0
 
 
 class ResourceSettings(StrictTable):
-    """[resources]: what searches may use at once."""
+    """[resources]: resources that searches may use at once."""
 
     workers: PositiveInt = 2  # trainings at a time
-    # that each training is sharded over by FSDP2; of the next two each rank has as many
+    # ranks over which FSDP2 shards each training; each rank gets the CPUs and GPUs of the next two keys
     ranks_per_trial: PositiveInt = 1
-    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # CPUs in Ray's count; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
-    stall_minutes: PositiveOrInfinite = 30.0  # without a step, after which a training's process is ended; inf: never
-    # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
+    stall_minutes: PositiveOrInfinite = 30.0  # longest time without a step; then the training is ended; inf: no limit
+    # torch.compile costs 7 to 21 s a shape and worker; "auto" compiles where a segment is long enough to repay it
     compile: Compile = False
 
     @pydantic.model_validator(mode="after")
@@ -80,41 +80,41 @@ class ResourceSettings(StrictTable):
 
     @property
     def threads(self) -> int:
-        """Threads of a worker that trains on the CPU, at least 1."""
+        """Threads of a worker that trains on the CPU; at least 1."""
         return max(1, int(self.cpus_per_worker))
 
     @property
     def device_share(self) -> float:
-        """Share of a device's memory that is a worker's."""
+        """Share of a device's memory for each worker."""
         return min(1.0, self.gpus_per_worker or 1.0)
 
     @property
     def worker(self) -> dict[str, float]:
-        """Ray's resources of one worker."""
+        """Ray resources of one worker."""
         return {"CPU": self.cpus_per_worker} | ({"GPU": self.gpus_per_worker} if self.gpus_per_worker else {})
 
     @property
     def full_run_worker(self) -> dict[str, float]:
-        """Ray's resources of one worker of the full run, which shares no GPU."""
+        """Ray resources of one worker of the full run, which shares no GPU."""
         return self.worker | ({"GPU": 1.0} if self.gpus_per_worker else {})
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """The device of a worker: a GPU or its fraction of one if it has one, else the CPU."""
+        """The device of a worker: a GPU if the worker gets one or a fraction of one, else the CPU."""
         return "cuda" if self.gpus_per_worker else "cpu"
 
 
 class NumericsSettings(StrictTable):
-    """[numerics]: what every training of the study computes in."""
+    """[numerics]: the precision of every training of the study."""
 
-    precision: Precision | Literal["auto"] = "auto"  # bf16 where resources.gpus_per_worker gives GPUs, fp32 on CPUs
+    precision: Precision | Literal["auto"] = "auto"  # bf16 if resources.gpus_per_worker gives GPUs, fp32 on CPUs
 
 
 class StorageSettings(StrictTable):
-    """[storage]: where the ledger lies. PostgreSQL's URL is a secret and comes from MUSCALE_LEDGER_URL alone."""
+    """[storage]: location of the ledger. PostgreSQL's URL is a secret and comes only from MUSCALE_LEDGER_URL."""
 
     ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
-    path: str | None = None  # of "actor": an SQLite file on a local disk of the machine that begins the study
+    path: str | None = None  # for "actor": an SQLite file on a local disk of the machine that begins the study
 
     @pydantic.model_validator(mode="after")
     def _path_fits(self) -> Self:
@@ -126,16 +126,16 @@ class StorageSettings(StrictTable):
 
 
 class TrackingSettings(StrictTable):
-    """[tracking]: not part of any key. API keys and addresses are secrets and come from the environment alone."""
+    """[tracking]: not part of any key. API keys and addresses are secrets and come only from the environment."""
 
-    # online where Weights & Biases has a key, else offline; WANDB_MODE is obeyed
+    # "auto": WANDB_MODE, else online if Weights & Biases has a key, else offline
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     tensorboard: bool = False  # event files; needs muscale[tensorboard]
     mlflow: bool = False  # MLFLOW_TRACKING_URI, else an SQLite file; needs muscale[mlflow]
-    project: str = Field(default="muscale", min_length=1)  # of Weights & Biases, and the experiment of MLflow
-    entity: str | None = None  # of Weights & Biases; none: the key's own
+    project: str = Field(default="muscale", min_length=1)  # project of Weights & Biases, and experiment of MLflow
+    entity: str | None = None  # entity of Weights & Biases; none: the API key's default
     trials: bool = True  # a tracked run for each trial of the sweep
-    points: PositiveInt = 1000  # of the full run's training curve: means over as many stretches of its tokens
+    points: PositiveInt = 1000  # points of the full run's training curve: means over as many intervals of its tokens
 
 
 class StudyTables(StrictTable):
@@ -163,8 +163,8 @@ class StudyTables(StrictTable):
     numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
     tracking: TrackingSettings = TrackingSettings()
-    _own_model: OwnModel | None = PrivateAttr(default=None)  # [model] as written, where its family was imported
-    _variant_models: dict[str, Member] = PrivateAttr(default_factory=dict)  # of families and programs of their own
+    _own_model: OwnModel | None = PrivateAttr(default=None)  # [model] as written, if its family was imported
+    _variant_models: dict[str, Member] = PrivateAttr(default_factory=dict)  # custom or a program's, by variant
 
     @property
     def precision(self) -> Precision:
@@ -180,14 +180,14 @@ class StudyTables(StrictTable):
 
     @property
     def family(self) -> ModelFamily[Member]:
-        """The models of this study; its base is what the sweep searches."""
+        """The models of this study; the sweep searches at the base."""
         return ModelFamily(base=self.model)
 
     def variant_model(self, name: str) -> Member:
         """A variant's model at the base shape.
 
         Raises:
-            StageError: It is of a family or a program of its own, and the study was read by what trains nothing.
+            StageError: If the variant has a custom model or a program, and the study was not opened for training.
         """
         if known := self._variant_models.get(name):
             return known
@@ -198,14 +198,14 @@ class StudyTables(StrictTable):
         return self.variants[name].model_of(self.model)
 
     def at_one_size(self) -> Self:
-        """The same study with the base shape, over the transfer check's tokens, as the only size of [compare]."""
+        """The same study with a single size in [compare]: the base shape, over the transfer check's tokens."""
         n_tokens = round(self.transfer.n_tokens * max(self.transfer.shared_horizons))
         stem = Stem(width=self.model.d_model, n_tokens=n_tokens, branches=1)
         return self.model_copy(update={"compare": self.compare.model_copy(update={"stems": (stem,)})})
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identity of the study: its corpus, or the name of what a trainer reads itself, its base and its parametrization."""
+        """Identity of the study: its corpus, or the name of the data that a trainer reads itself, its base and its parametrization."""
         values = self.to_dict()
         data = {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
         model = {f"model.{name}": value for name, value in values["model"].items()}
@@ -214,12 +214,12 @@ class StudyTables(StrictTable):
 
     @property
     def can_generate(self) -> bool:
-        """Whether `muscale generate` builds its models: the decoder; of another family it would run code that a bundle names."""
+        """Whether `muscale generate` can build the study's models: only the decoder, as other families run code named by a bundle."""
         return isinstance(self.model, ModelConfig)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batches in tokens that the sweep may try: those of its space, else the study's."""
+        """Batches, in tokens, that the sweep may try: those of its space, else the study's."""
         match self.sweep.space.get("batch_tokens"):
             case Choice(values=values) | Ordinal(values=values):
                 return tuple(value for value in values if isinstance(value, int))
@@ -229,13 +229,13 @@ class StudyTables(StrictTable):
 
     @property
     def largest_batch(self) -> int:
-        """The largest of `batches`, of which a sweep's rungs are multiples."""
+        """The largest of `batches`; the sweep's rungs are multiples of it."""
         return max(self.batches)
 
     def rung_tokens(self) -> tuple[int, ...]:
-        """Tokens at each rung: of the stem under a schedule with a cooldown, else of the run; the last one is its end.
+        """Tokens at each rung: of the run before cooldown if the schedule has one, else of the whole run; the last rung is its end.
 
-        Under a population they are a generation apart, else a factor.
+        Rungs of a population are a generation apart, other rungs a constant factor.
         """
         sweep = self.sweep
         h = dataclasses.replace(self.hyperparameters, batch_tokens=self.largest_batch)
@@ -247,11 +247,11 @@ class StudyTables(StrictTable):
         return tuple(h.whole_batches(last / sweep.reduction_factor**k) for k in reversed(range(sweep.rungs)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain JSON values, defaults filled in."""
+        """All settings as plain JSON values, with defaults filled in."""
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         plain["sweep"]["space"] = self.sweep.space.to_dict()
         if self.trainer is None:
-            del plain["trainer"]  # as studies without one were recorded
+            del plain["trainer"]  # so that studies without [trainer] keep their recorded form
         return plain
 
     def shared_numerics(self, corpus: Corpus) -> Numerics:

@@ -1,4 +1,4 @@
-"""TOML: reading a file of settings, and writing a value on one line."""
+"""TOML: reads a file of settings, and writes a value on one line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tomlkit.items import Item
 from muscale.errors import MuscaleError
 from muscale.formatting import format_read_error
 
-_SHORT = 30  # characters of an entry that has no line of its own
+_SHORT = 30  # most characters of an entry that shares its line with others
 
 
 def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_folder: str = "") -> dict[str, Any]:
-    """The tables of a file.
+    """Read the tables of a file.
 
     Args:
-        refusal: What is raised, naming the file, if it can't be read, or is not UTF-8 or not TOML.
-        missing, is_folder: What is said where there is no such file, or a folder.
+        refusal: Exception to raise, naming the file, if it can't be read, is not UTF-8 or is not TOML.
+        missing, is_folder: Messages for a file that does not exist, and for a folder.
     """
     try:
         return parse_toml(path.read_bytes())
@@ -36,10 +36,10 @@ def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """The tables of a text.
+    """Parse the tables of a text.
 
     Raises:
-        ValueError: If it is not UTF-8 or not TOML, whose integers have 64 bits.
+        ValueError: If the text is not UTF-8 or not TOML, whose integers have 64 bits.
     """
     try:
         values = tomllib.loads(text if isinstance(text, str) else text.decode())
@@ -50,7 +50,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def _require_64_bits(value: Any) -> None:
-    """Refuse an integer that TOML does not have, and that may be too large for a float."""
+    """Refuse an integer beyond TOML's 64 bits, which may be too large for a float."""
     for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _require_64_bits(entry)
     if isinstance(value, int) and value.bit_length() > 63:
@@ -58,7 +58,7 @@ def _require_64_bits(value: Any) -> None:
 
 
 def inline(value: Any, *, wrap: bool = False) -> Item:
-    """A value on one line, with the tables and lists in it; where lists wrap, long entries and tables have lines of their own."""
+    """Format a value on one line, with its tables and lists; where lists wrap, long entries and tables get separate lines."""
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
         table.update({key: inline(entry, wrap=wrap) for key, entry in value.items()})

@@ -1,4 +1,4 @@
-"""[trainer] of the study file: a program that trains in the place of the built-in loop."""
+"""[trainer] of the study file: a program that trains instead of the built-in loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from proxy_models.data.corpus_writing import write_own_data
 
 
 class TrainerSettings(StrictTable):
-    """[trainer]: the program, and what its keys are made of."""
+    """[trainer]: the program, and the values that enter its keys."""
 
     command: Annotated[
         tuple[str, ...], Field(min_length=1)
-    ]  # words, with {config} and {state}; run in the study's folder
-    version: str = ""  # change it where the program changes and its files in the study's folder do not
-    data: str = ""  # a name of the data that the program reads
-    width_step: PositiveInt = 1  # widths are multiples of it
+    ]  # words of the command, with {config} and {state}; run in the study's folder
+    version: str = ""  # change it if the program changes but its files in the study's folder do not
+    data: str = ""  # name of the data that the program reads
+    width_step: PositiveInt = 1  # every width is a multiple of it
 
     @pydantic.field_validator("command")
     @classmethod
@@ -40,10 +40,10 @@ class TrainerSettings(StrictTable):
         return command
 
     def write_corpus(self, folder: Path) -> Corpus:
-        """The corpus that stands for the program's data.
+        """A corpus that represents the program's data.
 
         Raises:
-            CorpusError: If the folder holds another one.
+            CorpusError: If the folder holds another corpus.
         """
         return write_own_data(folder, self.data)
 
@@ -79,11 +79,11 @@ def program_model(settings: TrainerSettings, model: dict[str, object], directory
 
 
 def described_member(own: OwnModel, directory: Path) -> Member:
-    """The member that a table of `program_model` describes, by its program, which is run.
+    """Run the program, and return the member that a table of `program_model` describes.
 
     Raises:
-        ValueError: If there is none.
-        TrainerError: If the program breaks the protocol, or its files are not those that the table names.
+        ValueError: If there is no such member.
+        TrainerError: If the program breaks the protocol, or its files differ from those that the table names.
     """
     program = Program(**cast(dict[str, Any], own.args))
     program.allow(directory.resolve())

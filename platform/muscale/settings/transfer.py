@@ -17,13 +17,13 @@ FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),
     *("output_multiplier", "output_rate", "warmup_fraction", "weight_decay_tau"),
 )
-"""Hyperparameters on a logarithmic scale; an octave of a beta does not measure its distance from the optimum."""
-MIN_VALUES = 5  # of a hyperparameter: a parabola, and degrees of freedom that tell its noise
-MIN_BATCHES = 4  # of the batch law: a parabola in the batch, and a degree of freedom that tells its noise
+"""Hyperparameters on a logarithmic scale; for a beta, octaves do not measure the distance from the optimum."""
+MIN_VALUES = 5  # of a hyperparameter: enough for a parabola and an estimate of its noise
+MIN_BATCHES = 4  # of the batch law: enough for a parabola in the batch and an estimate of its noise
 
 
 class OverSettings(StrictTable):
-    """One of [transfer.over]: a list of values (`at`), or their number and span around the sweep's best."""
+    """An entry of [transfer.over]: a list of values (`at`), or their number and span around the sweep's best."""
 
     at: tuple[PositiveFloat, ...] = ()
     points: Annotated[int, Field(ge=MIN_VALUES)] = 5
@@ -31,7 +31,7 @@ class OverSettings(StrictTable):
 
 
 class WideHorizon(StrictTable):
-    """[transfer.wide_horizon]: one more rate grid, at a wider model with about the tokens a parameter of the full run."""
+    """[transfer.wide_horizon]: one more rate grid, at a wider model with about as many tokens per parameter as the full run."""
 
     width: PositiveInt
     tokens_per_param: PositiveFloat = 20.0
@@ -41,22 +41,22 @@ class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several widths, depths and horizons, and grids of the hyperparameters in `over`."""
 
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-    depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: the check is of widths only
+    depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: only widths are checked
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
-    # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
+    # in units of n_tokens; those above 1 serve the horizon law, at the smallest width alone
     horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (0.25, 0.5, 1.0)
-    wide_horizon: WideHorizon | None = None  # the horizon law is then of two widths, which share its exponent
+    wide_horizon: WideHorizon | None = None  # gives the horizon law a second width; both widths share its exponent
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     # each varied alone, at each width and the longest horizon
     over: dict[str, OverSettings] = Field(default_factory=dict)
-    batches: tuple[PositiveInt, ...] = ()  # tokens; a rate grid at each and every horizon on the smallest width
+    batches: tuple[PositiveInt, ...] = ()  # in tokens; each gets a rate grid at every horizon on the smallest width
 
     @pydantic.field_validator("over", mode="before")
     @classmethod
     def _lists(cls, over: Any) -> Any:
-        """A list of values may stand for the table that holds it."""
+        """Accept a list of values instead of the table that holds it."""
         if not isinstance(over, dict):
             return over
         return {name: {"at": grid} if isinstance(grid, tuple) else grid for name, grid in over.items()}
@@ -72,7 +72,7 @@ class TransferSettings(StrictTable):
         return tuple(horizon for horizon in self.horizons if horizon > 1)
 
     def cross_field_errors(self, h: Hyperparameters, context_length: int) -> list[str]:
-        """Broken rules across keys, a line each: `transfer.key: rule, got value`."""
+        """Broken rules across keys, one per line: `transfer.key: rule, got value`."""
         problems = [
             *_all_differ("widths", self.widths, 2),
             *_all_differ("depths", self.depths, 2),
@@ -125,7 +125,7 @@ def _over_errors(h: Hyperparameters, name: str, grid: OverSettings, n_tokens: in
 
 
 def _unfit(h: Hyperparameters, name: str, value: float, n_tokens: float) -> str:
-    """The reason why a run of `n_tokens` can't be trained with this value, or ""."""
+    """The reason why a run of `n_tokens` can't be trained with this value; "" if it can."""
     changed: dict[str, Any] = {name: value}
     try:
         varied = replace(h, **changed)

@@ -1,4 +1,4 @@
-"""The models of variants that are of a family or a training program of their own, which only what trains imports or runs."""
+"""Models of variants with a custom family or a training program; only stages that train import or run them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from proxy_models.architecture.member import Member
 def own_models(
     config: StudyTables, own: OwnModel | None, where: str, directory: Path, problems: list[str]
 ) -> dict[str, Member]:
-    """The base shapes of those variants, by name; their families are imported, their programs run.
+    """Base shapes of such variants by name; imports their families and runs their programs.
 
     Args:
-        own: Its [model], where that names a family or stands for a [trainer].
-        problems: Errors are added to it; a variant with any has no model.
+        own: The study's [model], if it names a family or stands for a [trainer].
+        problems: Collects errors; a variant with errors has no model.
     """
     found = {}
     for name, variant in config.variants.items():
@@ -41,7 +41,7 @@ def own_models(
 
 
 def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, where: str, problems: list[str]) -> Any:
-    """The study's [model] with the variant's keys; another family starts from its own arguments."""
+    """The study's [model] with the variant's keys; another family starts from its default arguments."""
     sizes = {key: getattr(base, key) for key in ("d_model", "n_layers", "vocab_size", "context_length")}
     kept: dict[str, Any] = {}
     if own and variant.model.get("family", own.family) == own.family:

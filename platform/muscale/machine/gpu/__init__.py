@@ -1,1 +1,1 @@
-"""What only a GPU can show: short full runs on it, held against the CPU and against the estimates."""
+"""Checks that need a GPU: short full runs, compared with the CPU and with the estimates."""

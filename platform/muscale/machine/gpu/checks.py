@@ -1,8 +1,8 @@
 """Checks of full runs on this machine's GPUs, against the same runs on the CPU, the memory estimate and the predicted step.
 
-With one rank and with one for each GPU: a small model in fp32 and bf16, whose losses and collectives are compared with those of
-CPU ranks over gloo, and one of 350M in bf16, compiled, whose memory and speed are compared with what a plan goes by. Bounds are
-stated with each check; those without a source are assumed. One H200 has been seen so far (tests/benchmarks/RESULTS.md).
+The checks run with one rank and with one rank per GPU. A small model runs in fp32 and bf16; its losses and collectives are compared
+with those of CPU ranks over gloo. A compiled 350M model runs in bf16; its memory and speed are compared with what a plan assumes.
+Bounds are stated with each check; those without a source are assumed. So far one H200 was tested (tests/benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 
 LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}
-"""Largest relative difference of a step's loss from the CPU's in fp32: of another order of sums, and of the tests' runs in bf16."""
+"""Largest relative difference of a step's loss from the CPU's in fp32: from the order of sums; in bf16 from the tests' runs."""
 MEMORY_TOLERANCE = 0.1
-"""Of the peak against the estimate: traced peaks lie within .06 of it, and the allocator rounds up."""
+"""Largest relative difference of peak memory from the estimate: traced peaks lie within .06 of it, and the allocator rounds up."""
 MFU_TOLERANCE = 0.25
-"""Of the MFU against the predicted one, whose own errors are -4 % to +18 % (docs/full_run.md, Predicted speed)."""
+"""Largest relative difference of MFU from the prediction, whose errors are -4 % to +18 % (docs/full_run.md, Predicted speed)."""
 
 SMALL = ModelConfig(d_model=64, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64)
 GPT_350M = ModelConfig(
     d_model=1024, n_layers=24, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75
 )  # Brown et al., arXiv 2005.14165, table 2.1
-_SEQUENCES = 32  # of a rank, of 350M
+_SEQUENCES = 32  # per rank, for 350M
 _KNOWN = {
     r"H100 80GB HBM3": "H100 SXM",
     r"G?H200": "H200",
     r"A100-SXM4-80GB": "A100 80GB",
     r"A100-SXM4-40GB": "A100 40GB",
 }
-"""Accelerators whose links are known, by a pattern in the name that the driver reports."""
+"""Accelerators whose links are known, by a pattern of the name that the driver reports."""
 
 
 def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: str = EMBEDDED) -> GpuReport:
@@ -86,7 +86,7 @@ def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: 
             for precision in LOSS_TOLERANCE:
                 small = trained(small_case(f"{precision}-{n_ranks}", device, n_ranks, precision))
                 checks += [*loss_checks(small, golden), *step_checks(small), *collective_checks(small, golden)]
-            if device == "cuda":  # whose memory and speed are known
+            if device == "cuda":  # memory and speed are known for GPUs only
                 large = trained(large_case(n_ranks))
                 checks += [*speed_checks(large), *step_checks(large)]
         of_packing, workers = packing(device, Path(folder))
@@ -99,7 +99,7 @@ def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: 
 
 
 def small_case(name: str, device: Device, ranks: int, precision: Precision) -> Case:
-    """A model whose losses a CPU computes in seconds, in two passes a step."""
+    """A model whose losses a CPU computes in seconds, with two passes per step."""
     return Case(
         name=name,
         model=SMALL,
@@ -114,7 +114,7 @@ def small_case(name: str, device: Device, ranks: int, precision: Precision) -> C
 
 
 def large_case(ranks: int) -> Case:
-    """350M parameters, with the largest micro-batch that fits by the estimate."""
+    """350M parameters, with the largest micro-batch that the estimate allows."""
     memory = min(torch.cuda.get_device_properties(n).total_memory for n in range(ranks))
     estimate = partial(training_memory, GPT_350M, precision="bf16", sharding="full", world_size=ranks)
     fitting = largest_micro_batch(estimate, _SEQUENCES, limit=int(MEMORY_SHARE * memory))
@@ -133,7 +133,7 @@ def large_case(ranks: int) -> Case:
 
 
 def loss_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
-    """Whether the losses are those of the CPU."""
+    """Check that the losses match the CPU's."""
     what = f"{_where(found)}: losses"
     if failure := found.failure or golden.failure:
         yield Check(what=what, status="fail", found=failure, bound="trains to its end")
@@ -144,7 +144,7 @@ def loss_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
 
 
 def step_checks(found: Measurement) -> Iterator[Check]:
-    """Findings of the trace: FSDP2 is there, attention is fused, and the host does not wait."""
+    """Check in the trace that FSDP2 is active, attention is fused, and the host does not wait."""
     if found.trace is None:
         return
     trace, where = found.trace, _where(found)
@@ -176,7 +176,7 @@ def step_checks(found: Measurement) -> Iterator[Check]:
 
 
 def collective_checks(found: Measurement, golden: Measurement) -> Iterator[Check]:
-    """Whether weights and gradients travel as between CPU ranks: as often, in as many bytes; weights in half of them in bf16."""
+    """Check that weights and gradients travel as between CPU ranks: as often, in as many bytes; weights in half as many in bf16."""
     if not found.trace or not golden.trace or found.case.ranks == 1:
         return
     for kind in ("all-gather", "reduce-scatter"):
@@ -196,7 +196,7 @@ def collective_checks(found: Measurement, golden: Measurement) -> Iterator[Check
 
 
 def speed_checks(found: Measurement) -> Iterator[Check]:
-    """Memory against the estimate, MFU against the predicted step."""
+    """Compare memory with the estimate, and MFU with the predicted step."""
     memory = f"{_where(found)}: peak memory"
     if found.failure:
         yield Check(what=memory, status="fail", found=found.failure, bound="trains to its end")
@@ -210,7 +210,7 @@ def speed_checks(found: Measurement) -> Iterator[Check]:
 
 
 def predicted_mfu(found: Measurement, name: str) -> float | None:
-    """MFU that a plan predicts for this training on an accelerator of this name; None for one whose links are not known."""
+    """MFU that a plan predicts for this training on an accelerator of this name; None if its links are not known."""
     known = next((known for part, known in _KNOWN.items() if re.search(rf"\b{part}\b", name)), None)
     if known is None:
         return None
@@ -228,7 +228,7 @@ def predicted_mfu(found: Measurement, name: str) -> float | None:
 
 
 def mfu_check(what: str, found: Measurement, name: str) -> Check:
-    """The MFU of a device of this name, against the predicted one."""
+    """Compare the MFU of a device of this name with the prediction."""
     mfu, predicted = found.median_mfu, predicted_mfu(found, name)
     if mfu is None or predicted is None:
         return Check(what=what, status="skipped", found=f"no prediction for {name}", value=mfu)
@@ -248,10 +248,10 @@ def _where(found: Measurement) -> str:
 
 
 def packing(device: Device, directory: Path) -> tuple[list[Check], list[dict[str, Any]]]:
-    """Checks of workers that share devices, and what each of them reported; skipped without Ray, which starts them.
+    """Check workers that share devices; also return each worker's report. Skipped without Ray, which starts the workers.
 
     Args:
-        directory: For their ledger; has the corpus.
+        directory: Folder for their ledger, with the corpus.
     """
     if find_spec("ray") is None:
         return [Check(what="packing", status="skipped", found="Ray is not installed")], []
@@ -285,7 +285,7 @@ def _version(name: str) -> str | None:
 
 
 def _anonymous(value: Any, folder: str) -> Any:
-    """Plain values without secrets, the machine's name and folders of its user."""
+    """Plain values without secrets, the machine's name and folders of the user."""
     if isinstance(value, str):
         for known, instead in ((folder, "FOLDER"), (str(Path.home()), "~"), (platform.node(), "HOST")):
             value = value.replace(known, instead) if known else value

@@ -1,4 +1,4 @@
-"""Workers that share a device, as those of a search with `resources.gpus_per_worker = 0.5`: each keeps to its share of the memory."""
+"""Workers that share a device, as in a search with `resources.gpus_per_worker = 0.5`: each must keep to its share of the memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
     """Train on all workers at the same time, each with a seed of its own; what each of them reports.
 
     Args:
-        directory: A study's, with its corpus.
+        directory: Folder of a study, with its corpus.
     """
     batch = sequences * model.context_length
     segments = chain(Hyperparameters(learning_rate=0.002, batch_tokens=batch), _STEPS * batch)
@@ -96,7 +96,7 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
 
 
 def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check], list[dict[str, Any]]]:
-    """Checks of two workers on each GPU, or of two on this CPU, and what they reported."""
+    """Check two workers on each GPU, or two on this CPU; also return their reports."""
     on_gpu = device == "cuda"
     resources = ResourceSettings(
         workers=PER_DEVICE * (torch.cuda.device_count() if on_gpu else 1),
@@ -106,13 +106,13 @@ def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check
     model = GPT_125M if on_gpu else small
     try:
         facts = pack(resources, model, sequences=64 if on_gpu else 4, directory=directory)
-    except Exception as error:  # Ray's own, too: the report is written all the same
+    except Exception as error:  # Ray's errors, too: the report is written in any case
         return [Check(what="packing", status="fail", found=last_line(error), bound="two workers on each device")], []
     return list(packing_checks(facts)), facts
 
 
 def packing_checks(facts: list[dict[str, Any]]) -> Iterator[Check]:
-    """Whether workers trained, where they were, and whether memory was kept apart."""
+    """Check that workers trained, on which device, and that memory was kept apart."""
     trained = sum(fact["loss"] is not None and math.isfinite(fact["loss"]) for fact in facts)
     yield Check.judged(
         "packing: workers trained", trained == len(facts), str(trained), f"{len(facts)} at the same time", trained

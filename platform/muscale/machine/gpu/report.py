@@ -16,11 +16,11 @@ class Check:
     """One comparison.
 
     Attributes:
-        what: Where, and what was compared.
+        what: Subject and place of the comparison.
         status: "skipped" is neither passed nor failed.
-        found: The number with its unit; of a skipped check the reason.
-        bound: What it has to be.
-        value: The number alone; None where there is none.
+        found: The number with its unit; the reason if skipped.
+        bound: The required value.
+        value: The number alone; None if there is none.
     """
 
     what: str
@@ -31,17 +31,17 @@ class Check:
 
     @classmethod
     def judged(cls, what: str, passes: bool, found: str, bound: str, value: float | None = None) -> Self:
-        """A check that passed or failed."""
+        """Make a check that passed or failed."""
         return cls(what=what, status="pass" if passes else "fail", found=found, bound=bound, value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport:
-    """All checks, and the figures that they were made from.
+    """All checks, and the measurements behind them.
 
     Attributes:
-        trainings: Each as plain values.
-        packing: Of each worker that shared a device.
+        trainings: Each training as plain values.
+        packing: Report of each worker that shared a device.
     """
 
     machine: dict[str, Any]
@@ -59,13 +59,13 @@ class GpuReport:
         return {"passed": self.passed, **asdict(self)}
 
     def write(self, file: Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         with atomic_write(file) as unfinished:
             unfinished.write_text(json.dumps(finite(self.to_dict()), indent=1))
 
     def __str__(self) -> str:
         wide = max(len(check.what) for check in self.checks)
-        found = max((len(check.found) for check in self.checks if check.value is not None), default=0)  # not reasons
+        found = max((len(check.found) for check in self.checks if check.value is not None), default=0)  # no reasons
         lines = [f"{c.status:<7}  {c.what:<{wide}}  {c.found:<{found}}  {c.bound}".rstrip() for c in self.checks]
         count = {status: sum(c.status == status for c in self.checks) for status in ("pass", "fail", "skipped")}
         return "\n".join([*lines, ", ".join(f"{status}: {number}" for status, number in count.items())])

@@ -23,7 +23,7 @@ _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_(?:(flash|efficient|cudnn)_attention(?:_for_cpu)?|attention_(math))$"
 )
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of CUDA's runtime that return once the device is done; those that queue work and return are named otherwise."""
+"""Calls of CUDA's runtime that return only once the device is done; calls that queue work and return have other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class StepTrace:
     """The steps between the first update of weights in a trace and the last.
 
     Attributes:
-        units: Modules that FSDP2 shards by themselves; "" is the rest of the model.
-        collectives: Calls a step by (kind, bytes that a rank puts in), of weights and gradients.
-        attention: Calls a step by the kernel's name.
-        host_waits: Calls in each step in which the host waited for the device; None where no calls of CUDA's runtime were traced.
+        units: Modules that FSDP2 shards separately; "" is the rest of the model.
+        collectives: Calls per step by (kind, bytes that a rank contributes), for weights and gradients.
+        attention: Calls per step by kernel name.
+        host_waits: Calls in each step in which the host waited for the device; None if no calls of CUDA's runtime were traced.
     """
 
     steps: int
@@ -45,7 +45,7 @@ class StepTrace:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """From a trace of at least two steps."""
+        """Read a trace of at least two steps."""
         with gzip.open(file) as opened:
             events = [event for event in json.load(opened)["traceEvents"] if event.get("ph") == "X"]
         updates = sorted(_end(event) for event in events if _is_update(event))
@@ -80,7 +80,7 @@ class StepTrace:
 
 
 def _is_update(event: Mapping[str, Any]) -> bool:
-    """Whether it is the optimizer's step by the host's clock; on a GPU's own line it is there a second time."""
+    """Whether the event is the optimizer's step on the host's timeline; a GPU's timeline repeats that step."""
     return event.get("cat") == "user_annotation" and event["name"].startswith("Optimizer.step")
 
 
@@ -89,13 +89,13 @@ def _end(event: Mapping[str, Any]) -> float:
 
 
 def _unit(name: str) -> str | None:
-    """The unit that a note of FSDP2 is about, before its forward pass."""
+    """The unit that an FSDP2 annotation names before the unit's forward pass."""
     found = re.fullmatch(r"FSDP::pre_forward(?: \((.*)\))?", name)
     return (found[1] or "") if found else None
 
 
 def _collective(event: Mapping[str, Any]) -> tuple[str, int]:
-    """Kind and bytes, of a call with (output, input, …)."""
+    """Kind and bytes of a call with arguments (output, input, …)."""
     arguments = event["args"]
     return _COLLECTIVES[event["name"]], math.prod(arguments["Input Dims"][1]) * _BYTES[arguments["Input type"][1]]
 

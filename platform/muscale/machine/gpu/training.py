@@ -1,6 +1,6 @@
-"""A short full run on this machine, by the code of every full run: its losses, speed and memory, and a trace of some steps.
+"""A short full run on this machine, with the code of every full run: its losses, speed and memory, and a trace of some steps.
 
-Each rank is a process of its own, which joins a group even if it is alone, as a worker of Ray Train does, so that FSDP2 is in it.
+Each rank is a separate process that joins a group even if it is alone, as a Ray Train worker does, so that FSDP2 is active.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from proxy_models.training.numerics import Numerics
 
 Device = Literal["cuda", "cpu"]
 WARM_STEPS = 4
-"""Steps that compile and find their algorithms, left out of the speed."""
-_SECONDS = 900.0  # for one case; compiling 24 layers takes a minute or two
+"""First steps, which compile and choose algorithms; left out of the speed."""
+_SECONDS = 900.0  # time limit of one case; compiling 24 layers takes a minute or two
 _processes = multiprocessing.get_context("forkserver")  # a fork of this process could not use CUDA
 
 
@@ -44,13 +44,13 @@ class Case:
     """One training.
 
     Attributes:
-        device: "cuda", one for each rank, or "cpu".
-        precision: Of products and gathered weights.
-        sequences: Of a batch, over all ranks.
-        micro_batch: Of a pass on a rank.
-        steps: At least WARM_STEPS + 1.
-        profile: First and last step of the trace; None: none.
-        compile: Whether blocks are compiled, where there is a compiler.
+        device: "cuda", with one GPU per rank, or "cpu".
+        precision: Precision of products and gathered weights.
+        sequences: Sequences of a batch, over all ranks.
+        micro_batch: Sequences of a pass on a rank.
+        steps: Number of steps, at least WARM_STEPS + 1.
+        profile: First and last step of the trace; None: no trace.
+        compile: Whether blocks are compiled, if there is a compiler.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        """Memory of each device."""
+        """Estimated memory of each device."""
         return training_memory(
             self.model,
             micro_batch=self.micro_batch,
@@ -89,7 +89,7 @@ class Case:
         )
 
     def full_run(self, corpus: Path, directory: Path) -> FullRun:
-        """The run, with an evaluation and a checkpoint at its end."""
+        """The run, with an evaluation and a checkpoint at the end."""
         n_tokens = self.steps * self.batch_tokens
         numerics = Numerics(
             model=self.model,
@@ -119,11 +119,11 @@ class Measurement:
     """The result of a case.
 
     Attributes:
-        seconds: From the start of its processes to their end.
-        failure: Why it did not end; empty otherwise, and nothing else is known.
-        mfu: Of each step; empty where the device's peak is not known.
-        peak_bytes: Allocated by torch on a GPU, at most, by the rank with most of it; None on a CPU.
-        trace: Of rank 0.
+        seconds: Time from the start of the processes to their end.
+        failure: Why the case did not finish; otherwise empty. After a failure nothing else is known.
+        mfu: MFU of each step; empty if the device's peak is not known.
+        peak_bytes: Most memory that torch allocated on a GPU, from the rank with the most; None on a CPU.
+        trace: Trace of rank 0.
     """
 
     case: Case
@@ -138,7 +138,7 @@ class Measurement:
 
     @property
     def median_seconds(self) -> float:
-        """Median time of the steps that are neither warming up nor traced."""
+        """Median time of the steps that neither warm up nor are traced."""
         return self._median(self.step_seconds)
 
     @property
@@ -151,7 +151,7 @@ class Measurement:
         return statistics.median(
             value
             for step, value in enumerate(of_steps, start=1)
-            if step > WARM_STEPS and not first <= step <= last + 1  # which waits for the trace to be written
+            if step > WARM_STEPS and not first <= step <= last + 1  # step last + 1 waits for the trace to be written
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Measurement:
 
 
 def measure(case: Case, corpus: Path, folder: Path) -> Measurement:
-    """Train the case in processes of its own, each ended by its id if it outlasts the others."""
+    """Train the case with one process per rank; processes that still run at the end are killed."""
     directory, began = folder / case.name, time.monotonic()
     directory.mkdir()
     run = case.full_run(corpus, directory / "run")
@@ -197,7 +197,7 @@ def measure(case: Case, corpus: Path, folder: Path) -> Measurement:
 
 
 def _wait(ranks: list[BaseProcess], directory: Path) -> str:
-    """Wait until all have ended well, or one has not, or the time is over; why it failed."""
+    """Wait until all ranks have succeeded, one has failed, or the time is up; return the failure, or ""."""
     ends = time.monotonic() + _SECONDS
     running: dict[Any, int] = {rank.sentinel: number for number, rank in enumerate(ranks)}
     while running:
@@ -215,7 +215,7 @@ def _wait(ranks: list[BaseProcess], directory: Path) -> str:
 
 
 def _train(case: Case, run: FullRun, rank: int, directory: Path) -> None:
-    """Be one rank; what it prints goes to a file."""
+    """Run one rank; its output and its failure go to files."""
     with (directory / f"rank-{rank}.log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
