@@ -1,1 +1,1 @@
-"""Full runs against their forecasts: the band, the monitor, runs trained elsewhere, calibration."""
+"""Compares full runs with their forecasts: the band, the monitor, runs trained elsewhere, calibration."""

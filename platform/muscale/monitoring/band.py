@@ -1,17 +1,17 @@
-"""The band that a full run's held-out losses are expected in: the forecast times the loss ratio of the ladder's runs.
+"""The band expected for a full run's held-out losses: the forecast times the loss ratio measured on the ladder's runs.
 
-At a share u of its tokens a run's loss is r(u) times its final one. r and its spread from run to run are measured on the
-ladder's runs of the plan's schedule. These evaluate only where a segment ends; in between, their training losses are used:
+At a share u of its tokens a run's loss is r(u) times its final loss. r and its spread from run to run are measured on the
+ladder's runs of the plan's schedule. These runs evaluate only where a segment ends; in between, their training losses are used:
 each step's batch is new to the model, so the mean over a window is a held-out loss up to an offset, which is measured where
-both are known. The full run evaluates its last weights, and so do the ladder's runs: averaged weights, by which rungs are
-ranked, have a lower loss in the stable phase and enter no band.
+both are known. Both the full run and the ladder's runs evaluate their last weights. Averaged weights, by which rungs are
+ranked, have a lower loss in the stable phase and do not enter the band.
 
 With h the forecast's interval in log loss and s(u) the standard deviation of log r(u) over runs of n stems, the band is
 
     forecast · exp(mean log r(u) ± sqrt(h² + t²·(s²(1 + 1/n) + e²)))
 
-t the quantile of Student's t with n - 1 degrees of freedom (the prediction interval of one more run), e the standard error of
-the offset, 0 where the ladder evaluated. At the end r is 1, and the band is the registered interval.
+where t is the quantile of Student's t with n - 1 degrees of freedom (prediction interval of one more run), and e the standard
+error of the offset, 0 if the ladder evaluated. At the end r is 1, and the band is the registered interval.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from muscale.store.tables import ResultKind
 WINDOW = 0.05
 """Share of a run over which training losses are averaged; the band begins one window after warmup (assumed: 8 to 128 steps of
 the quickstart's ladder)."""
-MIN_STEPS = 100  # of a run, so that a window has five (assumed)
+MIN_STEPS = 100  # in a run, so that a window has five (assumed)
 MIN_STEMS = 3  # for a spread (assumed)
 _LINE_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Band(Recorded):
-    """The expected held-out loss along one run, with its interval, in nats per token; registered with the plan.
+    """The expected held-out loss along a run, with its interval, in nats per token; registered with the plan.
 
     Attributes:
-        loss, low, high, level: The forecast of the final loss.
-        n_tokens: D.
-        shares: u of each point, ascending, the last one 1.
-        log_ratio: Mean of log r there.
-        log_reach: Half the interval in log loss there.
-        n_runs, n_stems: Of the ladder, from which r was measured.
+        loss, low, high, level: Forecast of the final loss.
+        n_tokens: Tokens of the run, D.
+        shares: u at each point, ascending; the last is 1.
+        log_ratio: Mean of log r at each point.
+        log_reach: Half the interval in log loss at each point.
+        n_runs, n_stems: Runs and stems of the ladder from which r was measured.
         offset: Log of held-out over training loss of the same weights, measured on the ladder.
         window: Share of a run over which training losses are averaged.
-        reason: Why the band covers the end only; "" if it covers more.
+        reason: Why the band covers only the end; "" if it covers more.
     """
 
     loss: float
@@ -84,7 +84,7 @@ class Band(Recorded):
         return [{"tokens": round(n), **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
 
     def at(self, tokens: ArrayLike) -> pd.DataFrame:
-        """Columns expected, low, high at these tokens, a row each; NaN before the band begins."""
+        """Columns expected, low, high, one row per number of tokens; NaN before the band begins."""
         share = np.atleast_1d(np.asarray(tokens, dtype=float)) / self.n_tokens
         ratio = np.interp(share, self.shares, self.log_ratio, left=math.nan)
         reach = np.interp(share, self.shares, self.log_reach, left=math.nan)
@@ -94,13 +94,13 @@ class Band(Recorded):
         return frame
 
     def to_frame(self) -> pd.DataFrame:
-        """The band as a smooth line: columns tokens, expected, low, high; one row if it covers the end only."""
+        """The band as a smooth line: columns tokens, expected, low, high; a single row if the band covers only the end."""
         shares = np.linspace(self.begins, 1.0, _LINE_POINTS) if self.begins < 1 else np.array([1.0])
         tokens = shares * self.n_tokens
         return pd.concat([pd.DataFrame({"tokens": tokens}), self.at(tokens)], axis=1)
 
     def place(self, evaluations: pd.DataFrame) -> pd.DataFrame:
-        """Evaluations with columns tokens, val_loss against the band: see `RunStatus.evaluations`."""
+        """Compare evaluations (columns tokens, val_loss) with the band; see `RunStatus.evaluations`."""
         frame = evaluations[["tokens", "val_loss"]].rename(columns={"val_loss": "loss"}).reset_index(drop=True)
         frame.insert(1, "share", frame["tokens"] / self.n_tokens)
         frame = pd.concat([frame, self.at(frame["tokens"].to_numpy(dtype=float))], axis=1)
@@ -112,7 +112,7 @@ class Band(Recorded):
 
     @classmethod
     def end_only(cls, reason: str, *, loss: float, high: float, **known: Any) -> Self:
-        """A band that is the registered interval at the end and has no earlier points, for a reason; `known`: other fields."""
+        """A band without points before the end, where it is the registered interval; `reason` says why, `known` holds other fields."""
         reach = math.log(high / loss)
         return cls(loss=loss, high=high, log_reach=(reach,), reason=reason, **known)
 
@@ -139,12 +139,12 @@ def make_band(
     high: float,
     level: float,
 ) -> Band:
-    """The band of a run of `n_tokens`.
+    """Compute the band of a run of `n_tokens`.
 
     Args:
-        curves: Runs of its schedule.
-        ends: Tokens at which its segments end; the last is D.
-        loss, low, high, level: The forecast of its final loss.
+        curves: Runs with the schedule of the run.
+        ends: Tokens at which the run's segments end; the last is D.
+        loss, low, high, level: Forecast of the run's final loss.
     """
     usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= MIN_STEPS]
     stems = sorted({curve.stem for curve in usable})
@@ -200,26 +200,26 @@ def _centres(fractions: Floats, warmup: float) -> list[float]:
 
 
 def _own_share(curve: RunCurve, fractions: Floats, share: float) -> float:
-    """The share at which a run is at the same place of the same segment; rounding to batches moves the ends a little."""
+    """The share at which this run is at the same point of the same segment; rounding to batches moves the ends a little."""
     return float(np.interp(share, fractions, curve.fractions))
 
 
 def _smoothed(curve: RunCurve, fractions: Floats, centre: float) -> float:
-    """Log of training loss around a share over the final held-out loss."""
+    """Log ratio of the training loss around a share to the final held-out loss."""
     own = _own_share(curve, fractions, centre)
     return curve.mean_log(own - WINDOW / 2, own + WINDOW / 2) - math.log(curve.final_loss)
 
 
 def _evaluated(curve: RunCurve, fractions: Floats, end: float) -> float:
-    """Log of held-out loss at the end of a segment over the final one."""
+    """Log ratio of the held-out loss at the end of a segment to the final held-out loss."""
     number = int(np.argmin(np.abs(fractions[1:] - end)))
     return math.log(curve.ends[number][1] / curve.final_loss)
 
 
 def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
-    """Mean log of held-out over training loss of the same weights where segments end, and its standard error by stems.
+    """Mean log ratio of held-out to training loss of the same weights at ends of segments, and its standard error by stems.
 
-    The training loss at an end is read off the line through the means of the two half windows before it.
+    The training loss at an end is extrapolated linearly from the means of the two half windows before it.
     """
     by_stem: dict[str, list[float]] = {}
     for curve in curves:
@@ -241,13 +241,13 @@ def registered_band(plan: str, ledger: Ledger) -> Band | None:
 
 
 def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> Band:
-    """The band of a plan, recorded once in the ledger before the run's first step.
+    """Compute the band of a plan, and record it once in the ledger before the run's first step.
 
     A run that began without a band is compared with its forecast at the end only.
 
     Args:
-        ladder: As `ladder.law_rows` gives it; the runs that enter the law's fit enter the band.
-        max_regret: As in [fit].
+        ladder: Table of `ladder.law_rows`; the runs in the law's fit also enter the band.
+        max_regret: Value of [fit].
     """
     if known := registered_band(plan.key, ledger):
         return known
@@ -265,4 +265,4 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         **forecast,
     )
     ledger.record_result(ResultKind.BAND, plan.key, band.to_dict())
-    return registered_band(plan.key, ledger) or band  # another process may have been the first
+    return registered_band(plan.key, ledger) or band  # another process may have registered first

@@ -1,4 +1,4 @@
-"""Calibration of the forecasts: every finished run of one or more ledgers against its registered interval."""
+"""Calibration of the forecasts: compares every finished run of one or more ledgers with its registered interval."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from muscale.store.tables import ResultKind
 from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
-_LONGEST = 300  # characters of a reason, or of a key
-_COVERAGE_LEVEL = 0.9  # of the interval of the share inside
+_LONGEST = 300  # most characters of a reason or a key
+_COVERAGE_LEVEL = 0.9  # level of the interval of the share inside
 _COLUMNS = (
     *(
         "study",
@@ -45,10 +45,10 @@ class Calibration(Result):
     """Forecasts and measured losses of finished runs, in nats per token.
 
     Attributes:
-        table: A row for each run that ended, the oldest first: study, plan, registered and ended (UTC), forecast, low, high,
-            level, measured, residual (measured minus forecast), residual_in_s (log of measured over forecast, in units of the
-            forecast's own scale s), inside, asserted (whether the run was trained elsewhere), forced.
-        coverage: A row for each level, promoted and asserted runs apart: level, asserted, runs, inside, share, low and high of its
+        table: One row per finished run, oldest first: study, plan, registered and ended (UTC), forecast, low, high, level, measured,
+            residual (measured minus forecast), residual_in_s (log of measured over forecast, in units of the forecast's scale s),
+            inside, asserted (whether the run was trained elsewhere), forced.
+        coverage: One row per level, promoted and asserted runs apart: level, asserted, runs, inside, share, low and high of its
             90 % interval (Clopper and Pearson, Biometrika 26, 1934).
     """
 
@@ -56,7 +56,7 @@ class Calibration(Result):
 
     @property
     def coverage(self) -> pd.DataFrame:
-        """See the class."""
+        """See `coverage` in the class docstring."""
         rows = []
         for (level, asserted), group in self.table.groupby(["level", "asserted"]):
             inside = int(group["inside"].sum())
@@ -84,10 +84,10 @@ class Calibration(Result):
 
 
 def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
-    """The calibration of a ledger and of other studies, given by file, directory or ledger and opened read-only.
+    """Calibrate a ledger and other studies, which are given by file, directory or ledger and opened read-only.
 
     Raises:
-        StudyDirectoryError: If another has no ledger, or one of another version.
+        StudyDirectoryError: If another study has no ledger, or a ledger of another version.
     """
     rows = list(_finished_runs(ledger.read, str(ledger.directory)))
     for source in others:
@@ -112,7 +112,7 @@ def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
 
 
 def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table, checked: the ledger may be of any origin."""
+    """Make a row of the table, checking all values, since the ledger may come from anywhere."""
     run = Promotion.from_dict(ended)
     registered = forecasts.get(run.plan, {"forecast": {}})["forecast"]
     s = registered.get("log_scale") or math.log(run.high / run.forecast) / interval_factor(run.level)

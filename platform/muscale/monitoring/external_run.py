@@ -1,7 +1,7 @@
-"""A run trained elsewhere: its losses are copied into the study, watched like those of a promoted run, and marked as asserted.
+"""A run trained elsewhere: the study copies its losses, monitors it like a promoted run, and marks it as asserted.
 
-Nothing here can check what its owner reports: that the held-out text is the study's, or that the run began after the forecast.
-So it is kept apart from promoted runs in the study's directory, in the ledger and in the calibration.
+The user's report can't be verified: neither that the held-out text is the study's, nor that the run began after the forecast.
+External runs are therefore separate from promoted runs in the study's directory, in the ledger and in the calibration.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from muscale.store.statements import find
 from muscale.store.tables import ResultKind
 from proxy_models.files import atomic_write
 
-TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
-_MOST_LOG = 700.0  # of a loss: exp is finite up to there
+TOLERANCE = 1e-3  # as a share of D: other frameworks may end on another whole batch (assumed)
+_MOST_LOG = 700.0  # largest loss, so that exp(loss) is finite
 _LOSSES = ("train_loss", "val_loss")
 
 
 class ExternalRun:
-    """A run trained elsewhere from a registered plan, updated again and again; its residual is recorded once, at the end.
+    """A run trained elsewhere from a registered plan; can be updated repeatedly, and records its residual once, at the end.
 
     Args:
-        plan: Key of the plan that the run follows; by default the only one that is registered.
+        plan: Key of the plan that the run follows; default: the only registered plan.
 
     Raises:
-        StageError: If no forecast is registered, or several and none is named, or the plan was promoted in this study.
+        StageError: If no forecast is registered, several are and no plan is given, or the plan was promoted in this study.
     """
 
     def __init__(self, ledger: Ledger, source: LossSource, plan: str | None = None) -> None:
@@ -61,10 +61,10 @@ class ExternalRun:
         self._band = registered_band(self.plan.key, ledger)
 
     def update(self) -> None:
-        """Copy all losses so far into the study, and record the residual where the run has ended.
+        """Copy all losses so far into the study, and record the residual if the run has ended.
 
         Raises:
-            StageError: If the source can't be read, or goes beyond the plan's tokens.
+            StageError: If the source can't be read, or exceeds the plan's tokens.
         """
         rows = self.source.read()
         if self.ledger.result(ResultKind.EXTERNAL_RUN, self.plan.key):
@@ -89,10 +89,10 @@ class ExternalRun:
             self._record_residual(end["val_loss"])
 
     def records(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """One record for each number of tokens, ascending; of a run that was rolled back, the later losses count.
+        """One record per number of tokens, ascending; after a rollback the later losses count.
 
         Raises:
-            StageError: If the rows go beyond the plan's tokens.
+            StageError: If the rows exceed the plan's tokens.
         """
         n_tokens, kept = self.plan.n_tokens, list[dict[str, Any]]()
         for row in rows:
@@ -114,7 +114,7 @@ class ExternalRun:
         return kept
 
     def _tokens_at(self, step: float) -> int:
-        """Tokens seen after so many of the plan's steps."""
+        """Tokens seen after this many of the plan's steps."""
         ramp = self.plan.segments[0].recipe.ramp
         if not ramp.doublings:
             return round(step) * ramp.batch_tokens
@@ -127,7 +127,7 @@ class ExternalRun:
         return [0, *(before + batch for before, batch in ramp.steps(0, self.plan.n_tokens + ramp.batch_tokens))]
 
     def _with_estimates(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records, all with a training loss alone, and held-out losses: means over whole windows plus the ladder's offset."""
+        """Add estimated held-out losses to records of training losses: means over whole windows plus the ladder's offset."""
         band, n_tokens = self._band, self.plan.n_tokens
         if band is None or band.reason:
             return records
@@ -143,7 +143,7 @@ class ExternalRun:
         return sorted([*records, *estimates], key=lambda record: record["tokens"])
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        """Write the records if they differ from those of the last update."""
+        """Write the records if they differ from the last update."""
         path = self.directory / METRICS
         text = "".join(json.dumps(record) + "\n" for record in records)
         if path.exists() and path.read_text() == text:

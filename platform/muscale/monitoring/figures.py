@@ -1,4 +1,4 @@
-"""The figure of a full run: its data, and the drawing."""
+"""The figure of a full run: its data, and its drawing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from scaling.forms.law import NATS
 
 _BAND = "rgba(42,111,151,0.22)"
 _TRAINING, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
-_CURVE_POINTS = 500  # to 1,000 are drawn of a longer curve
-_SHOWN_FROM = 0.05  # of the run; the steep fall before would flatten the rest
+_CURVE_POINTS = 500  # a longer curve is averaged to 500 to 1,000 points
+_SHOWN_FROM = 0.05  # share of the run; the steep fall before it would flatten the rest
 
 
 def curve_data(metrics: pd.DataFrame) -> pd.DataFrame:
@@ -31,16 +31,16 @@ def draw_curve(
     evaluations: pd.DataFrame | None = None,
     loss_unit: str = NATS,
 ) -> go.Figure:
-    """Training loss along the full run, its band, the forecast with its interval, and the measured loss.
+    """Draw training loss along the full run, its band, the forecast with its interval, and the measured loss.
 
     Args:
-        data: As `curve_data` gives it.
+        data: Data of `curve_data`.
         forecast: loss, low, high, level.
         measured: Held-out loss at the end, or None before it.
-        end: Tokens of the complete run, by default those of the last step.
-        band: As `Band.to_frame` gives it.
+        end: Tokens of the complete run; default: those of the last step.
+        band: Table of `Band.to_frame`.
         evaluations: Columns tokens, loss, place, as in `RunStatus.evaluations`.
-        loss_unit: Of all losses.
+        loss_unit: Unit of all losses.
     """
     end = data["tokens"].iloc[-1] if end is None else end
     figure = go.Figure()
@@ -84,7 +84,7 @@ def draw_curve(
 
 
 def _shown(data: pd.DataFrame, forecast: dict[str, float], measured: float | None, end: float) -> list[float] | None:
-    """Range of the loss axis without the run's first steps; None while there are no others."""
+    """Range of the loss axis without the run's first steps; None while there are only first steps."""
     later = data.loc[data["tokens"] >= _SHOWN_FROM * end, "train_loss"]
     if later.empty:
         return None

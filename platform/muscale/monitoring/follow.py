@@ -1,4 +1,4 @@
-"""Following a run: its alarms, raised by `muscale watch` or by the run's driver, and its live view in the terminal."""
+"""Follows a run: raises alarms for `muscale watch` or the run's driver, and shows a live view in the terminal."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from muscale.store.ledger import Ledger
 
 Until = Literal["now", "alarm", "end"]
 _GUARD_SECONDS = 2.0
-_SHOWN = 8  # evaluations in the live view
-_PLACES = 31  # characters of the band in a line of it
+_SHOWN = 8  # evaluations shown in the live view
+_PLACES = 31  # width of the band in the live view, in characters
 _log = logging.getLogger(__name__)
 
 
@@ -40,12 +40,12 @@ def follow_run(
     settings: PromoteSettings,
     console: Console | None = None,
 ) -> RunStatus:
-    """Look repeatedly and raise alarms until the run ends, or with "alarm" until its loss alarms; "now" looks once.
+    """Check the run repeatedly and raise alarms until the run ends, with "alarm" until its loss alarms, with "now" once.
 
     Args:
-        every: Seconds between two looks.
+        every: Seconds between two checks.
         settings: [promote], for the webhook.
-        console: Where to show the run, live in a terminal and otherwise line by line; None: nowhere.
+        console: Console for the run, live in a terminal and otherwise line by line; None: no output.
     """
     printed: set[str] = set()
 
@@ -82,7 +82,7 @@ def follow_run(
 
 
 def view(status: RunStatus) -> RenderableType:
-    """The terminal's view of a run."""
+    """The live view of a run for the terminal."""
     table = Table(box=None, pad_edge=False)
     for title in ("tokens", "share", "loss", "low", "expected", "high"):
         table.add_column(title, justify="right")
@@ -109,7 +109,7 @@ def view(status: RunStatus) -> RenderableType:
 
 
 def _in_band(loss: float, low: float, high: float) -> Text:
-    """The loss as a mark on a line from the low to the high end of the band, or beside the line."""
+    """Mark the loss on a line from the low to the high bound of the band; a loss outside the band is marked next to the line."""
     share = (loss - low) / (high - low)
     at = round(min(max(share, -0.1), 1.1) * (_PLACES - 1))
     outside = not 0 <= share <= 1
@@ -120,10 +120,10 @@ def _in_band(loss: float, low: float, high: float) -> Text:
 
 @contextmanager
 def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: Callable[[str], None]) -> Iterator[None]:
-    """Raise the alarms of the run that is trained in the block, and stop it at a new one if [promote] says so.
+    """Raise alarms of the run that is trained in the block; stop the run at a new alarm if [promote] says so.
 
-    Stopping interrupts the block as Ctrl-C does: the last checkpoint is kept, and the same command resumes from it. Alarms
-    from before the block do not stop the run.
+    Stopping interrupts the block as Ctrl-C does: the last checkpoint is kept, and the same command resumes from it. Alarms raised
+    before the block do not stop the run.
 
     Args:
         plan: Key of the plan; its run may begin later.
@@ -149,7 +149,7 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
                     stopped.append(new[-1])
                     os.kill(os.getpid(), signal.SIGINT)
                     return
-            except StageError:  # not begun yet
+            except StageError:  # the run has not begun
                 continue
             except (LedgerUnavailableError, OSError) as error:  # training matters more than monitoring
                 _log.warning("the run can't be monitored for now: %s", error)
@@ -159,7 +159,7 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
     try:
         with enable_sigint():
             yield
-    except (KeyboardInterrupt, PreemptedError):  # the second if the workers were preempted, and have saved
+    except (KeyboardInterrupt, PreemptedError):  # PreemptedError if the workers were preempted and have saved
         if stopped:
             raise StageError(
                 f'promote: stopped by promote.on_alarm = "stop": {stopped[0]}; run the same command again to resume from the '

@@ -16,12 +16,12 @@ from muscale.errors import StageError
 from muscale.formatting import format_read_error
 from muscale.secrets import redacted
 
-WANDB = "wandb:"  # begins the name of a run of Weights & Biases
-_LOSSES = {"loss": "val_loss", "val_loss": "val_loss", "train_loss": "train_loss"}  # column: its meaning
+WANDB = "wandb:"  # prefix of the name of a Weights & Biases run
+_LOSSES = {"loss": "val_loss", "val_loss": "val_loss", "train_loss": "train_loss"}  # meaning of each column
 
 Row = dict[str, float]
 """`tokens` or `step`, and `val_loss` (held-out), `train_loss` or both, in nats per token."""
-_Records = tuple[list[str], list[tuple[str, dict[Any, Any]]]]  # columns; each record after its place in the source
+_Records = tuple[list[str], list[tuple[str, dict[Any, Any]]]]  # columns; each record with its location in the source
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,10 +30,10 @@ class LossSource:
 
     Attributes:
         losses: A CSV file with a header line, a .jsonl file of objects such as a trainer's rows, a run `wandb:entity/project/run`,
-            which is read through W&B's public API with the key in WANDB_API_KEY, or a DataFrame, whose NaN means "not logged".
+            read through W&B's public API with the key in WANDB_API_KEY, or a DataFrame, in which NaN means "not logged".
             The columns are `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both.
         tokens_column, loss_column: Other names of the columns; a name that ends in "step" counts steps.
-        growing: Whether the file is still being written; a last line without a newline is left for later.
+        growing: Whether the file is still being written; an incomplete last line is left for later.
     """
 
     losses: str | Path | pd.DataFrame
@@ -49,10 +49,10 @@ class LossSource:
         return str(self.losses) if str(self.losses).startswith(WANDB) else str(Path(self.losses).absolute())
 
     def read(self) -> list[Row]:
-        """The rows in their order in the source; records without a loss are skipped.
+        """The rows in source order; records without a loss are skipped.
 
         Raises:
-            StageError: If it can't be read, naming source, row and column.
+            StageError: If the source can't be read; the message names source, row and column.
         """
         if isinstance(self.losses, pd.DataFrame):
             known = self.losses.astype(object).where(self.losses.notna(), None).to_dict("records")
@@ -74,7 +74,7 @@ class LossSource:
             raise StageError(f"watch: {self.name}, line {lines.line_num}: not valid CSV: {error}") from error
 
     def _read_json_lines(self, text: str) -> _Records:
-        """An object in each line; a loss of null is a divergence, as in a trainer's rows."""
+        """Read an object per line; a loss of null is a divergence, as in a trainer's rows."""
         records: list[tuple[str, dict[Any, Any]]] = []
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), start=1):
             try:
@@ -89,7 +89,7 @@ class LossSource:
         return list(dict.fromkeys(name for _, record in records for name in record)), records
 
     def _read_wandb(self) -> _Records:
-        """The keys that the run logged; `_step` is its own count of steps."""
+        """Read the keys that the run logged; `_step` is W&B's own step count."""
         if not os.environ.get("WANDB_API_KEY"):
             raise StageError(f"watch: {self.name}: WANDB_API_KEY is not set; it must hold a key of Weights & Biases")
         import wandb
@@ -98,12 +98,12 @@ class LossSource:
         try:
             run = wandb.Api().run(self.name.removeprefix(WANDB))
             return columns, _numbered([dict(row) for row in run.scan_history(keys=columns)])
-        except Exception as error:  # wandb also raises its transport's errors
+        except Exception as error:  # wandb also raises errors of its transport
             reason = redacted(f"{type(error).__name__}: {error}")
             raise StageError(f"watch: {self.name}: {reason}") from error
 
     def _rows(self, columns: list[str], records: list[tuple[str, dict[Any, Any]]]) -> list[Row]:
-        """The rows of records, whose values are numbers or text."""
+        """Convert records, whose values are numbers or texts, to rows."""
         counter = self.tokens_column or next((name for name in ("tokens", "step") if name in columns), "tokens or step")
         if self.loss_column:
             losses = {self.loss_column: _LOSSES.get(self.loss_column, "val_loss")}
@@ -128,7 +128,7 @@ class LossSource:
                 if record.get(name) not in (None, "")
             }
             if not row:
-                continue  # other metrics were logged there
+                continue  # the record has only other metrics
             row[unit] = _number(record.get(counter), f"{at}, {counter}")
             if not 0 <= row[unit] < math.inf:
                 raise StageError(f"watch: {at}, {counter}: must be finite and not negative, got {row[unit]}")

@@ -1,4 +1,4 @@
-"""The monitor of a full run: reads its losses, its own records or those of a run trained elsewhere, against the forecast."""
+"""The monitor of a full run: compares losses, from the run's records or from a run trained elsewhere, with the forecast."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {
     ResultKind.PROMOTION_STARTED: False,
     ResultKind.EXTERNAL_RUN_STARTED: True,
-}  # result in the ledger: whether the run is external
+}  # kind of result in the ledger: whether the run is external
 
 
 class Monitor:
     """Watches one run; each look reads only new records.
 
     Args:
-        plan: Key of a plan; by default the one whose run began last, or with `losses` the only one that is registered.
+        plan: Key of a plan; default: the plan whose run began last, or with `losses` the only registered plan.
         losses: Source of the losses of a run trained elsewhere; None: the records in the study's directory.
-        alarm_after: Evaluations in a row outside the band that raise an alarm.
+        alarm_after: Consecutive evaluations outside the band that raise an alarm.
 
     Raises:
-        StageError: If there is no such run, or as `ExternalRun`.
+        StageError: If there is no such run; otherwise as `ExternalRun`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Monitor:
         self._records = RunRecords(self.directory)
 
     def look(self) -> RunStatus:
-        """The run as it stands now.
+        """The current status of the run.
 
         Raises:
             StageError: As `ExternalRun.update`.
@@ -91,10 +91,10 @@ class Monitor:
 def monitor_of(
     study: StudyContents, plan: str | None, losses: LossSource | None, known: Findings | None = None
 ) -> Monitor:
-    """The monitor of a study's run: with `losses` and no `plan`, of the plan that the study file and its settings name.
+    """The monitor of a study's run; with `losses` and no `plan`, of the plan that the study file and its settings determine.
 
     Raises:
-        StageError: As `Monitor`, or if that plan is not registered: losses are final, and belong to no other plan.
+        StageError: As `Monitor`, or if that plan is not registered: losses are final and belong to a single plan.
     """
     if losses and plan is None and (planned := findings(study, known).plan):
         plan = planned.key
@@ -108,7 +108,7 @@ def monitor_of(
 
 
 def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
-    """The key of the plan whose run is meant, and whether the run is external."""
+    """Find the key of the requested or last begun plan, and whether its run is external."""
     if plan is None:
         begun = [
             (row["created_at"], row["key"], external)

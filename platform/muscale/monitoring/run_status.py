@@ -18,28 +18,28 @@ from scaling.presentation import Result
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_NEWEST = 8  # evaluations in the text
+_NEWEST = 8  # evaluations shown in the text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunStatus(Result):
-    """A full run as it stands at one time; losses in nats per token.
+    """The status of a full run at one time; losses in nats per token.
 
     Attributes:
         plan: Key of the plan.
-        n_tokens: D.
-        band: Registered before the run began.
+        n_tokens: Tokens of the complete run, D.
+        band: Band registered before the run began.
         curve: Training loss; columns tokens, train_loss.
         evaluations: Held-out losses of the last weights; columns tokens, share, loss, expected, low, high, and place:
             "before the band", "inside", "above" or "below".
-        alarms: Oldest first.
+        alarms: Alarms, oldest first.
         run_events: Alarms and incidents, in order of time.
-        tokens_per_second: Over the last steps; None where times are not known.
-        mfu: Model FLOP utilisation over the last steps; None where the device's peak is not known.
-        idle_seconds: Since the last record was written.
+        tokens_per_second: Speed over the last steps; None if times are not known.
+        mfu: Model FLOP utilisation over the last steps; None if the device's peak is not known.
+        idle_seconds: Seconds since the last record was written.
         promotion: The residual, once it is recorded.
-        failure: Why the run failed for good; None if it did not.
-        asserted: Whether the run is trained elsewhere and its losses are reported by its owner.
+        failure: Why the run failed for good; None if it has not.
+        asserted: Whether the run is trained elsewhere and its losses are reported by the user, not verified.
     """
 
     plan: str
@@ -58,7 +58,7 @@ class RunStatus(Result):
 
     @property
     def tokens(self) -> int:
-        """Trained so far."""
+        """Tokens trained so far."""
         seen = [frame["tokens"].iloc[-1] for frame in (self.curve, self.evaluations) if len(frame)]
         return int(max(seen, default=0))
 
@@ -84,7 +84,7 @@ class RunStatus(Result):
 
     @property
     def inside(self) -> bool | None:
-        """Whether the last evaluation is in the band, or the final one in the interval; None before the first."""
+        """Whether the last evaluation is in the band, or the final loss in the interval; None before the first evaluation."""
         if self.promotion:
             return self.promotion.inside
         if self.failure:
@@ -94,7 +94,7 @@ class RunStatus(Result):
 
     @property
     def alarming(self) -> bool:
-        """Whether the last evaluations are an alarm, or the run ended outside."""
+        """Whether the last evaluations raise an alarm, or the run ended outside its interval."""
         if self.ended:
             return not self.inside
         last = self.evaluations["place"].iloc[::-1]
@@ -172,7 +172,7 @@ class RunStatus(Result):
 
 
 def format_evaluation(row: dict[str, Any]) -> str:
-    """A row of `RunStatus.evaluations` in a line."""
+    """Format a row of `RunStatus.evaluations` as one line."""
     at = f"{row['tokens']:>15,} ({row['share']:>4.0%})  loss {row['loss']:.4f}"
     if row["place"] == "before the band":
         return f"{at}  before the band begins"

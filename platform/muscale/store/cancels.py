@@ -1,8 +1,8 @@
-"""Requests to cancel a trial or a study: written into the ledger, and read there by the processes that train.
+"""Requests to cancel a trial or a study: written into the ledger, and read by the processes that train.
 
-A trial's request stands for ever: nothing more of the trial is trained, by this run of the study or a later one. A study's
-request is heeded once, by the processes that are at work when it is made; so its key tells it from older ones, and
-no two machines' clocks are compared.
+A request for a trial is permanent: neither this run of the study nor a later one trains the trial further. A request for a
+study acts once, on the processes that run when it is made; its key tells it from older requests, so that clocks of different
+machines need not be compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from muscale.store.tables import ResultKind
 
 POLL_SECONDS = 1.0
 LONGEST_REASON = 200
-_listening: set[str] = set()  # ledgers that this process listens to
+_listening: set[str] = set()  # ledgers that this process polls for requests
 _log = logging.getLogger(__name__)
 
 
 def cancel_trial(ledger: Ledger, sweep: str, trial: int, reason: str) -> None:
-    """Ask that a trial ends at its next rung and is never trained further; a second request changes nothing.
+    """Ask for a trial to end at its next rung and never train further; a second request changes nothing.
 
     Raises:
         StageError: If the sweep has no such trial, or the reason is longer than `LONGEST_REASON` characters.
@@ -41,14 +41,14 @@ def cancel_trial(ledger: Ledger, sweep: str, trial: int, reason: str) -> None:
 
 
 def cancelled_trials(ledger: Ledger, sweep: str) -> dict[int, str]:
-    """The trials of a sweep that were asked to end, with the reasons."""
+    """The trials of a sweep with a request to end, and the reasons."""
     rows = ledger.results(ResultKind.CANCEL_TRIAL)
     asked = [row["payload"] for row in rows if row["payload"]["sweep"] == sweep]
     return {int(one["trial"]): str(one["reason"]) for one in asked}
 
 
 def cancel_study(ledger: Ledger, reason: str) -> None:
-    """Ask every process that trains for the study to end as at Ctrl-C; the same command continues.
+    """Ask every process that trains for the study to end as at Ctrl-C; the same command continues later.
 
     Raises:
         StageError: If the reason is longer than `LONGEST_REASON` characters.
@@ -59,10 +59,10 @@ def cancel_study(ledger: Ledger, reason: str) -> None:
 
 @contextmanager
 def cancellable(ledger: Ledger) -> Iterator[None]:
-    """Within this context, a request to cancel the study interrupts this process as Ctrl-C does.
+    """While this context is open, let a request to cancel the study interrupt this process as Ctrl-C does.
 
-    Only in the main thread, as only that is interrupted; within another such block it does nothing. A request from before the
-    block is not about it.
+    Only the main thread can be interrupted, so in other threads, and inside another such block, this does nothing. Requests made
+    before the block are ignored.
     """
     name = ledger.storage.name
     if threading.current_thread() is not threading.main_thread() or name in _listening:
@@ -75,7 +75,7 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
         while not done.wait(POLL_SECONDS):
             try:
                 asked = _requests(ledger)
-            except MuscaleError:  # whoever trains hears of it, too
+            except MuscaleError:  # the training itself reports this error
                 continue
             if (new := [key for key in asked if key not in seen]) and not done.is_set():
                 seen.update(new)
@@ -95,7 +95,7 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
 
 
 def _requests(ledger: Ledger) -> dict[str, str]:
-    """Reasons of all requests to cancel the study, by key, the oldest first."""
+    """Reasons of all requests to cancel the study, by key, oldest first."""
     rows = ledger.results(ResultKind.CANCEL_STUDY)
     return {row["key"]: row["payload"]["reason"] for row in rows}
 

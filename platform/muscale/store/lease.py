@@ -1,8 +1,8 @@
-"""Leases: they keep two workers from training the same line at once, and expire soon after their owner dies.
+"""Leases: they prevent two workers from training the same line at once, and expire soon after their owner dies.
 
-The owner raises a counter; whoever waits judges by its own monotonic clock, so no two machines' clocks are compared. Each
-new owner gets a larger fencing token, and a result is accepted only with the current one. Time in which the ledger does not
-answer counts against nobody: the owner could not beat either.
+The owner raises a counter, and waiting processes judge it by their own monotonic clocks, so that clocks of different machines
+need not be compared. Each new owner gets a larger fencing token, and a result is accepted only with the current token. Time in
+which the ledger does not answer does not count, since the owner can't send heartbeats then either.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from muscale.store.storage import P, T
 from muscale.store.tables import leases, segments
 
 BEAT_SECONDS = 2.0
-EXPIRES_SECONDS = 20.0  # without a beat; a dead process of this machine is noticed at once
+EXPIRES_SECONDS = 20.0  # without a heartbeat; a dead process of this machine is noticed at once
 _POLL_SECONDS = 0.2
-_REPORT_AFTER_SECONDS = 3.0  # of waiting, before a message names the owner
-_ANSWER_SECONDS = 1.0  # what a call takes beyond that was spent waiting for the ledger
-_TRIES_WRITING = 0.8  # of the time without a beat
+_REPORT_AFTER_SECONDS = 3.0  # of waiting, after which a message names the owner
+_ANSWER_SECONDS = 1.0  # longer calls are counted as waiting for the ledger
+_TRIES_WRITING = 0.8  # share of EXPIRES_SECONDS without a heartbeat after which a write is tried
 
 _log = logging.getLogger(__name__)
 
 Standing: TypeAlias = tuple[str, int, int]
-"""Name, token and beat of a lease; unchanged later means that its owner sent no heartbeat."""
+"""Name, token and beat of a lease; if they stay unchanged, the owner sent no heartbeat."""
 
 
 def full_run_lease(key: str) -> str:
-    """Name of the lease of every writer of a full run's folder: promote, smoke test, train, continue, bundle."""
+    """Name of the lease that every writer of a full run's folder takes: promote, smoke test, train, continue, bundle."""
     return f"full run {key}"
 
 
 @contextmanager
 def lease(ledger: Ledger, name: str, *, wait: bool = True) -> Iterator[int]:
-    """Hold the lease called `name`, waiting for it as long as its owner lives; yields the fencing token.
+    """Hold the lease called `name`, waiting while another owner lives; yield the fencing token.
 
     Raises:
-        LeaseHeldError: If another owner lives, and `wait` is False.
+        LeaseHeldError: If another owner lives and `wait` is False.
     """
     token = _acquire(ledger, name, wait=wait)
     done = threading.Event()
@@ -80,23 +80,23 @@ def sweep_lease(sweep: str) -> str:
 
 
 def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]) -> None:
-    """Record what was trained under a lease.
+    """Record a segment that was trained under a lease.
 
     Raises:
-        LeaseLostError: If another owner has taken the lease since; nothing is recorded then.
+        LeaseLostError: If another owner has taken the lease since; then nothing is recorded.
     """
     ledger.write(_record, name, token, stamped(segments, row))
 
 
 def taken_leases(connection: sa.Connection) -> list[dict[str, Any]]:
-    """Every lease that has an owner, dead or alive, for a ledger's `read`: of what was ever trained, most are free."""
+    """All leases that have an owner, dead or alive, for a ledger's `read`; most leases ever taken are free."""
     return [dict(row) for row in connection.execute(sa.select(leases).where(leases.c.owner.is_not(None))).mappings()]
 
 
 def expired_leases(ledger: Ledger) -> frozenset[Standing]:
-    """The leases of other processes that stand still for `EXPIRES_SECONDS`: their owners died on another machine, or hang.
+    """Leases of other processes that have not changed for `EXPIRES_SECONDS`: their owners died on another machine, or hang.
 
-    It watches for that long where there are any, and where all owners live only until each has beaten.
+    The call takes that long if there are such leases; otherwise it returns once every owner has sent a heartbeat.
     """
     clock, mine = _LedgerClock(), f"{_me()}/"
     still: frozenset[Standing] | None = None
@@ -118,20 +118,20 @@ def standing_of(row: Mapping[str, Any]) -> Standing:
 
 
 def is_held(row: Mapping[str, Any], expired: Collection[Standing]) -> bool:
-    """Whether a lease has an owner who is not known to be dead, given those that have expired."""
+    """Whether a lease has an owner who is not known to be dead, given the expired leases."""
     return row["owner"] is not None and not is_dead(row["owner"]) and standing_of(row) not in expired
 
 
 def held_leases(ledger: Ledger, expired: Collection[Standing]) -> list[str]:
-    """Names of the leases that somebody holds, given those that have expired (`expired_leases`)."""
+    """Names of the leases that somebody holds, given the expired leases (`expired_leases`)."""
     return [row["name"] for row in ledger.read(taken_leases) if is_held(row, expired)]
 
 
 class _LedgerClock:
     """Seconds in which the ledger answered, by this process's monotonic clock.
 
-    Of each call `_ANSWER_SECONDS` count at most. So an owner who can't beat while the ledger is away is not judged, and one
-    who died is judged even on a ledger that is always slow.
+    Each call counts for at most `_ANSWER_SECONDS`. An owner who can't send heartbeats while the ledger is away is therefore not
+    judged dead, but an owner who died is, even if the ledger is always slow.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class _LedgerClock:
 
 
 def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
-    me = f"{_me()}/{secrets.token_hex(4)}"  # of this attempt, so that one whose answer was lost is recognized as ours
+    me = f"{_me()}/{secrets.token_hex(4)}"  # unique per attempt, so that a lease whose answer was lost is recognized
     clock = _LedgerClock()
     seen: Standing | None = None
     since, tried = clock.now(), False
@@ -163,7 +163,7 @@ def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
             seen, since, tried = standing, clock.now(), False
         silent = clock.now() - since
         free = free or silent > EXPIRES_SECONDS
-        # Where reads are answered while writes wait, the owner can't beat: a write of ours has to go through before its time.
+        # If reads are answered while writes wait, the owner can't send heartbeats: one of our writes must succeed before we judge.
         if free or (silent > _TRIES_WRITING * EXPIRES_SECONDS and not tried):
             held = clock.timed(ledger.write, _take, name, me, standing if free else None)
             if held["owner"] == me:
@@ -176,7 +176,7 @@ def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
 
 
 def _take(connection: sa.Connection, name: str, me: str, judged: Standing | None) -> dict[str, Any]:
-    """Take the lease if it is free, or stands where its owner was judged to be gone; returns it as it is then."""
+    """Take the lease if it is free or unchanged since its owner was judged dead; return the lease's row afterwards."""
     row = next(iter(find(connection, "leases", {"name": name})), None)
     if row is None:
         first = {"name": name, "token": 1, "owner": me, "beat": 0}
@@ -206,7 +206,7 @@ def _record(connection: sa.Connection, name: str, token: int, row: Mapping[str, 
 
 @cache
 def _machine() -> str:
-    """This machine, as far as process ids mean the same on it: containers of one host differ."""
+    """This machine, or the part of it in which process ids are unique: containers of one host differ."""
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     parts = [boot.read_text()[:8]] if boot.exists() else []
     parts += [str(processes.stat().st_ino)] if processes.exists() else []
@@ -218,12 +218,12 @@ def _me() -> str:
 
 
 def _began(process: psutil.Process) -> str:
-    """Start of a process, in seconds after its machine's: the system's clock, which may be set, cancels out."""
+    """Start of a process in seconds after the machine's start, so that setting the system's clock has no effect."""
     return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
 def process_of(owner: str) -> int:
-    """The owner's process id, on whatever machine."""
+    """The owner's process id on the owner's machine."""
     return int(owner.rsplit("/", 3)[1])
 
 

@@ -1,8 +1,8 @@
 """The ledger: one database of everything a study knows, written by the driver and by every worker.
 
-Rows are facts: inserted once and never changed, but for the status of a trial and the path of a training state that was
-pruned. A result is known by what determines it (`muscale.store.lineage` makes the keys), so asking the ledger before working
-is what resuming means. Every method is one transaction, and may be run again when its answer was lost.
+Rows are facts: inserted once and never changed, except for the status of a trial and the path of a pruned training state. The
+key of a result hashes all that determines it (`muscale.store.lineage`), so resuming means asking the ledger before working.
+Every method is one transaction, and may run again if its answer was lost.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
 from muscale.store.tables import ResultKind, forecasts, results
 
-_ARGUMENTS = "model.arguments"  # of an identity: JSON
-_LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
+_ARGUMENTS = "model.arguments"  # key of an identity; JSON
+_LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is queried
 NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
-"""Columns of the table of runs that are JSON."""
+"""Columns of the table of runs that hold JSON."""
 
 
 def now() -> str:
-    """The time as it stands in the ledger: UTC, ISO 8601, microseconds."""
+    """The current time in the ledger's format: UTC, ISO 8601, microseconds."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 class Ledger:
-    """The ledger of one study; picklable, as another process opens its own connection.
+    """The ledger of one study; picklable, since each process opens its own connection.
 
     Args:
         where: The storage, or the path of an SQLite file.
-        directory: The study's, which states and curves lie in; the file's own by default.
+        directory: The study's folder for states and curves; default: the folder of the SQLite file.
     """
 
     def __init__(self, where: Storage | Path, directory: Path | None = None) -> None:
@@ -61,17 +61,17 @@ class Ledger:
 
     @property
     def study(self) -> tuple[str, Path]:
-        """The place of its study: the name of the storage, and the directory."""
+        """Location of the study: the name of the storage, and the directory."""
         return self.storage.name, self.directory
 
     def under(self, lease: str, token: int) -> Ledger:
-        """This ledger, but a write through it raises a LeaseLostError once the lease has another token."""
+        """A view of this ledger whose writes raise a LeaseLostError once the lease has another token."""
         fenced = copy(self)
         fenced._held = (lease, token)
         return fenced
 
     def for_worker(self) -> Ledger:
-        """This ledger as an argument of a worker's call, which may hold a password; it belongs into no file."""
+        """This ledger as an argument of a worker's call; it may hold a password and must not be written to a file."""
         return Ledger(self.storage.for_worker(), self.directory)
 
     def close(self) -> None:
@@ -79,21 +79,21 @@ class Ledger:
         self.storage.close()
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of a module's function of a connection, on one snapshot."""
+        """Run a module-level function of a connection on one snapshot, and return its result."""
         return self.storage.read(function, *args, **kwargs)
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a module's function in an exclusive transaction; running it twice must have the effect of once."""
+        """Run a module-level function in an exclusive transaction; running it twice must have the effect of once."""
         if self._held:
             write: Any = self.storage.write
             return cast(T, write(statements.fenced, *self._held, function, *args, **kwargs))
         return self.storage.write(function, *args, **kwargs)
 
     def insert(self, table: sa.Table, **values: Any) -> None:
-        """Insert one row stamped with the time; a row that is there already stays as it is.
+        """Insert one row stamped with the time; an existing row stays unchanged.
 
-        Where the latest row is asked for, it is the one inserted last, also after a clock was set back. A rung's result and a
-        decision get the sweep's next sequence number.
+        The latest row of a table is the last one inserted, even if a clock was set back. A rung's result and a decision get the
+        sweep's next sequence number.
         """
         if table.name in _LATEST:
             self.write(statements.insert_latest, table.name, stamped(table, values))
@@ -105,12 +105,12 @@ class Ledger:
     # The study
 
     def claim(self, identity: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Make this the ledger of the study with this identity, and note a configuration that is new.
+        """Make this the ledger of the study with this identity, and record a new configuration.
 
-        The identity may change until something was trained: coordinate checks of another model stay, under their own keys.
+        The identity may change until something is trained; coordinate checks of another model remain under their keys.
 
         Raises:
-            StudyDirectoryError: If it is another study's; the message lists what differs.
+            StudyDirectoryError: If the ledger belongs to another study; the message lists the differences.
         """
         found = self.write(statements.claim, dict(identity), dict(config), now())
         if found != identity:
@@ -120,11 +120,11 @@ class Ledger:
             )
 
     def identity(self) -> dict[str, Any] | None:
-        """The study's identity, or None before it was claimed."""
+        """The study's identity; None before the first claim."""
         return next((row["identity"] for row in self.read(statements.find, "studies")), None)
 
     def result(self, kind: ResultKind, key: str) -> dict[str, Any] | None:
-        """The result of a kind for these inputs, or None."""
+        """The result of a kind for these inputs; None if there is none."""
         rows = self.read(statements.find, "results", {"kind": kind.value, "key": key})
         return next((row["payload"] for row in rows), None)
 
@@ -133,29 +133,29 @@ class Ledger:
         return self.read(statements.find, "results", {"kind": kind.value}, ["created_at", "key"])
 
     def latest_result(self, kind: ResultKind) -> dict[str, Any] | None:
-        """The row of the latest result of a kind, whatever its inputs, or None."""
+        """The row of the latest result of a kind, for any inputs; None if there is none."""
         return next(iter(self.read(statements.find, "results", {"kind": kind.value}, ["-created_at"], limit=1)), None)
 
     def record_result(self, kind: ResultKind, key: str, payload: Mapping[str, Any]) -> None:
-        """Keep the result of a kind for these inputs."""
+        """Record the result of a kind for these inputs."""
         self.insert(results, kind=kind.value, key=key, payload=dict(payload))
 
     # Trainings
 
     def segment(self, key: str) -> dict[str, Any] | None:
-        """The trained segment with this key, or None."""
+        """The trained segment with this key; None if there is none."""
         return next(iter(self.read(statements.find, "segments", {"key": key})), None)
 
     def line(self, line: str) -> list[dict[str, Any]]:
-        """All trained segments of one line, the longest first."""
+        """All trained segments of one line, longest first."""
         return self.read(statements.find, "segments", {"line": line}, ["-tokens"])
 
     def outcome(self, chain: Chain) -> Outcome | None:
-        """The outcome of a chain, or None if it is unknown; a divergence at an earlier segment is its end."""
+        """The outcome of a chain; None if unknown; a divergence in an earlier segment also ends the chain."""
         return self.outcomes([chain]).get(chain.key)
 
     def outcomes(self, chains: Iterable[Chain]) -> dict[str, Outcome]:
-        """The outcomes of the chains that ended, by key."""
+        """The outcomes of the finished chains, by key."""
         beginnings = {chain.key: [*_beginnings(chain)] for chain in chains}
         prefixes = [prefix for some in beginnings.values() for prefix in some]
         keys, lines = (dict.fromkeys(names) for names in ((p.key for p in prefixes), (p.line for p in prefixes)))
@@ -172,65 +172,65 @@ class Ledger:
         return found
 
     def forget_states(self, keys: Sequence[str]) -> None:
-        """Note that the training states of these segments are no longer kept."""
+        """Record that the training states of these segments were removed."""
         self.write(statements.forget_states, list(keys))
 
     def retrained(self) -> list[dict[str, Any]]:
-        """Every training that was repeated to get a pruned state back, in order of time."""
+        """All trainings that were repeated to restore a pruned state, in order of time."""
         return self.read(statements.find, "retrained", {}, ["created_at"])
 
     def runs(self, *, without: Collection[str] = (), but_of: Collection[str] = ()) -> pd.DataFrame:
-        """Every run with its result: a row each, oldest first.
+        """All runs with their results: one row each, oldest first.
 
-        `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `source_losses` are
-        those of a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
+        `loss` is the validation loss in nats per token at the annealed end, NaN if the run diverged; `source_losses` are the losses of
+        a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
 
         Args:
-            without: Columns to leave out: of many runs, nested ones take most of the time (`NESTED`).
+            without: Columns to leave out; with many runs, nested columns (`NESTED`) take most of the time.
         """
         return statements.runs_table(self.read(statements.find_runs, sorted(without), sorted(but_of)), without)
 
     def least_losses(self) -> dict[str, tuple[int, float]]:
-        """Number of runs of each purpose, and their least loss, NaN where all diverged."""
+        """Number of runs of each purpose, and their smallest loss, NaN if all diverged."""
         found = self.read(statements.least_losses)
         return {purpose: (n, math.nan if loss is None else loss) for purpose, n, loss in found}
 
     # Sweeps
 
     def sweep_rows(self, sweep: str) -> dict[str, list[dict[str, Any]]]:
-        """Rounds, trials, rungs and decisions of the sweep, as they are at one moment while its driver writes."""
+        """Rounds, trials, rungs and decisions of the sweep, on one snapshot while its driver writes."""
         return self.read(statements.sweep_rows, sweep)
 
     def rounds(self, sweep: str) -> list[dict[str, Any]]:
-        """The rounds of the sweep: the space of the first, and of each narrowing."""
+        """The rounds of the sweep: the space of the first round, and of each narrowing."""
         return self.read(statements.find, "rounds", {"sweep": sweep}, ["round"])
 
     def trials(self, sweep: str) -> list[dict[str, Any]]:
-        """Every suggestion ever made for the sweep, by number."""
+        """All suggestions made for the sweep, by number."""
         return self.read(statements.find, "trials", {"sweep": sweep}, ["number"])
 
     def rungs(self, sweep: str) -> list[dict[str, Any]]:
-        """Every result at a rung of the sweep, in order of arrival."""
+        """All results at rungs of the sweep, in order of arrival."""
         return self.read(statements.find, "rungs", {"sweep": sweep}, ["sequence"])
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
-        """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
+        """The losses of those segments that are recorded as runs, NaN for a diverged run."""
         found = dict(self.read(statements.run_losses, list(keys)))
         return {key: math.nan if loss is None else loss for key, loss in found.items()}
 
     # Forecasts
 
     def latest_forecast(self) -> dict[str, Any] | None:
-        """The forecast registered last, or None."""
+        """The forecast registered last; None if there is none."""
         return next(iter(self.read(statements.find, "forecasts", {}, ["-registered_at"], limit=1)), None)
 
     def forecast(self, plan: str) -> dict[str, Any] | None:
-        """The forecast registered for a plan, or None; the database refuses to change or delete one."""
+        """The forecast registered for a plan; None if there is none. The database refuses to change or delete a forecast."""
         return next(iter(self.read(statements.find, "forecasts", {"plan": plan})), None)
 
 
 def _beginnings(chain: Chain) -> Iterator[Chain]:
-    """The chain, the one before its last segment, and so on to the first."""
+    """The chain, the chain before its last segment, and so on down to the first segment."""
     prefix: Chain | None = chain
     while prefix:
         yield prefix
@@ -243,7 +243,7 @@ def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """The differences of two identities, for a message."""
+    """Describe the differences of two identities, for a message."""
     here, there = _spread(here), _spread(there)
     return "; ".join(
         f"{name} is {here.get(name)!r} here but {there.get(name)!r} there"
@@ -253,7 +253,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def _spread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with one for each key of a custom model's arguments, which are JSON."""
+    """Flatten the arguments of a custom model, which are JSON, into one value per key."""
     arguments = json.loads(values.get(_ARGUMENTS) or "{}")
     return {name: value for name, value in values.items() if name != _ARGUMENTS} | {
         f"{_ARGUMENTS}.{name}": value for name, value in arguments.items()

@@ -1,8 +1,8 @@
-"""An SQLite ledger for several machines: one named Ray actor, pinned to the node that holds the file, runs every transaction.
+"""An SQLite ledger for several machines: a named Ray actor on the node that holds the file runs every transaction.
 
-A write counts once the actor has acknowledged it. The actor is found by its name, and made where it is not there; when it
-dies with its process or with the driver that made it, whoever needs it next makes it again on the same node. Where no
-cluster runs, a process of the file's own machine opens the file itself.
+A write counts once the actor has acknowledged it. The actor is found by name, and created if it does not exist. If it dies with
+its process or with the driver that created it, the next process that needs it creates it again on the same node. Without a
+running cluster, a process on the file's machine opens the file itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from muscale.store.storage import SqliteStorage, Storage, T, persist
 from proxy_models.hashing import content_key
 
 NAMESPACE = "muscale"
-_CALL_SECONDS = 60.0  # without an answer: the call is made again
+_CALL_SECONDS = 60.0  # without an answer, after which the call is repeated
 
 
 class LedgerActor:
@@ -30,7 +30,7 @@ class LedgerActor:
         self._storage = SqliteStorage(path, must_exist=True)
 
     def run(self, package: str, function: Callable[..., Any], args: Any, kwargs: Any, write: bool) -> Any:
-        """One transaction for a caller of the same package."""
+        """Run one transaction for a caller with the same package."""
         require_same_package(package)
         return self._storage.transact(function, args, kwargs, write=write)
 
@@ -39,20 +39,20 @@ class ActorStorage(Storage):
     """The file at a path of one host, reached through its actor.
 
     Args:
-        host: Name of the machine that holds the file, as Ray tells it.
+        host: Name of the machine that holds the file, as Ray reports it.
     """
 
     def __init__(self, host: str, path: Path) -> None:
         self.host, self.path = host, path
         self.name = f"{host}:{path}"
         self._file = SqliteStorage(path, must_exist=True)
-        self._actor: tuple[Any, Any] | None = None  # of one connection to Ray
+        self._actor: tuple[Any, Any] | None = None  # with the connection to Ray for which it is valid
 
     def __reduce__(self) -> tuple[type[ActorStorage], tuple[str, Path]]:
         return type(self), (self.host, self.path)
 
     def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
-        """One transaction of the actor's; of the file itself where no cluster runs and this is its host."""
+        """Run a transaction in the actor; on the file itself if no cluster runs and this is its host."""
         if not _connected():
             if self.host == socket.gethostname():
                 return self._file.transact(function, args, kwargs, write=write)
@@ -76,7 +76,7 @@ class ActorStorage(Storage):
         return persist(self.name, attempt, lambda error: isinstance(error, passing))
 
     def _connect(self) -> None:
-        """Join the cluster, as the file is on another machine."""
+        """Join the cluster, since the file is on another machine."""
         import ray
 
         from muscale.ray_connection import connect
@@ -100,12 +100,12 @@ class ActorStorage(Storage):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         context = ray.get_runtime_context()
-        connection = (context.get_node_id(), context.get_job_id())  # both new after Ray was shut down and started again
+        connection = (context.get_node_id(), context.get_job_id())  # both change when Ray is started again
         if self._actor is None or self._actor[0] != connection:
             name = f"ledger-{content_key([self.host, str(self.path)])}"
             try:
                 actor = ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # not there
+            except ValueError:  # there is no such actor
                 remote: Any = ray.remote(num_cpus=0, max_restarts=-1)(LedgerActor)
                 actor = remote.options(
                     name=name,
@@ -117,7 +117,7 @@ class ActorStorage(Storage):
         return self._actor[1]
 
     def _node(self, mine: str) -> str:
-        """The id of the host's node: this process's own, if it is one of several on the host."""
+        """The id of the host's node: this process's node, if there are several on the host."""
         from muscale.ray_connection import alive_nodes
 
         alive = alive_nodes()
@@ -130,12 +130,12 @@ class ActorStorage(Storage):
         return mine if mine in there else there[0]
 
     def close(self) -> None:
-        """Close this process's connections; the actor stays, as others may use it."""
+        """Close this process's connections; the actor stays, since others may use it."""
         self._file.close()
         self._actor = None
 
 
 def _connected() -> bool:
-    """Whether this process is connected to Ray, without importing it; while another thread does, it has no functions yet."""
+    """Whether this process is connected to Ray, without importing Ray; while another thread imports it, its functions are missing."""
     is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())

@@ -1,8 +1,8 @@
-"""Keys: a training is identified by what determines it.
+"""Keys: a training is identified by all that determines it.
 
-A run is a chain of segments. A segment's key hashes its parent's key, what it trains with and where it ends, so that
-two chains with an equal beginning share the keys of that beginning. The hash without the end is the line:
-all lengths of one training, where a longer one can go on from a shorter one's state. It does not depend on where rungs lie.
+A run is a chain of segments. A segment's key hashes its parent's key, the segment's training and its end, so that two chains with
+an equal beginning share the keys of that beginning. The hash without the end is the line: all lengths of one training, so that a
+longer training can continue from a shorter one's state. The line does not depend on the positions of rungs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Chain:
     """A training from its initial values to the end of its last segment.
 
     Attributes:
-        numerics, segments: What is trained.
-        spike_handling: Interventions in a full run's steps; None without a policy about spikes, as proxies are.
+        numerics, segments: Numerics and segments of the training.
+        spike_handling: Interventions in a full run's steps; None without a policy about spikes, as for proxies.
     """
 
     numerics: Numerics
@@ -40,7 +40,7 @@ class Chain:
 
     @property
     def last(self) -> Segment:
-        """The segment that ends the chain."""
+        """The last segment of the chain."""
         return self.segments[-1]
 
     @property
@@ -58,13 +58,13 @@ class Chain:
 
     @cached_property
     def line(self) -> str:
-        """Hash of everything but the end."""
+        """Hash of everything except the end."""
         before = self.parent.key if self.parent else self.numerics.key
         return content_key([before, {**self._last_to_dict(), "end": None}])
 
     @cached_property
     def key(self) -> str:
-        """Hash of the chain, its end included."""
+        """Hash of the chain, including its end."""
         return content_key([self.line, self.last.end])
 
     @property
@@ -74,7 +74,7 @@ class Chain:
 
     @property
     def anneals(self) -> bool:
-        """Whether the chain ends a run: its rate has come down, and its loss may enter a law."""
+        """Whether the chain ends a run: its rate has decayed, and its loss may enter a law."""
         return not isinstance(self.last.phase, Constant) and getattr(self.last.phase, "end", None) == self.last.end
 
     def row(self) -> dict[str, Any]:
@@ -95,12 +95,12 @@ class Chain:
 
 
 def input_key(*inputs: Any) -> str:
-    """Hash of a stage's inputs, plain values all."""
+    """Hash of a stage's inputs, which are plain values."""
     return content_key(list(inputs))
 
 
 def stems(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
-    """Chains by stem, the shorter before the longer: each continues where the one before it stopped."""
+    """Chains by stem, shorter chains first: each continues where the previous chain stopped."""
     grouped: dict[str, list[Chain]] = {}
     for chain in sorted(chains, key=lambda chain: chain.last.end):
         grouped.setdefault(chain.stem, []).append(chain)

@@ -1,7 +1,7 @@
-"""Opening the ledger of a study where it was begun: a new one is never begun silently.
+"""Opens the ledger of a study where it was begun; a new ledger is never begun silently.
 
-A ledger that does not lie in the study's directory leaves a small file there that says where it is: a host and a path, or a
-schema of a PostgreSQL database. Neither holds a secret.
+A ledger outside the study's directory leaves a small file there with its location: a host and a path, or the schema of a
+PostgreSQL database. Neither holds a secret.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from muscale.store.ledger_actor import ActorStorage
 from muscale.store.postgresql import SCHEMA_NAME, PostgresStorage
 from muscale.store.storage import SqliteStorage
 
-_MARK_SECONDS = 10.0  # assumed: far longer than a rename takes
+_MARK_SECONDS = 10.0  # far longer than a rename takes (assumed)
 _POLL_SECONDS = 0.05
-_RAYS_COPIES = "runtime_resources"  # the folder of a Ray session that working directories of jobs are unpacked in
+_RAYS_COPIES = "runtime_resources"  # folder of a Ray session into which Ray copies working directories of jobs
 
 
 def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger:
-    """The ledger of the study called `name` in a directory.
+    """Open the ledger of the study called `name` in a directory.
 
     Raises:
-        StudyDirectoryError: If it was begun in another kind of storage, or is not where it was.
+        StudyDirectoryError: If it was begun in another kind of storage, or is no longer where it was.
         LedgerUnavailableError: If the database does not answer.
     """
     directory = directory.absolute()
@@ -61,7 +61,7 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
 
 
 def read_place(directory: Path) -> dict[str, Any] | None:
-    """Place of the ledger of a study's directory, or None where it has no such file.
+    """Location of the ledger of a study's directory; None if the directory has no such file.
 
     Raises:
         StudyDirectoryError: If the file can't be used.
@@ -88,7 +88,7 @@ def _storage(place: dict[str, Any]) -> ActorStorage | PostgresStorage:
 
 
 def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, Any]:
-    """Make the ledger and note where it lies; of two processes that do so at once, one wins."""
+    """Create the ledger and record its location; of two processes that do so at once, one wins."""
     place: dict[str, Any]
     if settings.ledger == "actor":
         path = Path(settings.path or directory / LEDGER)
@@ -104,12 +104,12 @@ def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, A
         return _note(directory, place)
     finally:
         if isinstance(begun, PostgresStorage) and read_place(directory) != place:
-            begun.drop_unclaimed()  # another process was first, and nobody else knows this schema's name
+            begun.drop_unclaimed()  # another process was first, and no other process knows this schema's name
         begun.close()
 
 
 def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
-    """Write the ledger's place atomically unless another process was first; returns the place that stands there."""
+    """Write the ledger's location atomically unless another process was first; return the recorded location."""
     noted = directory / LEDGER_PLACE
     unfinished = directory / f"{LEDGER_PLACE}.{secrets.token_hex(4)}.unfinished"
     try:
@@ -117,8 +117,8 @@ def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
         try:
             os.link(unfinished, noted)
         except FileExistsError:
-            pass  # another was first
-        except OSError:  # a file system without hard links
+            pass  # another process was first
+        except OSError:  # the file system has no hard links
             _rename_first(unfinished, noted)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -126,10 +126,10 @@ def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename_first(unfinished: Path, noted: Path) -> None:
-    """Rename a file to an unused name: only the process that made the mark file may, the others wait.
+    """Rename a file to an unused name; only the process that created the mark file may do so, others wait.
 
     Raises:
-        StudyDirectoryError: If a process that made the mark did not finish.
+        StudyDirectoryError: If the process that created the mark did not finish.
     """
     mark = noted.with_name(f"{noted.name}.begun")
     given_up = time.monotonic() + _MARK_SECONDS
@@ -145,11 +145,11 @@ def _rename_first(unfinished: Path, noted: Path) -> None:
             time.sleep(_POLL_SECONDS)
             continue
         try:
-            if not noted.exists():  # else another made it between our look and our mark
+            if not noted.exists():  # otherwise another process created it between our check and our mark
                 unfinished.rename(noted)
         finally:
             mark.unlink(missing_ok=True)
 
 
 def _nothing(_connection: object) -> None:
-    """Do nothing; running it opens a storage and so makes its tables."""
+    """Do nothing; running this function opens a storage and so creates its tables."""

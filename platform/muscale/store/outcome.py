@@ -1,4 +1,4 @@
-"""The recorded end of a chain, as workers answer with it; processes that only pass it on need no database."""
+"""The recorded end of a chain, in the form that workers return; passing an outcome on needs no database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The recorded end of a chain: losses in nats per token, or the reason why there are none."""
+    """The recorded end of a chain: losses in nats per token, or the reason why there is no loss."""
 
     key: str
     tokens: int

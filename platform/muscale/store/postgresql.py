@@ -1,6 +1,6 @@
-"""The ledger in PostgreSQL: each study in a schema (a namespace of tables) of its own, in one database for all of them.
+"""The ledger in PostgreSQL: one database for all studies, with a schema (a namespace of tables) for each study.
 
-The URL comes from the environment alone, never from a study file, and no message, log or file of ours holds its password.
+The URL comes only from the environment, never from a study file; no message, log or file of muscale holds its password.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from muscale.store.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
 _DRIVERS = ("postgresql", "postgres", "postgresql+psycopg")
-_IDLE_SECONDS = 60  # a client that vanishes in the middle of a write holds up the others no longer
+_IDLE_SECONDS = 60  # after which a client that vanished during a write no longer blocks others
 _number = sa.Table("schema_number", sa.MetaData(), sa.Column("number", sa.Integer, nullable=False))
 
 
@@ -28,7 +28,7 @@ def url_from_environment() -> sa.URL:
     """The database's URL.
 
     Raises:
-        StudyDirectoryError: If it is missing, or no PostgreSQL URL; the message leaves the value out, since it may hold a password.
+        StudyDirectoryError: If the URL is missing or not for PostgreSQL; the message leaves it out, since it may hold a password.
     """
     if not (value := os.environ.get(URL_VARIABLE)):
         raise StudyDirectoryError(
@@ -60,9 +60,9 @@ class PostgresStorage(Storage):
     """One schema of a PostgreSQL database.
 
     Args:
-        url: Of the database; None takes it from the environment.
-        schema: Of the study.
-        must_exist: Refuse to begin a new one.
+        url: URL of the database; None: the URL in the environment.
+        schema: Schema of the study.
+        must_exist: Refuse to begin a new ledger.
         read_only: Refuse to write.
     """
 
@@ -76,7 +76,7 @@ class PostgresStorage(Storage):
         self._answered = self._carries_url = False
 
     def for_worker(self) -> PostgresStorage:
-        """This storage, pickled with its URL; otherwise a pickle has none, as it may end in a file."""
+        """This storage, pickled with its URL; otherwise a pickle has no URL, since it may end up in a file."""
         carrying = PostgresStorage(self._url, self.schema, must_exist=self._must_exist, read_only=self._read_only)
         carrying._carries_url = True
         return carrying
@@ -90,8 +90,8 @@ class PostgresStorage(Storage):
     @cached_property
     def _engine(self) -> sa.Engine:
         try:
-            # A worker needs one connection, and now and then one more for its heartbeat. A server may have another default for
-            # the isolation; a write would then see the state from before it waited for the lock.
+            # A worker needs one connection, and sometimes another for its heartbeat. The isolation level is set because a server's
+            # default may differ; a write would then see the state from before it waited for the lock.
             engine = sa.create_engine(self._url, pool_size=1, max_overflow=3, isolation_level="READ COMMITTED")
         except ModuleNotFoundError as error:
             raise StudyDirectoryError(
@@ -117,7 +117,7 @@ class PostgresStorage(Storage):
         return engine
 
     def _make_or_check(self, connection: sa.Connection) -> None:
-        """Make the schema and the tables of a new ledger; refuse one of another version."""
+        """Create the schema and tables of a new ledger; refuse a ledger of another version."""
         tables = sa.inspect(connection).get_table_names(schema=self.schema)
         if not tables and (self._must_exist or self._read_only):
             raise StudyDirectoryError(
@@ -136,11 +136,11 @@ class PostgresStorage(Storage):
         connection.execute(sa.insert(_number).values(number=SCHEMA))
 
     def _lock(self, connection: sa.Connection) -> None:
-        """Let one transaction of this study write at a time, until it ends."""
+        """Let only one transaction of this study write at a time, until it ends."""
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": self.schema})
 
     def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
-        """A write has the study's lock from its start; a server that is away for a while is waited for, if it ever answered."""
+        """Run a transaction; a write locks the study from its start. An unreachable server is waited for if it answered before."""
 
         def attempt() -> T:
             try:
@@ -162,10 +162,10 @@ class PostgresStorage(Storage):
 
     @contextmanager
     def snapshot(self) -> Iterator[Callable[..., Any]]:
-        """A `read` that finds one state of the database, however often and for how long it is called.
+        """Yield a `read` that sees one state of the database, however often and for how long it is called.
 
         Raises:
-            LedgerUnavailableError: If the server can't be reached; from the `read`, if it is lost on the way.
+            LedgerUnavailableError: If the server can't be reached; from the `read`, if the connection is lost later.
         """
 
         def call_checked(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -176,12 +176,12 @@ class PostgresStorage(Storage):
 
         with call_checked(lambda: self._engine.connect()) as connection:
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            # It holds up nobody's writes, and ours may take long between two reads.
+            # The snapshot blocks no writes, and the caller may take long between two reads.
             call_checked(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
             yield lambda function, *args, **kwargs: call_checked(function, connection, *args, **kwargs)
 
     def drop_unclaimed(self) -> None:
-        """Remove the schema, unless it is a study's."""
+        """Remove the schema, unless it belongs to a study."""
         self.write(_drop_unclaimed, self.schema)
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether the server may be back soon: a lost or refused connection, not a statement that it refuses."""
+    """Whether the server may be back soon: a lost or refused connection, not a refused statement."""
     return isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or (
         isinstance(error, sa.exc.DBAPIError) and error.connection_invalidated
     )
@@ -204,5 +204,5 @@ def _is_passing(error: Exception) -> bool:
 
 def _reopen(url: sa.URL | None, schema: str, must_exist: bool, read_only: bool) -> PostgresStorage:
     storage = PostgresStorage(url, schema, must_exist=must_exist, read_only=read_only)
-    storage._answered = url is not None  # the driver's was answered, so a worker may wait for it
+    storage._answered = url is not None  # the driver's storage was answered, so a worker may wait for the server
     return storage

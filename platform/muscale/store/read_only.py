@@ -1,8 +1,8 @@
-"""Read access to another study's ledger, for `learn_from` and `calibration`: nothing in it is run, and nothing is written.
+"""Read access to another study's ledger, for `learn_from` and `calibration`: executes and writes nothing.
 
-An SQLite file that somebody else made may define what is computed as it is read: a view that never ends, a generated column, a
-virtual table. Or its pages may point at each other so that a walk through them does not end. `require_safe` follows what SQLite
-advises for files that are not trusted (https://sqlite.org/security.html, section 2).
+An SQLite file from somebody else may define code that runs when it is read: a view that never ends, a generated column, a
+virtual table. Its pages may also point at each other so that a walk through them does not end. `require_safe` follows SQLite's
+advice for untrusted files (https://sqlite.org/security.html, section 2).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from muscale.store.tables import REFUSALS
 
 MAX_VALUE_BYTES = 1 << 28
 """Largest size of one value; a fit with its bootstrap takes some megabytes (assumed)."""
-_GENERATED = (2, 3)  # `hidden` in `table_xinfo`: computed when the column is read, or when it was written
+_GENERATED = (2, 3)  # `hidden` in `table_xinfo`: computed when the column is read, or when it is written
 
 Read = Callable[..., Any]
-"""Calls a function with a connection and further arguments, as `Storage.read` does."""
+"""Function that calls another with a connection and further arguments, as `Storage.read` does."""
 
 
 @contextmanager
 def open_read_only(source: Path) -> Iterator[tuple[str, Read]]:
-    """The ledger of a study's file or directory, or an SQLite file: its name for messages, and its `read` in one snapshot.
+    """Open the ledger of a study's file or directory, or an SQLite file; yield its name for messages and its `read` on one snapshot.
 
     Raises:
-        StudyDirectoryError: If there is no ledger, it has another schema, it lies on another machine, or its file is damaged or
-            defines something that would run.
+        StudyDirectoryError: If there is no ledger, it has another schema, it is on another machine, or its file is damaged or
+            defines code that would run.
         LedgerUnavailableError: If its database does not answer.
     """
     source = (source.parent if source.suffix == ".toml" else source).absolute()  # SQLite's URIs are absolute
@@ -63,14 +63,14 @@ def open_read_only(source: Path) -> Iterator[tuple[str, Read]]:
             if fault := _refusing(name, fault_of)(driver, REFUSALS["sqlite"]):
                 raise StudyDirectoryError(f"{name}: can't be read as a ledger: {fault}")
             require_schema(name, _refusing(name, sqlite_schema)(connection))
-            connection.exec_driver_sql("BEGIN")  # one snapshot for all that is read
+            connection.exec_driver_sql("BEGIN")  # one snapshot for all reads
             yield name, _refusing(name, lambda function, *args, **kwargs: function(connection, *args, **kwargs))
     finally:
         engine.dispose()
 
 
 def connect(uri: str) -> sqlite3.Connection:
-    """A connection to an untrusted file, which any thread may use; `uri` is as `read_only_uri` returns it."""
+    """Open a connection to an untrusted file; any thread may use it; `uri` comes from `read_only_uri`."""
     connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "ignore_check_constraints = ON"):
@@ -79,9 +79,9 @@ def connect(uri: str) -> sqlite3.Connection:
 
 
 def read_only_uri(path: Path) -> str:
-    """The URI by which SQLite only reads a file.
+    """The URI with which SQLite only reads a file.
 
-    A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
+    A write-ahead log in use has to be read through SQLite's locks; without a log, SQLite creates no files next to the database.
     """
     log = path.with_name(f"{path.name}-wal")
     unwritten = log.exists() and log.stat().st_size > 0
@@ -89,14 +89,14 @@ def read_only_uri(path: Path) -> str:
 
 
 def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> str:
-    """The reason why an untrusted SQLite file must not be read, or "".
+    """The reason why an untrusted SQLite file must not be read; "" if it may be read.
 
     Args:
-        connection: Of `connect`.
-        triggers: Triggers that the file may have, as SQLite keeps them.
+        connection: A connection of `connect`.
+        triggers: SQL of the triggers that the file may have, as SQLite stores it.
 
     Raises:
-        sqlite3.DatabaseError: If it is no database, or too damaged to be checked.
+        sqlite3.DatabaseError: If the file is not a database, or too damaged to be checked.
     """
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
         text = " ".join(str(sql or "").split())
@@ -113,14 +113,14 @@ def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> 
 
 
 def _refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the call; its errors are refused as faults of the source."""
+    """Wrap a call so that its errors are reported as faults of the source."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             raise StudyDirectoryError(f"{name}: can't be read as a ledger: {first_line(error)}") from None
-        except (ValueError, TypeError, LookupError, RecursionError) as error:  # what should be JSON, or in it, is not
+        except (ValueError, TypeError, LookupError, RecursionError) as error:  # a value is not JSON, or other JSON
             raise StudyDirectoryError(f"{name}: can't be read as a ledger: {type(error).__name__}: {error}") from None
 
     return checked

@@ -1,10 +1,10 @@
-"""Retention of training states: results and curves stay for ever, states only where a training may continue.
+"""Retention of training states: results and curves are kept forever, states only where training may continue.
 
-Kept are the states of running trials, of the best of each rung, of the longest end of each ladder stem (a longer ladder
-goes on from there), of whatever these started from, and all that a worker holds a lease on. While anybody holds a lease, more is
-kept: every rung of a sweep that runs, as its trials may advance, be copied or be annealed from there; the longest end of each other
-stem, as other runs may branch from it; and the last hour. A state that is needed after all is trained again from the nearest one
-that is kept, and counted as such.
+Always kept are the states of running trials, of the best trials of each rung, of the longest end of each ladder stem (a longer
+ladder continues from there), of all ancestors of these, and all states under a worker's lease. While anybody holds a lease, more
+states are kept: every rung of a running sweep, since its trials may advance, be copied or be annealed from there; the longest end
+of each other stem, since other runs may branch from it; and states of the last hour. If a removed state is needed after all,
+training is repeated from the nearest kept state, and the repetition is counted.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from muscale.store.statements import KEYS_AT_ONCE, by_key
 from muscale.store.tables import decisions, retrained, rungs, runs, segments, trials
 from scaling.presentation import Result
 
-RECENT_SECONDS = 3600.0  # a state is there a moment before its row is, and before the branch that will start from it
+RECENT_SECONDS = 3600.0  # a state is written shortly before its row, and before the branch that will start from it
 _UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning(Result):
-    """The states that a pruning keeps and removes.
+    """The states that pruning keeps and removes.
 
     Attributes:
-        kept: Bytes of the states that stay, by reason.
-        gone: Bytes of the files that go, or went, by reason.
-        files: How many go, by the same reasons.
-        retrained: How often a pruned state had to be trained again, so far.
-        retrained_tokens: Over how many tokens.
-        retrained_seconds: For how long.
+        kept: Bytes of the kept states, by reason.
+        gone: Bytes of the removed files, or of those that would be removed, by reason.
+        files: Number of these files, by the same reasons.
+        retrained: Number of times that a pruned state was trained again so far.
+        retrained_tokens: Tokens of these repetitions.
+        retrained_seconds: Seconds of these repetitions.
     """
 
     kept: dict[str, int]
@@ -54,7 +54,7 @@ class Pruning(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each reason: what happens, why, bytes."""
+        """One row per reason: what happens, why, bytes."""
         rows = [("stays", reason, size) for reason, size in self.kept.items()]
         rows += [("goes", reason, size) for reason, size in self.gone.items()]
         return pd.DataFrame(rows, columns=["what", "reason", "bytes"])
@@ -86,9 +86,9 @@ def prune(
     """Remove the states that no rule keeps, and files without a row.
 
     Args:
-        top_k: Trials of each rung whose states are kept.
-        expired: Leases whose owners are gone; by default they are looked for, which may take as long as a lease lasts.
-        finished: Sweep whose driver calls this at its end: it holds the lease, and needs no states any more.
+        top_k: Number of trials of each rung whose states are kept.
+        expired: Leases whose owners are gone; by default they are determined, which may take as long as a lease lasts.
+        finished: Sweep whose driver calls this at its end: it still holds the lease, but needs no states any more.
     """
     if expired is None:
         expired = expired_leases(ledger)
@@ -121,7 +121,7 @@ def prune(
         retrained_seconds=float(facts["retrained"][2] or 0.0),
     )
     if not dry_run:
-        for start in range(0, len(forgotten), KEYS_AT_ONCE):  # first, so that no row ever promises a file that is gone
+        for start in range(0, len(forgotten), KEYS_AT_ONCE):  # rows first, so that no row ever refers to a removed file
             ledger.forget_states(forgotten[start : start + KEYS_AT_ONCE])
         for path in (path for paths in going.values() for path in paths):
             path.unlink(missing_ok=True)
@@ -173,7 +173,7 @@ def _leftovers(states: Path, curves: Path, known: set[Path], held: set[int]) -> 
                 continue
             try:
                 old = time.time() - path.stat().st_mtime > RECENT_SECONDS
-            except FileNotFoundError:  # finished meanwhile
+            except FileNotFoundError:  # it was finished meanwhile
                 continue
             writer = path.name.removesuffix(_UNFINISHED).rpartition(".")[2]
             if old and not (unfinished and writer.isdigit() and int(writer) in held):
@@ -181,7 +181,7 @@ def _leftovers(states: Path, curves: Path, known: set[Path], held: set[int]) -> 
 
 
 def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
-    """The rows that the rules need, on one snapshot; segments only with a state, and their parents."""
+    """Rows that the rules need, on one snapshot; only segments that have a state, and their ancestors."""
     s, r = segments.c, rungs.c
     query = sa.select(s.key, s.line, s.tokens, s.state, s.created_at).where(s.state.is_not(None))
     states = [dict(row) for row in connection.execute(query).mappings()]
@@ -203,7 +203,7 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
 
 
 def _rungs(connection: sa.Connection) -> dict[str, set[str]]:
-    """The segments with a state that trials of each sweep came to a rung with."""
+    """Segments with a state at which trials of each sweep reached a rung."""
     query = sa.select(rungs.c.sweep, rungs.c.segment).join(segments, segments.c.key == rungs.c.segment)
     found: dict[str, set[str]] = {}
     for sweep, key in connection.execute(query.where(segments.c.state.is_not(None))):
@@ -212,7 +212,7 @@ def _rungs(connection: sa.Connection) -> dict[str, set[str]]:
 
 
 def _parents(connection: sa.Connection, keys: Iterable[str]) -> dict[str, str | None]:
-    """The ancestors of these segments, to the beginning."""
+    """The parents of these segments and of all their ancestors."""
     query = sa.select(segments.c.key, segments.c.parent)
     found: dict[str, str | None] = {}
     wanted = [*dict.fromkeys(keys)]
@@ -224,7 +224,7 @@ def _parents(connection: sa.Connection, keys: Iterable[str]) -> dict[str, str | 
 
 
 def _running(connection: sa.Connection) -> list[str]:
-    """Segments from which trials go on that have not arrived where they were sent: their own last one, or their donor's."""
+    """Segments from which trials continue that have not reached their target rung: their last segment, or their donor's."""
     r, d = rungs.c, decisions.c
     last = sa.select(r.sweep, r.trial, sa.func.max(r.rung).label("rung")).group_by(r.sweep, r.trial).subquery()
     sent = sa.select(d.sweep, d.trial, sa.func.max(d.until).label("until")).group_by(d.sweep, d.trial).subquery()
@@ -253,7 +253,7 @@ def _bytes(path: Path) -> int:
 
 
 def _size(n_bytes: int) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes."""
     size = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""Two runs side by side: which settings differ, both losses, and their difference."""
+"""Compares two runs: the settings that differ, both losses, and their difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 from muscale.serialization import dotted
 from muscale.store.run_selection import one_run
 
-_LONGEST = 60  # characters of a value in the table
+_LONGEST = 60  # most characters of a value in the table
 _NAMED = ("purpose", "label", "created_at", "n_params", "n_tokens", "seed")
 
 
@@ -21,9 +21,9 @@ class RunComparison:
     """Differences between two runs.
 
     Attributes:
-        losses: Held-out losses; None where a run diverged.
-        seconds: Duration of each.
-        settings: Values of both where they differ, by name: run, hyperparameters, model and data.
+        losses: Held-out losses; None for a diverged run.
+        seconds: Duration of each run.
+        settings: Differing values of both runs, by name: run, hyperparameters, model and data.
         environment: The same for machine and versions.
     """
 
@@ -35,10 +35,10 @@ class RunComparison:
 
     @classmethod
     def of(cls, runs: pd.DataFrame, first: str, second: str) -> Self:
-        """Compare two of `Ledger.runs()`.
+        """Compare two runs of `Ledger.runs()`.
 
         Args:
-            first: Key of a run, or the beginning of one key only.
+            first: Key of a run, or an unambiguous beginning of the key.
             second: The same for the other run.
 
         Raises:
@@ -59,7 +59,7 @@ class RunComparison:
 
     @property
     def difference(self) -> float | None:
-        """Loss of the second minus that of the first; None where one diverged."""
+        """Loss of the second run minus that of the first; None if one diverged."""
         first, second = self.losses
         return None if first is None or second is None else second - first
 
@@ -88,7 +88,7 @@ def _row(name: str, pair: tuple[Any, Any], none: str = "–") -> tuple[str, str,
 
 
 def _short(value: Any, none: str) -> str:
-    """A value in a table, cut off where it is long; `none` stands for None."""
+    """Format a value for a table, cut off if long; `none` represents None."""
     if value is None:
         return none
     text = f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Selection of the ledger's runs and columns by terms such as `loss<2`, which are never evaluated as code."""
+"""Selects runs and columns of the ledger by terms such as `loss<2`, which are never evaluated as code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _RULE = "a term is COLUMN, one of = != < <= > >=, and a value, such as loss<2 or
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """A choice of runs: those for which all terms hold, sorted, at most `limit`, with these columns.
+    """A selection of runs: those for which all terms hold, sorted, at most `limit`, with these columns.
 
     Attributes:
-        where: Terms `column op value`, several in one joined by `and`; a value may stand in quotes.
-        sort: A column, from the largest where it is written `-column`; None keeps the order of time. Missing values come last.
-        limit: At most so many rows; None: all.
-        columns: By name, in this order; none: those of the ledger's table.
+        where: Terms `column op value`; a text may join several with `and`, and values may be quoted.
+        sort: Sort column, descending if written `-column`; None: order of time. Missing values come last.
+        limit: Most rows; None: all.
+        columns: Names in this order; empty: those of the ledger's table.
     """
 
     where: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ class Selection:
     columns: tuple[str, ...] = ()
 
     def of(self, runs: pd.DataFrame) -> pd.DataFrame:
-        """The selected rows and columns of `Ledger.runs()`; hyperparameters may be named like columns.
+        """Select rows and columns of `Ledger.runs()`; hyperparameters can be named like columns.
 
         Raises:
-            RunSelectionError: Naming the option, the rule and the value, and for a column that there is not, the nearest.
+            RunSelectionError: Naming the option, the rule and the value, and the nearest name for an unknown column.
         """
         plain = runs.drop(columns=[name for name in (*NESTED, "diverged_because") if name in runs])
         wide = widened(runs)
@@ -73,7 +73,7 @@ class Selection:
 
 
 def widened(runs: pd.DataFrame) -> pd.DataFrame:
-    """The table of runs with a column for each hyperparameter that has none yet, and without nested values."""
+    """The table of runs with a column for each hyperparameter that has none yet, and without nested columns."""
     plain = runs.drop(columns=[name for name in NESTED if name in runs])
     values = pd.DataFrame(list(runs["hyperparameters"]), index=runs.index) if len(runs) else pd.DataFrame()
     return plain.join(values[[name for name in values.columns if name not in plain]])
@@ -83,7 +83,7 @@ def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
     """The run whose key begins with `prefix`.
 
     Raises:
-        RunSelectionError: If there is none, or more than one.
+        RunSelectionError: If no run, or more than one, matches.
     """
     found = runs[runs["key"].str.startswith(prefix)] if prefix else runs.iloc[:0]
     if len(found) == 1:
@@ -100,7 +100,7 @@ def save(runs: pd.DataFrame, path: Path) -> Path:
     """Write a table atomically as .csv or .parquet, and return the path.
 
     Raises:
-        RunSelectionError: If it is another one, or the folder is not there.
+        RunSelectionError: If the suffix is another one, or the folder does not exist.
     """
     if path.suffix not in (".csv", ".parquet"):
         raise RunSelectionError(f"--export {path}: must end in .csv or .parquet")
@@ -116,7 +116,7 @@ def save(runs: pd.DataFrame, path: Path) -> Path:
 
 
 def _terms(text: str) -> list[str]:
-    """The terms of a text, split at ` and ` outside quotes."""
+    """Split a text into terms, at ` and ` outside quotes."""
     blanked = _QUOTED.sub(lambda quoted: "'" * len(quoted.group()), text)
     ends = [(0, 0), *((found.start(), found.end()) for found in re.finditer(r"\s+and\s+", blanked)), (len(text), 0)]
     return [text[after:start] for (_, after), (start, _) in itertools.pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Incidents of a full run, kept for ever: batches left out, returns to a checkpoint, restarts."""
+"""Incidents of a full run, kept forever: batches left out, returns to a checkpoint, restarts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from muscale import json_lines
 from muscale.settings.promote import SpikePolicy
 
-INCIDENTS = "incidents.jsonl"  # in a run's directory
+INCIDENTS = "incidents.jsonl"  # file in a run's directory
 
 Action = Literal["skip", "rollback", "restart"]
 
@@ -21,10 +21,10 @@ class Incident:
     """One event of a run.
 
     Attributes:
-        step: The step that was not taken, or the first one after a restart.
+        step: The step that was not taken, or the first step after a restart.
         left_out: Positions [from, to) in tokens at which no step is taken.
-        back_to: Tokens of the checkpoint that training goes on from; None where it just goes on.
-        at: UTC.
+        back_to: Tokens of the checkpoint to which training returned; None if it did not return.
+        at: Time in UTC.
     """
 
     step: int
@@ -36,7 +36,7 @@ class Incident:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `asdict` gave, from JSON."""
+        """Rebuild an incident from the values of `asdict`, read from JSON."""
         left_out = values.get("left_out")
         return cls(**{**values, "left_out": tuple(left_out) if left_out else None})
 
@@ -47,13 +47,13 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeHandling:
-    """The handling of a run's spikes: with the guard's settings, it determines the numbers together with the segments.
+    """The handling of a run's spikes: with the guard's settings and the segments, it determines the results.
 
-    The policy alone does not tell where a run went back to, as that is where its checkpoints happened to lie; and a run that left
-    batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.
+    The policy alone does not determine which checkpoint a run returned to, since that depends on where its checkpoints were; and a
+    run that left batches out differs from a run that saw them. So both enter the key of the run in the ledger.
 
     Attributes:
-        interventions: What was done, in order; no restarts, which change no number.
+        interventions: Interventions in order; without restarts, which change no results.
     """
 
     policy: SpikePolicy
@@ -61,12 +61,12 @@ class SpikeHandling:
 
     @classmethod
     def of(cls, policy: SpikePolicy | None, incidents: Iterable[Incident]) -> Self | None:
-        """The handling in a run that ended; None where it had no policy."""
+        """The spike handling of a finished run; None if the run had no policy."""
         done = tuple(incident for incident in incidents if incident.action != "restart")
         return cls(policy=policy, interventions=done) if policy else None
 
     def within(self, start: int, end: int) -> dict[str, Any]:
-        """Plain values: the policy, and what was done whose effect begins in [start, end) tokens."""
+        """Plain values: the policy, and the interventions that take effect in [start, end) tokens."""
         done = [
             {"action": one.action, "left_out": one.left_out and list(one.left_out), "back_to": one.back_to}
             for one in self.interventions
@@ -81,10 +81,10 @@ def read_incidents(directory: Path) -> list[Incident]:
 
 
 def record_incident(directory: Path, incident: Incident) -> None:
-    """Add an incident to a run's."""
+    """Append an incident to the run's record."""
     json_lines.append(directory / INCIDENTS, asdict(incident))
 
 
 def utc_now() -> str:
-    """The time in an incident's format."""
+    """The current time in an incident's format."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

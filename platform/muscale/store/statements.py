@@ -1,6 +1,6 @@
-"""The ledger's SQL: functions of a connection with plain arguments, so that a storage can have another process run them.
+"""The ledger's SQL: functions of a connection with plain arguments, so that a storage can run them in another process.
 
-Each may be run twice when its answer was lost, with the effect of once.
+Each function may run twice if its answer was lost, with the effect of once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from muscale.store.tables import (
 )
 
 EVENTS = ("rungs", "decisions")  # tables that share the sequence numbers of a sweep
-KEYS_AT_ONCE = 500  # in one statement
+KEYS_AT_ONCE = 500  # most keys in one statement
 _OUTCOME = (
     "loss",
     "source_losses",
@@ -52,7 +52,7 @@ def find(
     *,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of a table whose columns have these values, ordered by columns, from the largest where one is written `-name`."""
+    """Rows of a table in which columns have these values, ordered by columns; `-name` orders from the largest."""
     columns = metadata.tables[table].c
     query = sa.select(metadata.tables[table])
     for name, value in (where or {}).items():
@@ -63,13 +63,13 @@ def find(
 
 
 def sweep_rows(connection: sa.Connection, sweep: str) -> dict[str, list[dict[str, Any]]]:
-    """The rows of a sweep by table, in order, on one snapshot: a decision read after its trial would be of a trial unknown."""
+    """The rows of a sweep by table, in order, on one snapshot; otherwise a decision could refer to a trial that was not read."""
     order = {"rounds": "round", "trials": "number", "rungs": "sequence", "decisions": "sequence"}
     return {table: find(connection, table, {"sweep": sweep}, [column]) for table, column in order.items()}
 
 
 def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Insert rows, but those whose keys are there already; returns how many were new."""
+    """Insert the rows whose keys do not exist yet; return the number of new rows."""
     statement = _insert_once(connection.dialect.name, table)
     return sum(connection.execute(statement, dict(row)).rowcount for row in rows)
 
@@ -82,7 +82,7 @@ def _insert_once(dialect: str, table: str) -> sa.Insert:
 
 
 def insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]) -> None:
-    """Insert a row at its time, or right after the latest one, if a clock that was set back or is another's says less."""
+    """Insert a row at its time, or right after the latest row if its clock is behind (set back, or another machine's)."""
     stamp = "registered_at" if table == forecasts.name else "created_at"
     last = connection.execute(sa.select(sa.func.max(metadata.tables[table].c[stamp]))).scalar()
     if last and last >= row[stamp]:
@@ -92,7 +92,7 @@ def insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any])
 
 
 def check_token(connection: sa.Connection, name: str, token: int) -> None:
-    """Refuse a token that the lease no longer has, inside a writing transaction.
+    """Refuse an outdated token of a lease, inside a writing transaction.
 
     Raises:
         LeaseLostError: If another owner has taken the lease since.
@@ -105,7 +105,7 @@ def check_token(connection: sa.Connection, name: str, token: int) -> None:
 def fenced(
     connection: sa.Connection, lease: str, token: int, function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """The function's result, under a lease's current token."""
+    """Run the function under the current token of a lease, and return its result."""
     check_token(connection, lease, token)
     return function(connection, *args, **kwargs)
 
@@ -113,7 +113,7 @@ def fenced(
 def claim(
     connection: sa.Connection, identity: dict[str, Any], config: dict[str, Any], created_at: str
 ) -> dict[str, Any]:
-    """Claim the ledger, as `Ledger.claim` describes it; returns the identity that it has now."""
+    """Claim the ledger, as `Ledger.claim` describes; return the ledger's identity afterwards."""
     found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
     if found is None:
         insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
@@ -128,7 +128,7 @@ def claim(
 
 
 def _is_begun(connection: sa.Connection) -> bool:
-    """Whether anything but a coordinate check was recorded, or is at work."""
+    """Whether anything but a coordinate check was recorded or is running."""
     rows = [
         *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
         sa.select(sa.literal(1)).where(results.c.kind != ResultKind.CHECK.value),
@@ -138,7 +138,7 @@ def _is_begun(connection: sa.Connection) -> bool:
 
 
 def forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
-    """Note that the states of these segments are no longer kept."""
+    """Record that the states of these segments were removed."""
     for key in keys:
         connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
 
@@ -146,7 +146,7 @@ def forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
 def find_runs(
     connection: sa.Connection, without: Sequence[str] = (), but_of: Sequence[str] = ()
 ) -> list[tuple[Any, ...]]:
-    """Every run with its result, oldest first: the columns of `runs_table`."""
+    """All runs with their results, oldest first: the columns of `runs_table`."""
     query = (
         sa.select(*_run_columns(without))
         .join_from(runs, segments, runs.c.key == segments.c.key)
@@ -157,7 +157,7 @@ def find_runs(
 
 
 def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
-    """Table of `Ledger.runs` from the rows of `find_runs`."""
+    """The table of `Ledger.runs` from the rows of `find_runs`."""
     table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
     table["loss"] = table["loss"].astype(float)
     table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
@@ -165,7 +165,7 @@ def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> 
 
 
 def least_losses(connection: sa.Connection) -> list[tuple[str, int, float | None]]:
-    """Purpose, number of runs and least loss."""
+    """Purpose, number of runs and smallest loss."""
     query = sa.select(runs.c.purpose, sa.func.count(), sa.func.min(segments.c.loss)).group_by(runs.c.purpose)
     return [tuple(row) for row in connection.execute(query.join(segments, runs.c.key == segments.c.key))]
 
@@ -175,7 +175,7 @@ def _run_columns(without: Collection[str]) -> list[sa.Column[Any]]:
 
 
 def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[Any], keys: Sequence[str]) -> list[Any]:
-    """The rows of a query whose column is one of these keys, however many they are."""
+    """The rows of a query whose column has one of these keys, for any number of keys."""
     found: list[Any] = []
     for start in range(0, len(keys), KEYS_AT_ONCE):
         found += connection.execute(query.where(column.in_(keys[start : start + KEYS_AT_ONCE])))
@@ -185,7 +185,7 @@ def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[A
 def outcomes(
     connection: sa.Connection, keys: Sequence[str], lines: Sequence[str]
 ) -> tuple[dict[str, Outcome], dict[str, list[Outcome]]]:
-    """Segments by key, and those that diverged by line, the longest first."""
+    """Segments by key, and the diverged segments by line, longest first."""
     names = [field.name for field in fields(Outcome)]
     query = sa.select(*(segments.c[name] for name in names), segments.c.line)
     diverged = query.where(segments.c.diverged_because.is_not(None)).order_by(segments.c.tokens.desc())
@@ -197,7 +197,7 @@ def outcomes(
 
 
 def run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str, float | None]]:
-    """Key and loss of those of these segments that are recorded as runs."""
+    """Key and loss of those segments that are recorded as runs."""
     query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
     return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
 

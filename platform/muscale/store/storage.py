@@ -1,8 +1,8 @@
 """Storages of a ledger: databases that run functions of a connection, each in one transaction.
 
-What is run is a function of a module with plain arguments, so that a process on another machine can run it for us
-(`muscale.store.ledger_actor`). A write may be run again when its answer was lost on the way, so running each twice must
-have the effect of once: rows are inserted once by their keys, and times are taken by the caller.
+A storage runs module-level functions with plain arguments, so that a process on another machine can run them
+(`muscale.store.ledger_actor`). A write may run again if its answer was lost, so running a function twice must have the effect of
+once: rows are inserted once by key, and the caller provides times.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from muscale.store.tables import SCHEMA, metadata
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restart
-_LONGEST_PAUSE = 1.0  # seconds between two attempts
+PATIENCE_SECONDS = 120.0  # longer than a restart of a server or an actor (assumed)
+_LONGEST_PAUSE = 1.0  # seconds between two attempts, at most
 NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
-_CACHE_KIB = 64 * 1024  # of SQLite, for the 30 MiB index of a million segments, of which it would keep 2
+_CACHE_KIB = 64 * 1024  # of SQLite, for the 30 MiB index of a million segments; the default is 2 MiB
 
 _log = logging.getLogger(__name__)
 
 
 class Storage(ABC):
-    """A database that a ledger is kept in; picklable, as each process opens its own connections.
+    """A database that keeps a ledger; picklable, since each process opens its own connections.
 
     Attributes:
-        name: What messages call it; never holds a password.
+        name: Name in messages; never holds a password.
     """
 
     name: str
 
     def for_worker(self) -> Storage:
-        """This storage as an argument of a worker's call, which may hold a password; it belongs into no file."""
+        """This storage as an argument of a worker's call; it may hold a password and must not be written to a file."""
         return self
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result, on one snapshot of the database."""
+        """Run the function on one snapshot of the database, and return its result."""
         return self.transact(function, args, kwargs, write=False)
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function while nobody else writes; what it wrote is kept when this returns, and nothing if it raises."""
+        """Run the function while nobody else writes; its changes are kept when this returns, and discarded if it raises."""
         return self.transact(function, args, kwargs, write=True)
 
     @abstractmethod
     def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
-        """Call the function with a connection and these arguments, in one transaction as `read` and `write` have it."""
+        """Call the function with a connection and these arguments, in one transaction, as for `read` and `write`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -65,10 +65,10 @@ class Storage(ABC):
 
 
 class SqliteStorage(Storage):
-    """A file of SQLite on a local disk, shared by the processes of one machine.
+    """An SQLite file on a local disk, shared by the processes of one machine.
 
     Args:
-        must_exist: Refuse to begin a new one.
+        must_exist: Refuse to begin a new ledger.
     """
 
     def __init__(self, path: Path, *, must_exist: bool = False) -> None:
@@ -104,7 +104,7 @@ class SqliteStorage(Storage):
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 self._make_or_check(connection)
                 connection.commit()
-        except sa.exc.OperationalError as error:  # locked for as long as it waits, or no folder to make it in
+        except sa.exc.OperationalError as error:  # locked for the whole waiting time, or its folder is missing
             engine.dispose()
             raise LedgerUnavailableError(f"{self.name}: the ledger can't be opened: {first_line(error)}") from None
         except sa.exc.DatabaseError as error:
@@ -116,7 +116,7 @@ class SqliteStorage(Storage):
         return engine
 
     def _make_or_check(self, connection: sa.Connection) -> None:
-        """Make the tables of a new ledger; refuse one of another schema. SQLite keeps the schema's number."""
+        """Create the tables of a new ledger; refuse a ledger of another schema. SQLite stores the schema's number."""
         if sa.inspect(connection).get_table_names():
             require_schema(self.name, sqlite_schema(connection))
             return
@@ -124,7 +124,7 @@ class SqliteStorage(Storage):
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
 
     def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
-        """A write has the lock from its start, so that what it reads can't change before it writes."""
+        """Run a transaction; a write has the lock from its start, so that what it reads can't change before it writes."""
         with self._engine.connect() as connection:
             try:
                 connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
@@ -145,7 +145,7 @@ class SqliteStorage(Storage):
 
 
 def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
-    """An error of SQLite's with what to do about it; one of a statement stays as it is."""
+    """An SQLite error with advice on what to do; errors in statements stay unchanged."""
     match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
         case ["SQLITE", "NOTADB"]:
             return StudyDirectoryError(
@@ -156,7 +156,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
                 f"{name}: the ledger is damaged: {first_line(error)}; nothing was written; bring the file back from a copy, or "
                 "begin the study anew in another directory"
             )
-        case ["SQLITE", "BUSY"]:  # it has waited for the lock as long as it may
+        case ["SQLITE", "BUSY"]:  # it has waited for the lock as long as allowed
             return LedgerUnavailableError(
                 f"{name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
             )
@@ -168,7 +168,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
 
 
 def _sqlite(path: Path, host: str) -> SqliteStorage:
-    """Unpickle a worker's storage, which never begins a ledger: elsewhere the path would be another file."""
+    """Unpickle a worker's storage, which never begins a ledger: on another machine the path would be another file."""
     if host != socket.gethostname():
         raise StudyDirectoryError(
             f"{path}: this ledger is SQLite on {host}, and the worker runs on {socket.gethostname()}; for several machines "
@@ -178,12 +178,12 @@ def _sqlite(path: Path, host: str) -> SqliteStorage:
 
 
 def sqlite_url(path: Path) -> sa.URL:
-    """The URL of a file for SQLAlchemy; as text it would end at a question mark in the path."""
+    """The SQLAlchemy URL of a file; a URL as text would end at a question mark in the path."""
     return sa.URL.create("sqlite", database=str(path))
 
 
 def sqlite_schema(connection: sa.Connection) -> int:
-    """The number of an SQLite ledger's schema; 0 in a file that is no ledger."""
+    """The schema number of an SQLite ledger; 0 for a file that is no ledger."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar() or 0)
 
 
@@ -191,7 +191,7 @@ def require_schema(name: str, found: int) -> None:
     """Refuse a ledger of another schema.
 
     Raises:
-        StudyDirectoryError: With both numbers, and what to do.
+        StudyDirectoryError: With both numbers and advice.
     """
     if found != SCHEMA:
         raise StudyDirectoryError(
@@ -201,7 +201,7 @@ def require_schema(name: str, found: int) -> None:
 
 
 def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
-    """Try again at growing intervals of up to a second, while the errors are transient.
+    """Repeat an attempt at growing intervals of up to a second, as long as its errors are transient.
 
     Raises:
         LedgerUnavailableError: If the ledger called `name` does not answer for `PATIENCE_SECONDS`.
@@ -218,14 +218,14 @@ def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception]
                     f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
                     f"again to go on ({first_line(error)})"
                 ) from None
-            if pause < _LONGEST_PAUSE <= 2 * pause:  # once
+            if pause < _LONGEST_PAUSE <= 2 * pause:  # only once
                 _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 2 * pause)
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, wherever links on the way lead."""
+    """Type of the file system that holds `path`, after following links."""
     path = path.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

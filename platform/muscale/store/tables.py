@@ -9,8 +9,8 @@ from typing import Any
 import sqlalchemy as sa
 
 SCHEMA = 9
-"""Raise it when a table, an index or what a column holds changes. Ledgers of another schema are refused: nothing was released that
-would need to be migrated."""
+"""Raise it when a table, an index or the meaning of a column changes. Ledgers of another schema are refused: no release has
+ledgers that would need to be migrated."""
 
 
 class _JsonText(sa.TypeDecorator[Any]):
@@ -34,7 +34,7 @@ metadata = sa.MetaData()
 studies = sa.Table(
     "studies",
     metadata,
-    sa.Column("study", sa.Integer, primary_key=True),  # one row: a ledger is one study's
+    sa.Column("study", sa.Integer, primary_key=True),  # a single row: a ledger belongs to one study
     sa.Column("identity", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
@@ -51,26 +51,24 @@ segments = sa.Table(
     "segments",
     metadata,
     sa.Column("key", sa.String, primary_key=True),
-    sa.Column("line", sa.String, nullable=False, index=True),  # the same training up to another end
+    sa.Column("line", sa.String, nullable=False, index=True),  # the same for all lengths of one training
     sa.Column("parent", sa.String),
     sa.Column("numerics", JSON, nullable=False),
     sa.Column("segment", JSON, nullable=False),
-    sa.Column(
-        "trained_from", sa.BigInteger, nullable=False
-    ),  # tokens; earlier ones were trained by another row of the line
+    sa.Column("trained_from", sa.BigInteger, nullable=False),  # tokens; earlier tokens belong to other rows of the line
     sa.Column("tokens", sa.BigInteger, nullable=False),
-    sa.Column("loss", sa.Float),  # validation, last weights, nats per token; null after a divergence
-    sa.Column("source_losses", JSON, nullable=False),  # the same of each source of a mixture, by name
+    sa.Column("loss", sa.Float),  # validation loss of the last weights, nats per token; null after a divergence
+    sa.Column("source_losses", JSON, nullable=False),  # the same for each source of a mixture, by name
     sa.Column("averaged_loss", sa.Float),
     sa.Column("diverged_at_step", sa.Integer),
     sa.Column("diverged_because", sa.String),
     sa.Column("seconds", sa.Float, nullable=False),
-    sa.Column("state", sa.String),  # path relative to the study's directory; null where none is kept
+    sa.Column("state", sa.String),  # path relative to the study's directory; null if no state is kept
     sa.Column("environment", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
-    sa.Index("ix_segments_created_at", "created_at"),  # the latest, which a live page asks for every second
+    sa.Index("ix_segments_created_at", "created_at"),  # a live page queries the latest every second
 )
-# Few of many segments: pruning asks for them.
+# Few of many segments have a state; pruning queries these.
 has_state = segments.c.state.is_not(None)
 sa.Index("ix_segments_state", segments.c.state, sqlite_where=has_state, postgresql_where=has_state)
 
@@ -78,7 +76,7 @@ leases = sa.Table(
     "leases",
     metadata,
     sa.Column("name", sa.String, primary_key=True),
-    sa.Column("token", sa.Integer, nullable=False),  # fencing: grows with every owner
+    sa.Column("token", sa.Integer, nullable=False),  # fencing token: grows with every owner
     sa.Column("owner", sa.String),  # null when free
     sa.Column("beat", sa.Integer, nullable=False),  # grows while the owner lives
 )
@@ -91,7 +89,7 @@ rounds = sa.Table(
     sa.Column("first_trial", sa.Integer, nullable=False),
     sa.Column("searcher", sa.String, nullable=False),
     sa.Column("space", JSON, nullable=False),
-    sa.Column("narrowed", JSON),  # what was cut, and why
+    sa.Column("narrowed", JSON),  # the removed parts of the space, and why
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -101,7 +99,7 @@ trials = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("config", JSON, nullable=False),
-    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it was begun
+    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it first trains
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -111,13 +109,13 @@ rungs = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("trial", sa.Integer, primary_key=True),
     sa.Column("rung", sa.Integer, primary_key=True),
-    sa.Column("sequence", sa.Integer, nullable=False),  # of all results and decisions of the sweep
+    sa.Column("sequence", sa.Integer, nullable=False),  # among all results and decisions of the sweep
     sa.Column("segment", sa.String, nullable=False),
-    sa.Column("tokens", sa.BigInteger, nullable=False),  # from the rung before
+    sa.Column("tokens", sa.BigInteger, nullable=False),  # since the rung before
     sa.Column("seconds", sa.Float, nullable=False),
-    sa.Column("loss", sa.Float),  # that trials are ranked by; null after a divergence
+    sa.Column("loss", sa.Float),  # ranks the trials; null after a divergence
     sa.Column("created_at", sa.String, nullable=False),
-    sa.Index("ix_rungs_sequence", "sweep", "sequence"),  # the last one is asked for with every result
+    sa.Index("ix_rungs_sequence", "sweep", "sequence"),  # every result queries the last one
 )
 
 decisions = sa.Table(
@@ -125,11 +123,11 @@ decisions = sa.Table(
     metadata,
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("trial", sa.Integer, primary_key=True),
-    sa.Column("rung", sa.Integer, primary_key=True),  # from which it goes on; without a row it does not
+    sa.Column("rung", sa.Integer, primary_key=True),  # the trial continues from this rung; without a row it does not
     sa.Column("sequence", sa.Integer, nullable=False),
-    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it goes on
+    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it continues
     sa.Column("path", JSON, nullable=False),  # [first rung, configuration] pairs
-    sa.Column("donor", sa.Integer),  # the trial whose state it goes on from, where that is another's
+    sa.Column("donor", sa.Integer),  # the trial whose state it continues from, if another
     sa.Column("created_at", sa.String, nullable=False),
     sa.Index("ix_decisions_sequence", "sweep", "sequence"),
 )
@@ -138,7 +136,7 @@ runs = sa.Table(
     "runs",
     metadata,
     sa.Column("purpose", sa.String, primary_key=True),  # sweep, tune, transfer, ladder, compare, full
-    sa.Column("key", sa.String, primary_key=True),  # of the last segment
+    sa.Column("key", sa.String, primary_key=True),  # key of the last segment
     sa.Column("stem", sa.String, nullable=False),  # line of the first segment: runs that share it share weights
     sa.Column("d_model", sa.Integer, nullable=False),
     sa.Column("n_layers", sa.Integer, nullable=False),
@@ -149,31 +147,31 @@ runs = sa.Table(
     sa.Column("hyperparameters", JSON, nullable=False),
     sa.Column("label", sa.String, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
-    sa.Index("ix_runs_key", "key"),  # of whatever purpose
+    sa.Index("ix_runs_key", "key"),  # for any purpose
     sa.Index("ix_runs_created_at", "created_at"),
 )
 
 
 class ResultKind(StrEnum):
-    """Kinds of results, one for each fact that has no table of its own."""
+    """Kinds of results, one for each fact without a separate table."""
 
     CHECK = "check"
     TRANSFER = "transfer"
     COMPARISON = "comparison"  # of the study's variants
-    OUTSIDE_RESULTS = "outside_results"  # that informed a sweep
-    OWN_METHODS = "own_methods"  # searcher and scheduler that are not the study file's
+    OUTSIDE_RESULTS = "outside_results"  # used by a sweep
+    OWN_METHODS = "own_methods"  # searcher and scheduler, if custom
     BAND = "band"
     GATE = "gate"  # of each launch
     SMOKE_TEST = "smoke_test"
     PROMOTION_STARTED = "promotion_started"
     PROMOTION = "promotion"
-    EXTERNAL_RUN_STARTED = "external_run_started"  # its losses were first read
+    EXTERNAL_RUN_STARTED = "external_run_started"  # when its losses were first read
     EXTERNAL_RUN = "external_run"
     ALARM = "alarm"
-    ALARM_WEBHOOK = "alarm_webhook"  # what came of posting the alarm
+    ALARM_WEBHOOK = "alarm_webhook"  # result of posting the alarm
     CONTINUATION_STARTED = "continuation_started"
     CONTINUATION = "continuation"
-    FAILURE = "failure"  # of a trial, or of an annealed run, that failed at every attempt
+    FAILURE = "failure"  # a trial, or an annealed run, that failed at every attempt
     CANCEL_TRIAL = "cancel_trial"
     CANCEL_STUDY = "cancel_study"
 
@@ -203,16 +201,16 @@ forecasts = sa.Table(
 retrained = sa.Table(
     "retrained",
     metadata,
-    sa.Column("key", sa.String, primary_key=True),  # of a segment whose state had been pruned
+    sa.Column("key", sa.String, primary_key=True),  # key of a segment whose state had been pruned
     sa.Column("created_at", sa.String, primary_key=True),
-    sa.Column("tokens", sa.BigInteger, nullable=False),  # that were trained again
+    sa.Column("tokens", sa.BigInteger, nullable=False),  # repeated tokens
     sa.Column("seconds", sa.Float, nullable=False),
 )
 
-# A forecast that could be edited after the run would be worth nothing.
+# A forecast that can be edited after the run has no value.
 _FINAL = "a registered forecast is final"
 REFUSALS = {
-    "sqlite": [  # a ledger of elsewhere may have these, and no others
+    "sqlite": [  # a ledger from elsewhere may have these triggers and no others
         f"CREATE TRIGGER forecasts_refuse_{verb.lower()} BEFORE {verb} ON forecasts BEGIN SELECT RAISE(ABORT, '{_FINAL}'); END"
         for verb in ("UPDATE", "DELETE")
     ],
