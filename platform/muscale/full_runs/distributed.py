@@ -1,6 +1,6 @@
-"""The ranks of one training: device, process group, a side group for objects. torchrun, srun or Ray Train starts them.
+"""The ranks of one training: device, process group, and a side group for objects. torchrun, srun or Ray Train starts the ranks.
 
-A launcher describes a rank by torchrun's environment variables, which Ray Train sets, too, and `adopt_slurm` derives from srun's.
+A launcher describes a rank by torchrun's environment variables; Ray Train sets them too, and `adopt_slurm` derives them from srun's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from muscale.errors import StageError
 
 T = TypeVar("T")
-_side: tuple[object, dist.ProcessGroup] | None = None  # the process group it was made for, and the side group
-_FIRST_PORT = 15000  # of a Slurm job's ranks: plus the last four digits of its id, as in Lightning's SLURMEnvironment
+_side: tuple[object, dist.ProcessGroup] | None = None  # the process group, and its side group
+_FIRST_PORT = 15000  # for a Slurm job's ranks: plus the last four digits of its id, as in Lightning's SLURMEnvironment
 
-_COLLECTIVES_KEPT = 2000  # by the flight recorder: some twenty steps of 32 blocks, gathered twice and reduced once each
-_NAMED = 16  # ranks in a message, at most
+_COLLECTIVES_KEPT = 2000  # by the flight recorder: some twenty steps of 32 blocks, each gathered twice and reduced once
+_NAMED = 16  # most ranks in a message
 
 
 def rank() -> int:
@@ -33,13 +33,13 @@ def rank() -> int:
 
 
 def adopt_slurm() -> None:
-    """Describe a task of an srun step by torchrun's variables, unless torchrun has set them or the step has one task.
+    """Describe a task of an srun step by torchrun's variables, unless torchrun has set them or the step has a single task.
 
-    MASTER_ADDR (by default the step's first node) and MASTER_PORT stay as they are set. Variables of srun:
+    MASTER_ADDR (default: the step's first node) and MASTER_PORT are kept if set. Variables of srun:
     https://slurm.schedmd.com/srun.html, "Output environment variables".
     """
     step = os.environ
-    if "RANK" in step or int(step.get("SLURM_STEP_NUM_TASKS", "1")) == 1:  # a batch script itself is in no step
+    if "RANK" in step or int(step.get("SLURM_STEP_NUM_TASKS", "1")) == 1:  # the batch script itself has no step
         return
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -65,7 +65,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 def rank_device() -> torch.device:
     """The device of this rank under torchrun, srun or in one process: GPU LOCAL_RANK of the node, or the CPU without CUDA.
 
-    Under Slurm, a task that sees a single GPU (`--gpus-per-task=1`) takes that.
+    Under Slurm, a task that sees a single GPU (`--gpus-per-task=1`) takes that GPU.
 
     Raises:
         StageError: If the node has fewer GPUs than ranks.
@@ -83,9 +83,9 @@ def rank_device() -> torch.device:
 
 
 def flight_recorder(folder: Path) -> dict[str, str]:
-    """Variables with which NCCL writes each rank's last collectives to `folder/rank_N` when one times out.
+    """Environment variables that make NCCL write each rank's last collectives to `folder/rank_N` when a collective times out.
 
-    A variable that is set, also by its older name, stays. Names as in torch 2.13's libtorch (FlightRecorder.hpp,
+    A variable that is already set, also by its older name, is kept. Names as in torch 2.13's libtorch (FlightRecorder.hpp,
     ProcessGroupNCCL.hpp); `torchfrtrace FOLDER` compares the ranks.
     """
     ours = {
@@ -97,10 +97,10 @@ def flight_recorder(folder: Path) -> dict[str, str]:
 
 
 def side_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A second gloo group of all ranks, beside the one for gradients; None in one process.
+    """A second gloo group of all ranks, besides the group for gradients; None in one process.
 
-    Collectives of two threads must not share a group, and NCCL can't send CPU objects. All ranks must make the first call,
-    whose timeout holds; None: torch's 30 minutes.
+    Collectives of two threads must not share a group, and NCCL can't send CPU objects. All ranks must make the first call, which
+    sets the timeout; None: torch's 30 minutes.
     """
     global _side
     if not dist.is_initialized():
@@ -117,7 +117,7 @@ def barrier() -> None:
 
 
 def broadcast_from_rank0(make: Callable[[], T]) -> T:
-    """The value of `make` on rank 0, returned on every rank; all ranks call it."""
+    """Call `make` on rank 0, and return its value on every rank; all ranks call this."""
     group = side_group()
     if group is None:
         return make()
@@ -127,7 +127,7 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """The value of each rank, by rank; all ranks call it."""
+    """The value of each rank, by rank; all ranks call this."""
     group = side_group()
     if group is None:
         return [value]
@@ -138,18 +138,18 @@ def of_all_ranks(value: T) -> list[T]:
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta, records: Path) -> Iterator[None]:
-    """Take the device, and join the process group of the launcher's ranks, unless there is only one or the group exists.
+    """Take the device, and join the process group of the launcher's ranks, unless there is a single rank or the group exists.
 
     Args:
-        timeout: Of meeting, and of collectives until a strategy sets another.
-        records: Folder for the flight recorder of a GPU's group.
+        timeout: Time limit for all ranks to join, and for collectives until a strategy sets another.
+        records: Folder for the flight recorder of a GPU group.
 
     Raises:
-        StageError: If ranks do not arrive in time; it names them.
+        StageError: If ranks do not arrive in time; the message names them.
     """
     gpu = device.type == "cuda"
     if gpu:
-        torch.cuda.set_device(device)  # first: NCCL and the mesh take the current one
+        torch.cuda.set_device(device)  # first, since NCCL and the mesh take the current device
     if joins := int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         if gpu:
             os.environ |= flight_recorder(records)
@@ -165,11 +165,11 @@ def process_group(device: torch.device, *, timeout: timedelta, records: Path) ->
     side_group(timeout)
     yield
     if joins:
-        dist.destroy_process_group()  # not after an error: it would wait for a lost peer
+        dist.destroy_process_group()  # not after an error, since it would wait for a lost peer
 
 
 def _meet(timeout: timedelta) -> Store:
-    """The ranks' store, once all of them have reached it; torch's own rendezvous counts the missing, and names none."""
+    """The ranks' store, once all ranks have reached it; torch's own rendezvous only counts the missing ranks."""
     here, n_ranks = rank(), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store

@@ -20,7 +20,7 @@ from proxy_models.training.numerics import Numerics
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Further held-out text for evaluation: folder of the corpus, and tokens."""
+    """Further held-out text for evaluation: corpus folder and number of tokens."""
 
     corpus: Path
     n_tokens: int
@@ -31,9 +31,9 @@ class InitialState:
     """The state of another run from which a run starts.
 
     Attributes:
-        checkpoint: Of the other run.
+        checkpoint: Checkpoint of the other run.
         manifest_hash: SHA-256 of the checkpoint's manifest, which has the hashes of its files.
-        recipe: Of the last step before the checkpoint, whose optimizer the moments belong to.
+        recipe: Recipe of the last step before the checkpoint; the moments belong to its optimizer.
         position: Tokens of the corpus at which this run starts.
         earlier: Held-out text of earlier corpora, by name.
     """
@@ -47,27 +47,27 @@ class InitialState:
 
 @dataclass(frozen=True, kw_only=True)
 class FullRun:
-    """A run to its annealed end.
+    """A run up to its annealed end.
 
     Attributes:
         numerics: Model, data, seed.
-        segments: To train.
-        directory: For checkpoints, metrics and result; visible to every worker.
+        segments: Segments to train.
+        directory: Folder for checkpoints, metrics and result; visible to every worker.
         corpus: Folder of the corpus.
-        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple; evaluation also at the end, and
+        checkpoint_every_tokens, evaluate_every_tokens: Act at the first step that passes a multiple; evaluate also at the end, and
             with None only there.
-        checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
+        checkpoint_every_minutes: Also save this long after the last checkpoint was started; None: not by time.
         keep_last, keep_every_tokens: As in `Checkpoints`.
-        on_spike: Spike policy; None: the guard's own action.
+        on_spike: Spike policy; None: the guard's default action.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         micro_batch: Sequences per forward and backward pass on a rank; None: the rank's share, or on a GPU the largest
             divisor of it that fits by the estimate.
         parallelism: Layout over the ranks.
         compile: Whether each block is compiled.
-        start_timeout_minutes: Until all ranks have met; also of the first step, and of what they agree on beside the steps.
-        step_timeout_minutes: Of the collectives of each later step, and of agreements between steps.
-        profile: First and last step, counted from the run's start, of which each rank writes a trace; None: none.
-        initial_state: Of another run; None: random initial values. Tokens count from this run's own start.
+        start_timeout_minutes: Limit until all ranks have joined; also for the first step, and for agreements outside the steps.
+        step_timeout_minutes: Limit for the collectives of each later step, and for agreements between steps.
+        profile: First and last step that each rank traces, counted from the run's start; None: no trace.
+        initial_state: State of another run; None: random initial values. Tokens count from this run's start.
     """
 
     numerics: Numerics
@@ -106,7 +106,7 @@ class FullRun:
         corpus: Path,
         initial_state: InitialState | None = None,
     ) -> Self:
-        """A run with the [promote] and [resources] of a study file.
+        """Make a run with the [promote] and [resources] of a study file.
 
         Raises:
             ValueError: If the settings don't fit the model, or the segments don't fit the numerics.
@@ -142,12 +142,12 @@ class FullRun:
 
     @property
     def n_tokens(self) -> int:
-        """D."""
+        """Tokens of the complete run, D."""
         return self.segments[-1].end
 
     @property
     def origin(self) -> tuple[int, Path | None]:
-        """Tokens and checkpoint at the first step: 0, and that of `initial_state` if there is one."""
+        """Tokens and checkpoint at the first step: 0, and the checkpoint of `initial_state` if there is one."""
         return 0, self.initial_state.checkpoint if self.initial_state else None
 
     @property
@@ -164,7 +164,7 @@ class FullRun:
         return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
 
     def recipe_before(self, tokens: int) -> Recipe:
-        """The recipe of the step that ends at `tokens`; at 0 that of the initial state or of the first step."""
+        """The recipe of the step that ends at `tokens`; at 0 the recipe of the initial state or of the first step."""
         if self.initial_state and tokens == 0:
             return self.initial_state.recipe
         return self.segment_at(max(tokens - 1, 0)).recipe

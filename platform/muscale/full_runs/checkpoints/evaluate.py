@@ -1,6 +1,6 @@
 """Evaluation of one checkpoint of a full run in one process: held-out loss by source, and text samples.
 
-It needs the run's directory and corpus but neither Ray nor Lightning, and may run during the training.
+The evaluation needs the run's directory and corpus but neither Ray nor Lightning, and may run during the training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from proxy_models.training.device import usable
 from proxy_models.training.optimizer import set_multipliers
 
 SAMPLE_SEED = 0
-"""Of the draws of every sample, so that those of two checkpoints differ by their weights alone."""
+"""Seed for sampling; it is the same for all checkpoints, so that samples differ only because of the weights."""
 
 
 def evaluate_checkpoint(
@@ -45,19 +45,20 @@ def evaluate_checkpoint(
 ) -> CheckpointEvaluation:
     """Evaluate a checkpoint on the held-out sequences of its run, and generate samples from prompts.
 
-    Its hashes are checked first. Only weights are read from the shards, and only torch's own index of them is unpickled.
+    Hashes are checked first. Only weights are read from the shards, and only torch's index of the shards is unpickled.
 
     Args:
-        where: Directory of a full run, for its newest intact checkpoint, or the folder of a checkpoint.
+        where: Directory of a full run, of which the newest intact checkpoint is used, or the folder of a checkpoint.
         corpus: Folder of the corpus, if it was moved since the run began.
         device: "cpu", "cuda" or "cuda:<number>".
-        prompts: One for each sample.
+        prompts: Starts of the samples, one per sample.
+        temperature: 0 always takes the likeliest token; otherwise tokens are sampled after dividing logits by the temperature.
         sample_tokens: Most tokens of a sample.
         temperature: 0 always takes the likeliest token; otherwise logits are divided by it and tokens sampled.
 
     Raises:
-        StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, is not the run's, or
-            has no tokenizer for samples; or if the loss is not finite.
+        StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, differs from the run's,
+            or has no tokenizer for samples; or if the loss is not finite.
         ValueError: If there is no such device, or a sampling argument is out of range.
     """
     began = time.perf_counter()
@@ -101,7 +102,7 @@ def _located(where: Path) -> tuple[Path, Path]:
 
 
 def _opened(folder: Path, key: str) -> Corpus:
-    """The corpus that a run was trained on."""
+    """Open the corpus that a run was trained on."""
     try:
         corpus = Corpus.open(folder)
     except (CorpusError, OSError) as error:
@@ -114,7 +115,7 @@ def _opened(folder: Path, key: str) -> Corpus:
 def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> Decoder:
     """The unsharded model with a checkpoint's weights, read onto the device, in fp32."""
     model, found = run.numerics.model, RecordReader(checkpoint).n_weights()
-    if model.n_params_total > 4 * found:  # one far too large would take long to describe
+    if model.n_params_total > 4 * found:  # a model far too large would take long to describe
         raise StageError(
             f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {model.n_params_total:,}"
         )

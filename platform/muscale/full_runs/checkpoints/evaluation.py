@@ -13,8 +13,8 @@ class Sample:
 
     Attributes:
         prompt: Start of a document.
-        text: Generated after it.
-        temperature, seed: Of the sampling.
+        text: Text generated after the prompt.
+        temperature, seed: Temperature and seed of the sampling.
     """
 
     prompt: str
@@ -28,12 +28,12 @@ class CheckpointEvaluation(Recorded):
     """An evaluated checkpoint, with values named as in the run's metrics; losses in nats per token.
 
     Attributes:
-        checkpoint: Name of its folder.
-        tokens: Trained by then.
-        val_loss: Held-out, as the run itself measures it.
-        source_losses: Of each source of a mixture; empty with one source.
-        samples: One for each prompt.
-        seconds: Of the evaluation, with loading and sampling.
+        checkpoint: Name of the checkpoint's folder.
+        tokens: Tokens trained by then.
+        val_loss: Held-out loss, as the run itself measures it.
+        source_losses: Held-out loss of each source of a mixture; empty with one source.
+        samples: One sample per prompt.
+        seconds: Duration of the evaluation, with loading and sampling.
     """
 
     checkpoint: str

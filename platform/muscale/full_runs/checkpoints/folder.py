@@ -1,4 +1,4 @@
-"""The folder of a full run's checkpoints, and their integrity: names and hashes, read without torch.
+"""The folder of a full run's checkpoints, and their integrity: reads names and hashes without torch.
 
 A folder `tokens=<n>` holds the state after n tokens and, written last, a manifest of its files' hashes.
 """
@@ -20,15 +20,15 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
 _NEEDED = {".metadata", PARAMETRIZATION}  # required to resume
-_SHARD = re.compile(r"__(\d{1,9})_\d+\.distcp")  # the rank that wrote it, as torch names it
-_MOST_NAMES = 5  # in a message
+_SHARD = re.compile(r"__(\d{1,9})_\d+\.distcp")  # the rank that wrote the file, as torch names it
+_MOST_NAMES = 5  # most names in a message
 
 
 class CheckpointFolder:
     """The checkpoints of one run.
 
     Attributes:
-        folder: Shared by all ranks.
+        folder: Folder that all ranks share.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ def tokens_of(checkpoint: Path) -> int:
     """Tokens trained at a checkpoint, from the folder's name.
 
     Raises:
-        StageError: If it is not the name of a checkpoint.
+        StageError: If the name is not that of a checkpoint.
     """
     tokens = checkpoint.name.removeprefix("tokens=")
     if not checkpoint.name.startswith("tokens=") or not tokens.isdecimal():
@@ -80,7 +80,7 @@ def require_intact(checkpoint: Path) -> None:
     """Check a checkpoint before it is read.
 
     Raises:
-        StageError: If it is not a checkpoint, does not exist, or does not match the hashes of its manifest.
+        StageError: If the path is not a checkpoint, does not exist, or does not match the hashes of its manifest.
     """
     tokens_of(checkpoint)
     if not checkpoint.is_dir():
@@ -95,17 +95,17 @@ def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:
-    """Rename a finished checkpoint into place, over an older one at the same tokens."""
+    """Rename a finished checkpoint into place, replacing an older checkpoint at the same tokens."""
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
 
 
 def find_damage(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Names of files that are gone or do not match the manifest; only the manifest's own if it can't be used.
+    """Names of files that are missing or do not match the manifest; only the manifest's name if it can't be used.
 
     Args:
-        rank, ranks: Of `ranks` that share the hashing, `rank` takes the shards that it wrote, and those of the ranks that are
-            no more; what is not a shard is rank 0's.
+        rank, ranks: When `ranks` share the hashing, `rank` checks its own shards and a part of those from ranks that no longer
+            exist; rank 0 checks all other files.
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -118,25 +118,25 @@ def find_damage(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> list[str]
 
 
 def warn_of_damage(checkpoint: Path, damaged: Sequence[str]) -> None:
-    """Log that a checkpoint is skipped, and the files for which it is."""
+    """Log that a checkpoint is skipped, and which files are damaged."""
     logging.getLogger(__name__).warning(
         "%s does not match the hashes of its manifest: %s; skipped", checkpoint, format_names(damaged)
     )
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first few of the names."""
+    """List the first few of the names."""
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(names) - _MOST_NAMES) > 0 else "")
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file."""
+    """The rank that wrote a file; 0 for files that are not shards."""
     shard = _SHARD.fullmatch(name)
     return int(shard[1]) if shard else 0
 
 
 def _matches(checkpoint: Path, name: str, digest: object) -> bool:
-    """Whether a file of the checkpoint itself, and no pipe that would wait for a writer, has this hash."""
+    """Whether a file inside the checkpoint has this hash; pipes, which would wait for a writer, and links don't match."""
     path = checkpoint / name
     try:
         return path.parent == checkpoint and stat.S_ISREG(path.lstat().st_mode) and file_sha256(path) == digest

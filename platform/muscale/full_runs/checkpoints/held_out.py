@@ -1,4 +1,4 @@
-"""The held-out loss of a model by source: one definition for runs, checkpoints and bundles."""
+"""The held-out loss of a model by source; runs, checkpoints and bundles share this definition."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def source_losses(
     rank: int = 0,
     ranks: int = 1,
 ) -> Tensor:
-    """A rank's part of the mean loss over each source's held-out sequences; in the model's precision, without dropout.
+    """A rank's part of the mean loss over each source's held-out sequences, in the model's precision, without dropout.
 
     Each sequence belongs to one rank, so the sum over ranks is exact for any number of them.
 
     Args:
-        model: On the device; if it is sharded, all its ranks call this together.
+        model: Model on the device; if sharded, all its ranks call this together.
         loss: `Family.evaluation_loss`.
-        sets: By source.
+        sets: Held-out sequences by source.
         batch: Sequences per forward pass on each rank.
         rank, ranks: Index and number of the shares of the sequences.
 
     Returns:
-        Nats per token, fp32, one for each source.
+        Losses in nats per token, fp32, one for each source.
     """
     sums = torch.zeros(len(sets), device=device)
     was_training = model.training
@@ -48,7 +48,7 @@ def source_losses(
     for source, held_out in enumerate(sets.values()):
         for part in torch.split(held_out.sequences, batch * ranks):
             share = torch.tensor_split(part, ranks)[rank]
-            # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
+            # A rank without a share still runs the forward pass, since gathering sharded weights takes all ranks.
             mean = loss(model, (share if len(share) else part[:1]).to(device))
             sums[source] += len(share) / len(held_out.sequences) * mean
     model.train(was_training)
@@ -61,7 +61,7 @@ def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Map
 
 
 def evaluate_unsharded(model: nn.Module, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
-    """The evaluation of an unsharded model over the run's own held-out sequences, in the run's precision; the model stays in it.
+    """Evaluate an unsharded model on the run's held-out sequences, in the run's precision; the model is left in that precision.
 
     Raises:
         ValueError: If the corpus has fewer held-out tokens.

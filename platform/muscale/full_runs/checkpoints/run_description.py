@@ -1,4 +1,4 @@
-"""The description of a full run in its directory: enough to rebuild the model without the study."""
+"""The description of a full run in its directory, from which the model can be rebuilt without the study."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RunDescription:
     """The model of a run, and its held-out text.
 
     Attributes:
-        numerics: Of the run.
-        multipliers: Of the forward pass, tuned ones included.
-        corpus: Folder of the corpus; relative to the run's directory in the file, as both may be moved together.
-        n_tokens: D.
+        numerics: Numerics of the run.
+        multipliers: Multipliers of the forward pass, including tuned ones.
+        corpus: Folder of the corpus; relative to the run's directory in the file, since both may be moved together.
+        n_tokens: Tokens of the complete run, D.
     """
 
     numerics: Numerics
@@ -41,7 +41,7 @@ class RunDescription:
         return cls(numerics=run.numerics, multipliers=multipliers, corpus=run.corpus, n_tokens=run.n_tokens)
 
     def write(self, directory: Path) -> None:
-        """Write it atomically to a run's directory."""
+        """Write the description atomically to a run's directory."""
         values = {
             "numerics": self.numerics.to_dict(),
             "multipliers": asdict(self.multipliers),
@@ -53,10 +53,10 @@ class RunDescription:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read it from a run's directory.
+        """Read the description from a run's directory.
 
         Raises:
-            StageError: If the directory has none, or one that can't be read.
+            StageError: If the directory has no description, or it can't be read.
         """
         path = directory / RUN
         try:

@@ -1,9 +1,9 @@
 """Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written asynchronously, hashed, renamed into place.
 
 The parametrization table is stored with the shards. The manifest of hashes is written last, everything is on the disk before the
-folder is renamed, and older checkpoints go after that, so a kill or a power failure at any time leaves an intact checkpoint. A
-checkpoint that does not match its hashes is never opened; hashes protect against damage, not against forgery. Against that, only
-plain records are unpickled: see `stored_weights`.
+folder is renamed, and older checkpoints are deleted after that, so a kill or a power failure always leaves an intact checkpoint. A
+checkpoint that does not match its hashes is never opened. Hashes protect against damage, not against forgery; against forgery,
+only plain records are unpickled: see `stored_weights`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from proxy_models.training.metrics import passes
 from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper
 
-_MEMORY = "memory"  # of the stepper, in a checkpoint
+_MEMORY = "memory"  # key of the stepper's memory in a checkpoint
 _UNFINISHED = ".unfinished"
 
 
@@ -50,9 +50,9 @@ class Checkpoints(CheckpointFolder):
     """Sharded checkpoints of one run, written and read by its ranks.
 
     Attributes:
-        folder: Shared by all ranks.
+        folder: Folder that all ranks share.
         keep_last: Number of the newest checkpoints to keep.
-        keep_every_tokens: The first checkpoint at or after each multiple is kept for good; None: none is.
+        keep_every_tokens: The first checkpoint at or after each multiple is kept forever; None: no such checkpoints.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpoints(CheckpointFolder):
         keep_every_tokens: int | None = None,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare to write; rank 0 calls `before_write` before it changes the folder, and an error of it ends the write."""
+        """Prepare to write; rank 0 calls `before_write` before it changes the folder, and an error there ends the write."""
         super().__init__(folder)
         self._before_write = before_write
         self.keep_last, self.keep_every_tokens = keep_last, keep_every_tokens
@@ -72,7 +72,7 @@ class Checkpoints(CheckpointFolder):
         self._stager: DefaultStager | None = None
 
     def latest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest intact checkpoint, or None, the same on every rank; each hashes the files it wrote."""
+        """Tokens and path of the newest intact checkpoint, or None; equal on all ranks; each hashes the files that it wrote."""
         self.finish()
         for tokens, path in broadcast_from_rank0(self.found):
             if not (damaged := _damage_found_by_ranks(path)):
@@ -84,7 +84,7 @@ class Checkpoints(CheckpointFolder):
     def save(self, stepper: Stepper, tokens: int) -> None:
         """Copy the state of all ranks to the host and write it in the background, after the previous write has ended.
 
-        The host's copy is kept for the next one, pinned on a GPU; training waits for the copy, as its next step writes the state.
+        The host's copy is reused next time, pinned on a GPU. Training waits for the copy, since its next step changes the state.
 
         Raises:
             Exception: The error of the previous write.
@@ -116,7 +116,7 @@ class Checkpoints(CheckpointFolder):
             write.result()
 
     def _complete(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
-        """After the shards are written: each rank hashes its own; rank 0 writes the manifest, renames the folder, deletes old ones."""
+        """Finish a checkpoint once its shards are written: ranks hash them; rank 0 writes the manifest, renames, deletes old ones."""
         shards.result()
         of_ranks = of_all_ranks({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
         if rank() != 0:
@@ -128,14 +128,14 @@ class Checkpoints(CheckpointFolder):
                 hashes[file.name] = file_sha256(file)
         write_manifest(unfinished, hashes)
         for path in (unfinished / PARAMETRIZATION, unfinished / MANIFEST, unfinished):
-            to_disk(path)  # torch has the shards and their index on the disk
-        self._before_write()  # again: the write may have taken minutes
+            to_disk(path)  # torch has already synced the shards and their index to the disk
+        self._before_write()  # again, since the write may have taken minutes
         put_in_place(unfinished, self.path(tokens))
         to_disk(self.folder)
         self._drop(tokens)
 
     def _drop(self, tokens: int) -> None:
-        """Delete all but the kept; later ones are damaged or from before a rollback, as this is the newest."""
+        """Delete all but the kept checkpoints; later ones are damaged or from before a rollback, since this one is the newest."""
         standing = [(number, path) for number, path in reversed(self.found()) if number <= tokens]
         kept, before = {path for _, path in standing[-self.keep_last :]}, 0
         for number, path in standing:
@@ -146,20 +146,20 @@ class Checkpoints(CheckpointFolder):
             if path not in kept:
                 unfinished = path.with_name(path.name + _UNFINISHED)
                 shutil.rmtree(unfinished, ignore_errors=True)
-                path.rename(unfinished)  # atomic, so that neither a reader nor a kill sees half of it
-        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # also of a killed attempt
+                path.rename(unfinished)  # atomic: neither a reader nor a kill sees half of it
+        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # also those of a killed attempt
             shutil.rmtree(path)
 
     def load(self, path: Path, stepper: Stepper, *, memory: bool = True) -> None:
         """Load an intact checkpoint at any world size.
 
         Args:
-            path: From `latest` or `intact`, or checked by `manifest_hash`.
-            memory: Whether to load the stepper's memory too, or start with none.
+            path: Path from `latest` or `intact`, or one that `manifest_hash` has checked.
+            memory: Whether to load the stepper's memory, or start without memory.
 
         Raises:
-            ValueError: If its parametrization table differs from the stepper's.
-            StageError: If its index or its table can't be read.
+            ValueError: If the checkpoint's parametrization table differs from the stepper's.
+            StageError: If the checkpoint's index or table can't be read.
         """
         stepper.parametrization.require(read_table(path))
         module, optimizer = stepper.module, stepper.optimizer
@@ -181,7 +181,7 @@ class Checkpoints(CheckpointFolder):
 
 
 def staging_options(device: torch.device) -> StagingOptions:
-    """Options of a device's copy to the host: from a GPU at once, into pinned memory."""
+    """Options of the copy from a device to the host: from a GPU into pinned memory, without delay."""
     on_gpu = device.type == "cuda"
     return StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
@@ -192,7 +192,7 @@ def read_table(checkpoint: Path) -> Parametrization:
     """The parametrization table of a checkpoint.
 
     Raises:
-        StageError: If it can't be read.
+        StageError: If the table can't be read.
     """
     path = checkpoint / PARAMETRIZATION
     try:
@@ -202,7 +202,7 @@ def read_table(checkpoint: Path) -> Parametrization:
 
 
 def manifest_hash_by_ranks(checkpoint: Path) -> str | None:
-    """`folder.manifest_hash` on every rank, each of which hashes the files it wrote."""
+    """Compute `folder.manifest_hash` on all ranks together; each rank hashes the files that it wrote."""
     damaged = _damage_found_by_ranks(checkpoint)
     return None if damaged else broadcast_from_rank0(lambda: file_sha256(checkpoint / MANIFEST))
 

@@ -1,7 +1,7 @@
-"""Safe reading of a sharded checkpoint in one process, whole or as a stream: only plain records are unpickled.
+"""Safe reading of a sharded checkpoint in one process, at once or as a stream: only plain records are unpickled.
 
-`torch.distributed.checkpoint` pickles the index of its shards. Here only the classes of that index may be unpickled, so it can
-create values but call nothing; tensors are read as by `torch.load(weights_only=True)`.
+`torch.distributed.checkpoint` pickles the index of its shards. Here only the classes of that index may be unpickled, so
+unpickling can create values but call nothing; tensors are read as by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from muscale.errors import StageError
 from proxy_models.tensor_files import cut
 
 MODEL = "model"
-"""What the weights are under in a checkpoint."""
+"""Prefix of the names of weights in a checkpoint."""
 MOMENTS = "optimizer.state."
-"""Before a parameter's name, a dot and the kind of the moment, such as `exp_avg`."""
+"""Prefix of the names of moments, before a parameter's name, a dot and the kind of the moment, such as `exp_avg`."""
 MEMORY = "memory."
-"""Before the names of what the steps remember."""
+"""Prefix of the names of values that the steps remember."""
 READ_BYTES = 1 << 28
-"""Streamed at a time (assumed): of a large model about a tensor, for each of which the files of all ranks are opened."""
+"""Bytes to stream at a time (assumed), about one tensor of a large model; each read opens the files of all ranks."""
 _RECORDS = {
     "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},  # a function that returns one of torch's layouts by name
+    "torch.serialization": {"_get_layout"},  # returns one of torch's layouts by name
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -50,7 +50,7 @@ UNREADABLE = (
     *(CheckpointException, OSError, pickle.UnpicklingError, RuntimeError, RecursionError, MemoryError),
     *(EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError),
 )
-"""What unpickling a broken record raises, as Python's own documentation warns, and torch at what it says."""
+"""Exceptions that unpickling a damaged record can raise, according to Python's documentation, and torch when reading it."""
 
 
 def read_weights(
@@ -59,11 +59,11 @@ def read_weights(
     """A checkpoint's weights by name, written at any world size; nothing else is read.
 
     Args:
-        shapes: Shapes and dtypes by parameter name; tensors on the meta device do.
-        device: Of the weights; another than the CPU gets them part by part.
+        shapes: Shapes and dtypes by parameter name; tensors on the meta device suffice.
+        device: Device of the weights; other devices than the CPU receive them in parts.
 
     Raises:
-        StageError: If the checkpoint can't be read, or its weights are another model's.
+        StageError: If the checkpoint can't be read, or its weights belong to another model.
     """
     reader = RecordReader(checkpoint)
     reader.require_weights(shapes)
@@ -81,7 +81,7 @@ def alone() -> Iterator[None]:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """torch's planner, which would unpickle non-tensors in full; here they must be plain values."""
+    """torch's planner would unpickle non-tensors in full; this planner accepts only plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, weights_only=True)
@@ -89,12 +89,12 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 class RecordReader(FileSystemReader):
-    """torch's reader, with an index that may hold plain records only and is read once."""
+    """torch's reader, with an index that may hold only plain records and is read once."""
 
     _index: Metadata | None = None
 
     def shapes(self) -> dict[str, Tensor]:
-        """Every tensor by its name in the checkpoint, on the meta device.
+        """All tensors by their names in the checkpoint, on the meta device.
 
         Raises:
             StageError: If the index can't be read.
@@ -115,10 +115,10 @@ class RecordReader(FileSystemReader):
         return sum(shape.numel() for name, shape in self.shapes().items() if name.startswith(f"{MODEL}."))
 
     def require_weights(self, shapes: Mapping[str, Tensor]) -> None:
-        """Require the weights of a model.
+        """Check that the checkpoint has the weights of a model.
 
         Raises:
-            StageError: If the index can't be read, or a weight is not there or has another shape.
+            StageError: If the index can't be read, or a weight is missing or has another shape.
         """
         saved = self.shapes()
         for name, shape in shapes.items():
@@ -130,19 +130,19 @@ class RecordReader(FileSystemReader):
                 )
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors by their names in the checkpoint, in place.
+        """Read tensors in place, by their names in the checkpoint.
 
         Raises:
-            StageError: If they can't be read.
+            StageError: If the tensors can't be read.
         """
         with self._readable(), alone():
             load_sharded(dict(tensors), storage_reader=self)
 
     def stream(self, shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names in the checkpoint, on the CPU; `READ_BYTES`, or one larger tensor, are in memory at a time.
+        """Yield tensors by their names in the checkpoint, on the CPU; `READ_BYTES`, or one larger tensor, are in memory at a time.
 
         Raises:
-            StageError: If they can't be read.
+            StageError: If the tensors can't be read.
         """
         for names in cut({name: shape.nbytes for name, shape in shapes.items()}, READ_BYTES):
             tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
@@ -158,10 +158,10 @@ class RecordReader(FileSystemReader):
             raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def names(self) -> Set[str]:
-        """Names in the checkpoint.
+        """All names in the checkpoint.
 
         Raises:
-            StageError: If its index can't be read.
+            StageError: If the index can't be read.
         """
         with self._readable():
             return self.read_metadata().state_dict_metadata.keys()
@@ -178,7 +178,7 @@ class RecordReader(FileSystemReader):
 
 
 class _Records(pickle.Unpickler):
-    """An unpickler of the classes of torch's index and of dtypes."""
+    """An unpickler that accepts only the classes of torch's index and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
@@ -189,7 +189,7 @@ class _Records(pickle.Unpickler):
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line; of the errors of several ranks the first."""
+    """Format an error as one line; if several ranks failed, the first error."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if isinstance(failures, dict) and failures else error
     return f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"

@@ -41,17 +41,17 @@ NOT_FORECAST = "no forecast: the law holds only for the corpus and the schedule 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(Result):
-    """A training that starts from a checkpoint of a full run; its tokens count from its own start.
+    """A training that starts from a checkpoint of a full run; its tokens count from the continuation's start.
 
     Attributes:
-        name: From its file.
-        parent: The checkpoint that it starts from, with its history.
+        name: Name in the continuation's file.
+        parent: The checkpoint at which the continuation starts, with its history.
         numerics: The parent's shape, parametrization and precision on the continuation's corpus.
-        segments: Of the continuation, from token 0.
+        segments: Segments of the continuation, from token 0.
         corpus: Training data.
-        position: Tokens of the corpus that earlier runs have read; it starts there.
+        position: Tokens of the corpus that earlier runs have read; the continuation starts there.
         on_spike: Spike handling, which changes the results.
-        directory: The study's.
+        directory: The study's folder.
     """
 
     name: str
@@ -73,17 +73,17 @@ class Continuation(Result):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that it trains, without the parent's."""
+        """Tokens that the continuation trains, without the parent's."""
         return self.segments[-1].end
 
     @property
     def compute_flops(self) -> float:
-        """6·N·D of these tokens."""
+        """6·N·D of the continuation's tokens."""
         return 6.0 * self.numerics.model.n_params * self.n_tokens
 
     @property
     def folder(self) -> Path:
-        """Folder of its checkpoints, metrics and result."""
+        """Folder of the continuation's checkpoints, metrics and result."""
         return self.directory / FULL_RUNS / self.key
 
     @property
@@ -94,7 +94,7 @@ class Continuation(Result):
 
     @property
     def lineage(self) -> tuple[LineageSegment, ...]:
-        """The parent's lineage, and this continuation to its end."""
+        """The parent's lineage, and this continuation up to its end."""
         own = {"run": self.key, "name": self.name, "tokens": self.n_tokens, "position": self.position}
         return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
 
@@ -121,7 +121,7 @@ class Continuation(Result):
         )
 
     def facts(self) -> dict[str, Any]:
-        """The ledger's record from the first launch on."""
+        """The continuation's record in the ledger, from the first launch on."""
         return {
             "name": self.name,
             "numerics": self.numerics.to_dict(),
@@ -148,7 +148,7 @@ class Continuation(Result):
 
     @property
     def notes(self) -> list[str]:
-        """Notes and warnings about its data."""
+        """Notes and warnings about the continuation's data."""
         return [
             *read_again(self.corpus, self.parent.lineage),
             *(f"warning: {line}" for line in self.corpus.warnings(self.position + self.n_tokens)),
@@ -181,7 +181,7 @@ class Continuation(Result):
 
 
 def format_lineage(lineage: tuple[LineageSegment, ...]) -> list[str]:
-    """One line for each lineage segment."""
+    """Format each lineage segment as one line."""
     return [f"  {number}. {past}" for number, past in enumerate(lineage, 1)]
 
 
@@ -196,11 +196,11 @@ def plan_continuation(
     """Read a continuation file, and write its corpus if it is new; trains nothing.
 
     Args:
-        on_progress: Called with bytes written and all bytes of the corpus.
+        on_progress: Called with written bytes and total bytes of the corpus.
 
     Raises:
         StudyFileError: If the file can't be used.
-        StageError: If there is no such parent, or it can't be continued like this.
+        StageError: If there is no such parent, or it can't be continued this way.
     """
     file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
     try:
@@ -243,7 +243,7 @@ def plan_continuation(
             on_spike=config.promote.spike_policy,
             directory=ledger.directory,
         )
-        if ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None:  # one that has started needs none
+        if ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None:  # a started one needs no checkpoint
             require_checkpoint(parent)
     except StageError as error:
         raise StageError(f"{path}: {error}") from error
@@ -251,13 +251,13 @@ def plan_continuation(
 
 
 def _corpus_settings(file: ContinuationFile, parent: Parent, config: StudyConfig) -> CorpusSettings | None:
-    """[corpus] of the file, held-out text as before where it sets nothing; None: the parent's corpus."""
+    """[corpus] of the file, with inherited settings for held-out text; None: the parent's corpus."""
     own = file.own_corpus
     if own is None:
         return None
     defaults = {
         "evaluation_tokens": parent.numerics.evaluation_tokens,
-        "validation_fraction": config.corpus.validation_fraction,  # so that held-out text of the study stays held out
+        "validation_fraction": config.corpus.validation_fraction,  # so that the study's held-out text stays held out
     }
     return own.model_copy(update={name: value for name, value in defaults.items() if name not in own.model_fields_set})
 

@@ -1,4 +1,4 @@
-"""The parent of a continuation: a checkpoint of a full run, the lineage of trainings that led to it, and what they have read."""
+"""The parent of a continuation: a checkpoint of a full run, the trainings that led to the checkpoint, and the data they have read."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PLAN = "plan"
 
 @dataclass(frozen=True, kw_only=True)
 class LineageSegment:
-    """The part of a run up to the checkpoint that the next run of the lineage starts from.
+    """The part of a run up to the checkpoint from which the next run of the lineage starts.
 
     Attributes:
         run: Key of the plan or the continuation.
-        name: Of the continuation; "plan" for a promoted run.
-        tokens: Trained up to the checkpoint.
-        corpus: Key of its corpus.
-        folder: Of that corpus, relative to the study's directory.
+        name: Name of the continuation; "plan" for a promoted run.
+        tokens: Tokens trained up to the checkpoint.
+        corpus: Key of the run's corpus.
+        folder: Folder of that corpus, relative to the study's directory.
         sources: Keys of the corpus's token files, by source.
-        position: Tokens of the corpus at which it started.
-        seed: Of the data order.
+        position: Tokens of the corpus at which the run started.
+        seed: Seed of the data order.
         evaluation_tokens: Held-out tokens.
     """
 
@@ -50,7 +50,7 @@ class LineageSegment:
 
     @classmethod
     def of(cls, corpus: Corpus, directory: Path, numerics: Numerics, **values: Any) -> Self:
-        """From a corpus and the numerics of a run."""
+        """Make the segment from a corpus and the numerics of a run."""
         return cls(
             corpus=corpus.key,
             folder=str(corpus.folder.relative_to(directory)),
@@ -71,13 +71,13 @@ class LineageSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The checkpoint that a continuation starts from.
+    """The checkpoint from which a continuation starts.
 
     Attributes:
-        checkpoint: Its path; it may be gone.
-        recipe: Of the last step before it.
-        numerics: Of its run.
-        lineage: Oldest first; the last segment is of its own run.
+        checkpoint: Path of the checkpoint, which may be gone.
+        recipe: Recipe of the last step before the checkpoint.
+        numerics: Numerics of the checkpoint's run.
+        lineage: Segments, oldest first; the last segment belongs to the checkpoint's run.
     """
 
     checkpoint: Path
@@ -87,30 +87,30 @@ class Parent:
 
     @property
     def run(self) -> str:
-        """Key of its plan or continuation."""
+        """Key of the run's plan or continuation."""
         return self.lineage[-1].run
 
     @property
     def tokens(self) -> int:
-        """Tokens of its run at the checkpoint."""
+        """Tokens that the run had trained at the checkpoint."""
         return self.lineage[-1].tokens
 
     @property
     def tokens_before(self) -> int:
-        """Tokens of the lineage."""
+        """Tokens of the whole lineage."""
         return sum(past.tokens for past in self.lineage)
 
 
 def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics: Numerics) -> Parent:
-    """The parent that a file names; `require_checkpoint` checks that its checkpoint exists.
+    """Find the parent that a file names; `require_checkpoint` checks that its checkpoint exists.
 
     Args:
         wanted: [parent] of the continuation file.
-        ledger: The study's, as are all checkpoints.
-        numerics: Of the study's full runs.
+        ledger: Ledger of the study, which has all checkpoints.
+        numerics: Numerics of the study's full runs.
 
     Raises:
-        StageError: If there is no such run, or the checkpoint lies where the batch still grows.
+        StageError: If there is no such run, or the batch still grows at the checkpoint.
     """
     directory = ledger.directory
     run = wanted.run or _promoted_last(ledger)
@@ -162,10 +162,10 @@ def require_checkpoint(parent: Parent) -> None:
 
 
 def parent_hash(parent: Parent) -> str:
-    """The manifest hash of the parent's checkpoint, after every file was checked against it.
+    """The manifest hash of the parent's checkpoint, after every file was checked against the manifest.
 
     Raises:
-        StageError: If it is damaged.
+        StageError: If the checkpoint is damaged.
     """
     if found := manifest_hash(parent.checkpoint):
         return found
@@ -183,7 +183,7 @@ def find_continuation(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | N
     """Key and record of the continuation with this key or name; no record if there is none.
 
     Raises:
-        StageError: If several have this name.
+        StageError: If several continuations have this name.
     """
     rows = ledger.results(ResultKind.CONTINUATION_STARTED)
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
@@ -202,7 +202,7 @@ def plain(lineage: tuple[LineageSegment, ...]) -> list[dict[str, Any]]:
 
 
 def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) -> int:
-    """Tokens of the corpus at which a continuation starts: after those read before in the same order, so none is repeated.
+    """Tokens of the corpus at which a continuation starts: after all tokens read before in the same order, so none is repeated.
 
     Raises:
         StageError: If the data order differs, or the corpus has a mixture whose stages end at fractions of one run.
@@ -225,7 +225,7 @@ def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) ->
 
 
 def read_again(corpus: Corpus, lineage: Sequence[LineageSegment]) -> list[str]:
-    """A line for each source that was read before as part of another corpus, as it is read from its start again."""
+    """One line for each source that was read before as part of another corpus, since it is now read from its start again."""
     lines = []
     for name, files in corpus.sources.items():
         readers = [past for past in lineage if past.corpus != corpus.key and files.key in past.sources.values()]

@@ -1,4 +1,4 @@
-"""Training of a continuation on the cluster, and its held-out losses before and after, on its corpus and on earlier ones."""
+"""Training of a continuation on the cluster, and held-out losses before and after, on its corpus and on earlier corpora."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Losses:
     """Held-out losses at one time, nats per token.
 
     Attributes:
-        own: On the continuation's corpus.
-        sources: On each source of a mixture.
-        earlier: On earlier corpora, by the label of the last run trained on each.
+        own: Loss on the continuation's corpus.
+        sources: Loss on each source of a mixture.
+        earlier: Loss on earlier corpora, by the label of the last run trained on each.
     """
 
     own: float
@@ -47,13 +47,13 @@ class Continued(Recorded):
     """A finished continuation.
 
     Attributes:
-        key, name: Of the continuation.
+        key, name: Key and name of the continuation.
         lineage: Segments from the promoted run to this continuation.
         before, after: Losses at its start and end.
-        started_at, finished_at: UTC.
+        started_at, finished_at: Times in UTC.
         world_size: Workers at the end.
         seconds: Wall time of the training.
-        goodput: As of a promoted run.
+        goodput: Goodput, as of a promoted run.
         incidents: Spikes, divergences and restarts, and what was done about each.
     """
 
@@ -73,7 +73,7 @@ class Continued(Recorded):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that it trained."""
+        """Tokens that the continuation trained."""
         return self.lineage[-1].tokens
 
     @property
@@ -111,14 +111,14 @@ class Continued(Recorded):
 def train_continuation(
     continuation: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launcher | None = None
 ) -> Continued:
-    """Train a continuation to its end, from its last checkpoint if there is one; a finished one returns its result.
+    """Train a continuation to its end, from its last checkpoint if there is one; return the result, also if it had finished before.
 
     Args:
-        ledger: The study's; records start and result.
-        launcher: Trains a run to its end, by default on the cluster.
+        ledger: Ledger of the study; records start and result.
+        launcher: Trains a run to its end; default: on the cluster.
 
     Raises:
-        StageError: If it diverged, failed for good or more often than `promote.max_failures`, or the parent's checkpoint has
+        StageError: If the run diverged, failed for good or more often than `promote.max_failures`, or the parent's checkpoint has
             changed since it started.
         PreemptedError: If this process was preempted; the workers have saved.
     """

@@ -1,1 +1,1 @@
-"""Promotion: dry run, smoke test, launch under Ray Train or other launchers, result against the forecast."""
+"""Promotion: dry run, smoke test, launch under Ray Train or other launchers, and the result compared with the forecast."""

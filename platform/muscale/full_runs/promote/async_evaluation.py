@@ -1,7 +1,7 @@
 """Asynchronous evaluation of a full run's checkpoints: Ray tasks, one at a time, on reserved resources.
 
-The resources are reserved before the training takes the cluster. Ray Train counts all resources of the nodes, also reserved ones,
-so it is given no more workers than fit.
+The resources are reserved before the training takes the cluster. Ray Train counts all resources of the nodes, including reserved
+ones, so the training gets no more workers than fit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
 
-_LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
-_ROOM_SECONDS = 60.0  # for others to free the resources (assumed)
-_PATIENCE_SECONDS = 60.0  # for an evaluation still running when the training has ended (assumed)
+_LOOK_SECONDS = 1.0  # interval between checks for a new checkpoint
+_ROOM_SECONDS = 60.0  # time for others to free the resources (assumed)
+_PATIENCE_SECONDS = 60.0  # time for an evaluation that still runs when the training has ended (assumed)
 _log = logging.getLogger(__name__)
 
 Fitting = Callable[[PromoteSettings], PromoteSettings]
@@ -39,16 +39,16 @@ Fitting = Callable[[PromoteSettings], PromoteSettings]
 
 @contextmanager
 def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
-    """While a run is trained in the block, evaluate its newest checkpoint, one at a time.
+    """While a run is trained in the block, evaluate its newest checkpoints, one at a time.
 
     Results are appended to a file in the run's directory. The run itself evaluates its last checkpoint. When the block ends
-    normally, a running evaluation has one more minute; after an interruption or error, none.
+    normally, a running evaluation gets one more minute; after an interruption or error, none.
 
     Args:
-        resources: Of one worker of the training.
+        resources: Resources of one worker of the training.
 
     Yields:
-        A function from settings to those of an attempt, with no more workers than fit.
+        A function that limits settings to the workers that fit, for one attempt.
 
     Raises:
         StageError: If the cluster has no room for the evaluator and the fewest workers, or the samples have no tokenizer.
@@ -76,7 +76,7 @@ def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: Reso
 
 
 def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, package: str) -> dict[str, Any]:
-    """Evaluate a checkpoint in a Ray task; returns the row to record."""
+    """Evaluate a checkpoint in a Ray task, and return the row to record."""
     import torch
 
     from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
@@ -131,7 +131,7 @@ class _Reservation:
             )
 
     def room(self, resources: ResourceSettings) -> int:
-        """Workers that fit on the nodes beside the reservation."""
+        """Number of workers that fit on the nodes in addition to the reservation."""
         from ray.util import placement_group_table
 
         table = placement_group_table(self._group)
@@ -146,7 +146,7 @@ class _Reservation:
         """Check that the training fits.
 
         Raises:
-            StageError: If its fewest workers would wait for ever.
+            StageError: If its smallest number of workers would wait forever.
         """
         least, room = settings.workers_min or settings.workers, self.room(resources)
         if room < least:
@@ -157,18 +157,18 @@ class _Reservation:
             )
 
     def fitting(self, settings: PromoteSettings, resources: ResourceSettings) -> PromoteSettings:
-        """The settings with at most as many workers as fit, if they allow a range."""
+        """The settings with at most as many workers as fit, if a range is allowed."""
         if settings.workers_min is None:
             return settings
         most = max(settings.workers_min, min(settings.workers, self.room(resources)))
         return settings.model_copy(update={"workers": most})
 
     def submit(self, checkpoint: Path) -> Any:
-        """Start an evaluation; returns Ray's reference to its row."""
+        """Start an evaluation, and return Ray's reference to its row."""
         return self._task.remote(checkpoint, self._options, self._threads, package_fingerprint())
 
     def give_back(self) -> None:
-        """Free the resources, and end tasks on them."""
+        """Free the resources, and end the tasks that use them."""
         import ray
         from ray.util import remove_placement_group
 
@@ -190,7 +190,7 @@ class _Evaluator:
         self._thread.start()
 
     def end(self, *, patience: float) -> None:
-        """Start no further evaluation; a running one has this many seconds."""
+        """Start no further evaluation; a running evaluation gets this many seconds."""
         self._patience_until = time.monotonic() + patience
         self._ends.set()
         self._thread.join()
@@ -200,7 +200,7 @@ class _Evaluator:
             try:
                 if path := self._next():
                     self._evaluate(path)
-            except OSError as error:  # of the file system; training matters more
+            except OSError as error:  # an error of the file system; training matters more
                 self._warn(f"the checkpoints can't be listed for now: {error}")
 
     def _next(self) -> Path | None:
@@ -223,7 +223,7 @@ class _Evaluator:
                     return
             row = ray.get(task)
         except Exception as error:  # the training continues after any error
-            if path.exists() and not self._ends.is_set():  # else it was deleted for newer ones, or the run has ended
+            if path.exists() and not self._ends.is_set():  # else newer checkpoints replaced it, or the run has ended
                 self._failed.add(tokens_of(path))
                 self._warn(
                     f"the evaluation of {path} failed, the training continues: {retries.describe(error)['error']}"

@@ -1,4 +1,4 @@
-"""The dry run of a promotion: plan, gate, memory per device, cost and workers, before anything is launched."""
+"""The dry run of a promotion: plan, gate, memory per device, cost and workers, before a launch."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The training that would be started.
+    """The training that a launch would start.
 
     Attributes:
         workers: Processes of the run.
-        cpus_per_worker, gpus_per_worker: Of each.
-        device: Of each.
+        cpus_per_worker, gpus_per_worker: CPUs and GPUs of each worker.
+        device: Device of each worker.
         sharding: Layout over the workers.
         micro_batch: Sequences per pass on a worker.
-        n_steps, n_tokens: Of the run.
-        cadence: Its saves and evaluations.
+        n_steps, n_tokens: Steps and tokens of the run.
+        cadence: Intervals of saves and evaluations.
         resumed_from: Tokens of the newest checkpoint; 0: a new run.
-        checkpoint_bytes: Of one checkpoint.
-        directory: Of the run.
-        proposed: The layout with the best predicted step among those that fit; empty where none is known.
+        checkpoint_bytes: Bytes of one checkpoint.
+        directory: Folder of the run.
+        proposed: The layout with the best predicted step among those that fit; empty if unknown.
     """
 
     workers: int
@@ -102,7 +102,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Result):
-    """The result of `muscale promote --dry-run`; memory is None where it is unknown."""
+    """The result of `muscale promote --dry-run`; memory is None if unknown."""
 
     plan: Plan
     gate: Gate
@@ -134,7 +134,7 @@ def dry_run(
     """Evaluate the gate and the launch; nothing is launched or written.
 
     Args:
-        config: The study's, with the resources to promote it on.
+        config: The study's settings, with the resources for the promotion.
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
     worker = PlannedWorker(plan=plan, config=config)
@@ -156,7 +156,7 @@ def dry_run(
     changed, n_bytes = changed_files(corpus)
     free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
     for_ever = plan.n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
-    kept = settings.keep_last + 1 + for_ever  # and the one being written
+    kept = settings.keep_last + 1 + for_ever  # plus the one being written
     gate = Gate(
         plan=plan.key,
         lines=(
@@ -222,7 +222,7 @@ def dry_run(
 
 
 def run_seconds(plan: Plan, config: StudyConfig, corpus: Corpus) -> float | None:
-    """Duration of the run's steps at the accelerator's share of the peak; None where no accelerator is named."""
+    """Duration of the run's steps at the accelerator's share of the peak; None if no accelerator is named."""
     if (device := config.plan.device) is None or not config.resources.gpus_per_worker:
         return None
     attended = attended_length(plan.model, corpus, plan.n_tokens)
@@ -231,7 +231,7 @@ def run_seconds(plan: Plan, config: StudyConfig, corpus: Corpus) -> float | None
 
 
 def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, Layout | None]:
-    """The predicted step of the run's layout, and the layout that is predicted to be the fastest."""
+    """The predicted step of the run's layout, and the layout with the fastest predicted step."""
     plan, config = worker.plan, worker.config
     proposed = propose_layout(layouts_of(plan, config, corpus))
     layout, workers = config.promote.parallelism, config.promote.workers
@@ -244,14 +244,14 @@ def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, 
 
 
 def _shared_by_products(model: Member) -> dict[str, int]:
-    """Sizes that workers of tensor parallelism share; a family without a plan of them has none."""
+    """Sizes that tensor-parallel workers share; empty for a family that does not define how to share them."""
     if not isinstance(model, ModelConfig):
         return {}
     return {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff}
 
 
 def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
-    """The decoder's kernel; nothing is known of another family's."""
+    """Gate lines about the decoder's attention kernel; nothing is known of other families' kernels."""
     model = worker.plan.model
     if not isinstance(model, ModelConfig):
         return
@@ -262,7 +262,7 @@ def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
         DTYPES[worker.plan.precision],
         model.head_dim,
         biased=model.positions == "alibi",
-        grouped=False,  # where a kernel lacks grouped heads, they are expanded
+        grouped=False,  # a kernel without grouped heads gets expanded heads
         within_documents=model.document_separator is not None,
     )
     weights = 4 * worker.micro_batch * model.n_heads * model.context_length**2
@@ -271,7 +271,7 @@ def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
 
 
 def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:
-    """Message about a held-out split that is too short for evaluations at the run's context, "" if it is not."""
+    """Message about a held-out split that is too short for evaluations at the run's context; "" if it is long enough."""
     from proxy_models.data.batches import evaluation_sets
 
     try:

@@ -23,7 +23,7 @@ from proxy_models.files import atomic_write
 
 _TRAIN = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    # A process that tells each worker's context of a node that is to leave; ours saves on SIGTERM or a notice, and asks no context.
+    # Ray's watcher informs each worker's context when a node is about to leave; our workers save on SIGTERM or a notice instead.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 
@@ -41,8 +41,8 @@ def launch(
     Each attempt resumes from the last checkpoint. A finished run is not launched again.
 
     Args:
-        run: To train; the driver does not import Lightning.
-        worker: Function of each worker; by default `train_worker`.
+        run: Run to train; the driver does not import Lightning.
+        worker: Function of each worker; default: `train_worker`.
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
@@ -82,7 +82,7 @@ def _train_with_retries(
         from muscale.full_runs.distributed import flight_recorder
 
     directory = run.directory
-    # Ray joins the group before the worker's function, so NCCL's variables must be there when it starts.
+    # Ray joins the group before the worker's function runs, so NCCL's variables must be set when the worker starts.
     variables = flight_recorder(directory / COLLECTIVES) if resources.gpus_per_worker else {}
     if variables:
         (directory / COLLECTIVES).mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def _train_with_retries(
     def attempt() -> None:
         if preempted:
             raise PreemptedError("promote: preempted; the run has saved, run the same command again to resume")
-        # Ray would copy a reported checkpoint, so none is reported and Ray keeps no state. Retries are decided here: Ray would
+        # Ray would copy a reported checkpoint, so none is reported and Ray keeps no state. Retries are decided here, since Ray would
         # treat a divergence or a preemption like a lost worker.
         TorchTrainer(
             worker,
@@ -126,8 +126,8 @@ def _train_with_retries(
 def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
     """Number of workers, or a range from which Ray Train chooses by the cluster's resources, also during the run.
 
-    Ray would choose any number in the range. If only some are valid, the largest that fits is chosen here at each start; a run
-    with fewer grows at its next start only.
+    Ray would choose any number in the range. If only some numbers are valid, the largest that fits is chosen here at each start; a
+    run on fewer workers then grows only at its next start.
     """
     sizes = settings.sizes
     if len(sizes) == 1:
@@ -138,20 +138,20 @@ def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
 
 
 def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """The largest number of workers that fits on the nodes' total resources, as Ray Train counts them; else the smallest.
+    """The largest number of workers that fits on the nodes' total resources, as Ray Train counts them; otherwise the smallest.
 
     Args:
-        sizes: Choices, ascending.
+        sizes: Possible numbers, ascending.
     """
     most = room_for(nodes, each)
     return max((size for size in sizes if size <= most), default=sizes[0])
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """One worker of the full run in Ray Train.
+    """Run one worker of the full run in Ray Train.
 
-    An error that is not retryable, such as a divergence, is written to a file; a worker for which all others would wait raises
-    it too.
+    An error that is not retryable, such as a divergence, is written to a file; it is also raised if all other workers would wait for
+    this one.
     """
     import ray.train
     import torch
@@ -163,7 +163,7 @@ def train_worker(config: dict[str, Any]) -> None:
     run: FullRun = config["run"]
     try:
         train(run, device=get_device())
-    except StageError as error:  # equal on all workers
+    except StageError as error:  # the same error on all workers
         if ray.train.get_context().get_world_rank() == 0:
             with atomic_write(run.directory / FAILURE) as unfinished:
                 unfinished.write_text(str(error))

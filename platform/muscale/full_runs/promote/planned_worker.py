@@ -1,4 +1,4 @@
-"""A worker of a planned run: its device, the sequences of a pass, and the memory that it needs."""
+"""A worker of a planned run: its device, micro-batch and memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Device:
     """The device of a worker.
 
     Attributes:
-        name: For people.
-        memory_bytes: Of the device; None if unknown here.
-        workers_on_it: Workers that share it.
-        has_bf16: Whether a GPU's products in bf16 are its own; None for a CPU, or if unknown here.
+        name: Name for messages.
+        memory_bytes: Memory of the device; None if unknown here.
+        workers_on_it: Workers that share the device.
+        has_bf16: Whether a GPU computes bf16 products natively; None for a CPU, or if unknown here.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device:
 
 
 def device_of(config: StudyConfig) -> Device:
-    """The device of a worker: the plan's accelerator, the one that this process sees, or this machine's CPU."""
+    """The device of a worker: the plan's accelerator, the GPU that this process sees, or this machine's CPU."""
     if config.resources.gpus_per_worker:
         if known := config.plan.device:
             return Device(name=known.name, memory_bytes=known.memory_bytes, has_bf16="bf16" in known.peak_flops)
@@ -61,7 +61,7 @@ def device_of(config: StudyConfig) -> Device:
 
 
 def _host_memory() -> int:
-    """Memory in bytes of this machine or container."""
+    """Memory of this machine or container, in bytes."""
     total = int(psutil.virtual_memory().total)
     limit = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
     return min(total, int(limit)) if limit.isdigit() else total
@@ -69,7 +69,7 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWorker:
-    """One of a plan's workers, which are alike; `config` is the study's, with the resources to promote the plan on."""
+    """A worker of a plan, representing all, which are alike; `config` is the study's, with the resources for the promotion."""
 
     plan: Plan
     config: StudyConfig
@@ -81,13 +81,13 @@ class PlannedWorker:
 
     @property
     def node_ranks(self) -> int:
-        """Workers on its node as far as the accelerator tells, else all of them."""
+        """Workers on the worker's node, if the accelerator's node size is known; otherwise all workers."""
         workers, links = self.config.promote.workers, LINKS.get(self.config.plan.accelerator or "")
         return min(workers, links.node_devices) if links else workers
 
     @cached_property
     def micro_batch(self) -> int:
-        """Sequences per pass: as set, or on a GPU the largest part of its share that fits, or its share.
+        """Sequences per pass: the setting, or on a GPU the largest part of the worker's share that fits, or the share.
 
         If shares differ by one sequence, the larger one counts.
         """
@@ -106,7 +106,7 @@ class PlannedWorker:
 
     @property
     def evaluation_batch(self) -> int:
-        """Sequences of an evaluation's pass."""
+        """Sequences per pass of an evaluation."""
         from proxy_models.training.device import EVALUATION_BATCH
 
         gpu = self.config.resources.gpus_per_worker
@@ -114,7 +114,7 @@ class PlannedWorker:
 
     @property
     def least_memory(self) -> int:
-        """Bytes of its weights, gradients and moments."""
+        """Bytes of the worker's weights, gradients and moments."""
         return least_memory(
             self.plan.model,
             self.plan.hyperparameters.optimizer,
@@ -123,17 +123,17 @@ class PlannedWorker:
         )
 
     def memory(self) -> MemoryEstimate:
-        """Memory of its training at the full batch.
+        """Memory that training at the full batch takes.
 
         Raises:
-            ValueError: If a model of one's own is not imported here, or can't be traced.
+            ValueError: If a custom model is not imported here, or can't be traced.
         """
         from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
         return estimated_memory(self.plan.model, micro_batch=self.micro_batch, **self._conditions)
 
     def evaluation_memory(self, training: MemoryEstimate) -> int:
-        """Bytes that it takes to evaluate beside the state of its training."""
+        """Bytes that evaluation needs in addition to the training state."""
         model, batch, conditions = self.plan.model, self.evaluation_batch, self._conditions
         precision, world_size = conditions["precision"], conditions["world_size"]
         if not isinstance(model, ModelConfig):

@@ -1,9 +1,9 @@
-"""A full run without Ray: `muscale promote --prepare` writes it to a file; ranks of torchrun or srun, or one process, train it.
+"""A full run without Ray: `muscale promote --prepare` writes a file; ranks of torchrun or srun, or one process, train the run.
 
     torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
     srun --ntasks-per-node 8 muscale train full_runs/KEY/prepared.json
 
-Once it has ended, `muscale promote` compares its result with the forecast. Until then the same command resumes it.
+When the run has ended, `muscale promote` compares its result with the forecast. Until then the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Prepared(Recorded):
     """A prepared run.
 
     Attributes:
-        path: For `muscale train`.
-        workers: Ranks by the study file; any other number works, too.
+        path: File for `muscale train`.
+        workers: Ranks according to the study file; any other number works, too.
     """
 
     path: str
@@ -77,10 +77,10 @@ def prepare(
 
 
 def read(path: Path) -> FullRun:
-    """The prepared run, with the corpus of the study, which may have been moved.
+    """Read the prepared run; the study's corpus may have been moved.
 
     Raises:
-        StageError: If `prepare` did not write the file, or something that determines the run was changed in it.
+        StageError: If `prepare` did not write the file, or a value that determines the run was changed.
     """
     return _read(path)[1]
 
@@ -119,7 +119,7 @@ def _read(path: Path) -> tuple[StudyConfig, FullRun]:
 
 
 def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
-    """The settings; a member of a family of one's own is that of the numerics, others lie in the study's record."""
+    """The settings; with a custom family the model comes from the numerics, and other members from the study's record."""
     where = f"{path}: config"
     if isinstance(model, ModuleConfig):
         problems: list[str] = []
@@ -142,7 +142,7 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _run_of(plan: Plan, config: StudyConfig, numerics: Numerics) -> str:
-    """Hash of everything that determines the run, which detects a damaged or edited file; resources are not in it."""
+    """Hash of all that determines the run, which detects a damaged or edited file; resources are left out."""
     return plan.chain(replace(numerics, guard=config.promote.guard)).key
 
 
@@ -150,14 +150,14 @@ def train_here(path: Path) -> dict[str, Any]:
     """Train a prepared run in this process, as one of torchrun's or srun's ranks if there are several.
 
     Returns:
-        As `muscale.full_runs.train.attempt.train`.
+        The result of `muscale.full_runs.train.attempt.train`.
 
     Raises:
         StageError: If the file can't be read, or the run diverges.
         LeaseHeldError: If another process trains this run.
-        PreemptedError: If it was preempted; its state is saved.
+        PreemptedError: If the run was preempted; its state is saved.
     """
-    config, run = _read(path)  # before slow imports
+    config, run = _read(path)  # before the slow imports
     if isinstance(model := run.numerics.model, ModuleConfig):
         announce(model.family)
     from muscale.full_runs.distributed import adopt_slurm, broadcast_from_rank0, process_group, rank_device
@@ -175,13 +175,13 @@ def train_here(path: Path) -> dict[str, Any]:
                 return error
             return None
 
-        if error := broadcast_from_rank0(refusal):  # on every rank, so that none waits for rank 0
+        if error := broadcast_from_rank0(refusal):  # raised on every rank, so that none waits for rank 0
             raise error
         return train(run, device=device)
 
 
 def _hold_lease(held: ExitStack, config: StudyConfig, directory: Path) -> None:
-    """Take the lease of the run in its study's ledger; a folder that was copied without the ledger has no other writer."""
+    """Take the run's lease in its study's ledger; a folder that was copied without the ledger has no other writer."""
     study = directory.parents[1]
     if not any((study / name).exists() for name in (LEDGER, LEDGER_PLACE)):
         return

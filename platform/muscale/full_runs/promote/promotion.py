@@ -1,4 +1,4 @@
-"""Promotion: the planned run is trained on the cluster and compared with its registered forecast."""
+"""Promotion: trains the planned run on the cluster and compares it with its registered forecast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from muscale.store.tables import ResultKind, runs, segments
 from proxy_models.architecture.member import NATS
 from proxy_models.training.numerics import Numerics
 
-_LABEL = "plan "  # of the full run among the ledger's runs, before the plan's key
+_LABEL = "plan "  # prefix of the full run's label in the ledger's runs, before the plan's key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,19 @@ class Promotion(Recorded):
     Attributes:
         plan: Key of the plan.
         loss: Validation loss at the end.
-        source_losses: By source of a mixture; empty with one source.
-        forecast, low, high, level: As registered.
-        registered_at, started_at, finished_at: UTC, in this order.
-        verdict: Of the transfer check at the start.
+        source_losses: Loss by source of a mixture; empty with one source.
+        forecast, low, high, level: The registered forecast.
+        registered_at, started_at, finished_at: Times in UTC, in this order.
+        verdict: Verdict of the transfer check at the start.
         forced: Whether the gate was closed and overridden.
         world_size: Workers at the end.
         seconds: Wall time of the training.
-        asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
-        gate: `Gate` as plain values, as it was at the first launch; None of an asserted run.
-        forced_lines: What any launch was forced past.
-        goodput: Share of all wall time spent on steps that counted; None of an asserted run.
+        asserted: Whether the run was trained elsewhere, and its loss is reported by the user, not verified; workers are 0 then.
+        gate: `Gate` as plain values at the first launch; None for an asserted run.
+        forced_lines: Gate lines that any launch was forced past.
+        goodput: Share of all wall time spent on steps that counted; None for an asserted run.
         incidents: Spikes, divergences and restarts of its workers, and what was done about each.
-        run_events: The run events and alarms in order of time; shown, but recorded in places of their own.
+        run_events: Incidents and alarms in order of time; shown here, but recorded elsewhere.
     """
 
     DERIVED = ("residual", "relative_error", "inside")
@@ -143,7 +143,7 @@ def begin(
 
 
 def _after(registered_at: str) -> str:
-    """The current time, but later than the recorded one: the clock may have been set back."""
+    """The current time, but at least later than the recorded time: the clock may have been set back."""
     earliest = datetime.fromisoformat(registered_at) + timedelta(microseconds=1)
     return max(now(), earliest.isoformat(timespec="microseconds"))
 
@@ -160,7 +160,7 @@ def promote(
     """Train the plan to its end, from its last checkpoint if there is one, and record the outcome with the gate.
 
     Raises:
-        StageError: As `begin`; if the run diverged, failed for good or more often than `promote.max_failures`.
+        StageError: As `begin`; also if the run diverged, failed for good or more often than `promote.max_failures`.
         PreemptedError: If this process was preempted; the workers have saved.
     """
     registered, started = begin(plan, config, ledger, verdict=verdict, gate=gate)
@@ -194,9 +194,9 @@ def promote(
 
 
 def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> Promotion | None:
-    """The recorded outcome of a plan's run, with its events; None before its end.
+    """The recorded outcome of a plan's run, with its events; None before the run's end.
 
-    `asserted`: Of the run trained elsewhere.
+    `asserted` selects the outcome of a run trained elsewhere.
     """
     values = ledger.result(ResultKind.EXTERNAL_RUN if asserted else ResultKind.PROMOTION, plan)
     if values is None:
@@ -205,9 +205,9 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
 
 
 def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics) -> Promotion | None:
-    """The promotion of another plan that trained this plan's run to its end, None if there is none.
+    """The promotion of another plan that trained this plan's run to its end; None if there is none.
 
-    A later fit makes another plan of the same run, whose loss is known by then: it is neither trained again nor forecast.
+    A later fit makes another plan of the same run. Its loss is known by then, so the run is neither trained again nor forecast.
     """
     trained = plan.chain(replace(numerics, guard=config.promote.guard)).key
     others = [
@@ -218,7 +218,7 @@ def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numer
 
 
 def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
-    """Refuse settings about spikes that are not the plan's."""
+    """Refuse spike settings that differ from the plan's."""
     ours = config.promote.spike_handling
     for name in dict.fromkeys([*plan.spike_handling, *ours]):
         if plan.spike_handling.get(name) != ours.get(name):

@@ -1,7 +1,7 @@
-"""The smoke test: a few steps of the real run, with its own launch path and devices, in a temporary folder.
+"""The smoke test: a few steps of the real run, with its launch path and devices, in a temporary folder.
 
-The first launch trains some steps and saves; the second resumes, evaluates and saves. So memory, speed, saving and resuming are
-tested before the run is paid for. The batch is the largest, after the ramp.
+The first launch trains some steps and saves; the second resumes, evaluates and saves. This tests memory, speed, saving and resuming
+before the run is paid for. The batch has its largest size, that after the ramp.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 
 LEAST_STEPS = 5
-"""Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
-_PEAKS = "peaks"  # a file for each rank
+"""Least steps of a launch: the first is slow, the second has an evaluation, the third a save, and the fifth is undisturbed."""
+_PEAKS = "peaks"  # folder with a file for each rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeTest(Recorded):
-    """Measurements, and the forecast for the run.
+    """Measurements, and the forecast of the run's duration.
 
     Attributes:
-        plan: Its key.
-        at: UTC.
+        plan: Key of the plan.
+        at: Time in UTC.
         world_size: Workers.
-        device: Of the first.
-        steps: Of each launch.
-        batch_tokens: Of a step.
-        step_seconds: Median of the steps that were followed by nothing else.
-        evaluation_seconds, save_seconds: That training waited for one.
-        start_seconds: Of a launch that resumes, before its first step and after its last.
-        resumed_from: Tokens that the second launch resumed from.
-        peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
-        estimated_bytes: Of a rank, of the training alone; None where it is unknown.
+        device: Device of the first worker.
+        steps: Steps of each launch.
+        batch_tokens: Tokens of a step.
+        step_seconds: Median of the undisturbed steps.
+        evaluation_seconds, save_seconds: Time that training waited for an evaluation, and for a save.
+        start_seconds: Time of a resuming launch before its first step and after its last.
+        resumed_from: Tokens at which the second launch resumed.
+        peak_bytes: Peak memory of each rank: allocated on its GPU, or of the whole process on a CPU.
+        estimated_bytes: Estimated memory of a rank, for the training alone; None if unknown.
         losses: Training loss of each step, nats per token.
-        n_tokens: Of the whole run.
-        evaluations, saves: Of the whole run, at multiples of their tokens and at its end.
-        save_minutes: Between two saves of the whole run at most; None: not by time.
+        n_tokens: Tokens of the whole run.
+        evaluations, saves: Their numbers in the whole run, at multiples of their tokens and at its end.
+        save_minutes: Longest time between two saves of the whole run; None: not by time.
     """
 
     DERIVED = ("tokens_per_second", "counted_seconds", "wall_seconds", "goodput")
@@ -85,17 +85,17 @@ class SmokeTest(Recorded):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of all workers together, in steps."""
+        """Speed of all workers together, during steps."""
         return self.batch_tokens / self.step_seconds
 
     @property
     def counted_seconds(self) -> float:
-        """Forecast: of the run's steps alone."""
+        """Forecast of the duration of the run's steps alone."""
         return self.n_tokens / self.tokens_per_second
 
     @property
     def wall_seconds(self) -> float:
-        """Forecast: of the whole run, evaluations, saves and one launch with it, without faults."""
+        """Forecast of the duration of the whole run, with evaluations, saves and one launch, without faults."""
         by_time = self.counted_seconds / (60 * self.save_minutes) if self.save_minutes else 0.0
         saves = max(self.saves, by_time)
         waits = self.evaluations * self.evaluation_seconds + saves * self.save_seconds
@@ -103,7 +103,7 @@ class SmokeTest(Recorded):
 
     @property
     def goodput(self) -> float:
-        """Forecast: share of the wall time that steps take, without faults."""
+        """Forecast of the share of wall time spent on steps, without faults."""
         return self.counted_seconds / self.wall_seconds
 
     def __str__(self) -> str:
@@ -135,11 +135,11 @@ def smoke_test_on_cluster(
     """Run the smoke test of a plan on the cluster, and record it in the ledger.
 
     Raises:
-        StageError: If a launch fails, or the run is too short for it.
+        StageError: If a launch fails, or the run is too short.
     """
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
-    within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
+    within = config.promote.model_copy(update={"evaluation": "sync"})  # so that only the run is measured
     memory = None
     with suppress(ValueError):  # a model that can't be traced
         memory = PlannedWorker(plan=plan, config=config).memory()
@@ -161,8 +161,8 @@ def smoke_test(
     """Train the first steps of a run in two launches and measure them; its directory is emptied first and removed at the end.
 
     Args:
-        run: The whole run, in a directory of its own.
-        train: Trains a run to its end, in ranks that each call `measured`.
+        run: The whole run, in a separate directory.
+        train: Function that trains a run to its end, in ranks that each call `measured`.
 
     Raises:
         StageError: If the run is too short, or the second launch did not resume from the first.
@@ -180,13 +180,13 @@ def smoke_test(
         part = replace(
             run,
             segments=beginning(run.segments, end),
-            evaluate_every_tokens=(steps + 2) * batch,  # this and the save in the second launch only
+            evaluate_every_tokens=(steps + 2) * batch,  # this and the save only in the second launch
             checkpoint_every_tokens=(steps + 3) * batch,
             checkpoint_every_minutes=None,
         )
         began = time.perf_counter()
         train(part)
-        wall = time.perf_counter() - began  # of the second
+        wall = time.perf_counter() - began  # of the second launch
     found = SmokeTest(
         plan=plan,
         steps=steps,
@@ -229,7 +229,7 @@ def measured(directory: Path, rank: int, train: Callable[[], object]) -> None:
 
 
 def smoke_test_worker(config: dict[str, Any]) -> None:
-    """One worker of a smoke test in Ray Train."""
+    """Run one worker of a smoke test in Ray Train."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -237,13 +237,13 @@ def smoke_test_worker(config: dict[str, Any]) -> None:
 
 
 def _process_peak() -> int:
-    """Peak memory of this process in bytes; the system counts kibibytes, macOS bytes."""
+    """Peak memory of this process in bytes; Linux counts kibibytes, macOS bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[str, Any]:
-    """The measured fields of `SmokeTest`, from the files of the two launches, of which the second took `wall` seconds."""
+    """The measured fields of `SmokeTest`, from the files of both launches; the second launch took `wall` seconds."""
     if not (directory / RESULT).exists():
         raise StageError(f"smoke test: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())
@@ -256,13 +256,13 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[s
             f"{steps * batch}; the records are in {directory}"
         )
     stamps = [row["seconds"] for row in rows]
-    took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by number, from 1
-    evaluated, saved = (steps + 2, steps + 3), steps + 4  # the step that waits may be the one itself, or the next
+    took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by step number, from 1
+    evaluated, saved = (steps + 2, steps + 3), steps + 4  # the evaluated step itself may wait, or the next
     slow = {steps + 1, *evaluated, saved}
     step_seconds = statistics.median(seconds for step, seconds in took.items() if step not in slow)
     evaluation = max(0.0, sum(took[step] for step in evaluated) - 2 * step_seconds)
     save = max(0.0, took[saved] - step_seconds)
-    trained = stamps[-1] - stamps[steps]  # of the second launch, without its first step
+    trained = stamps[-1] - stamps[steps]  # in the second launch, without its first step
     return {
         "at": now(),
         "world_size": int(result["environment"]["world_size"]),

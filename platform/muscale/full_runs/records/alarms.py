@@ -1,4 +1,4 @@
-"""Alarms of a run outside its band: found in its evaluations, recorded once in the ledger, posted to a webhook."""
+"""Alarms of a run outside its band: found in its evaluations, recorded once in the ledger, and posted to a webhook."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Alarm(Recorded):
 
     Attributes:
         plan: Key of the plan.
-        first_tokens: Tokens of the first of them, which with the plan identifies the alarm.
-        tokens: Tokens of the evaluation that raised it.
-        loss, low, high: Measured there, and the band.
+        first_tokens: Tokens of the first evaluation outside, which together with the plan identifies the alarm.
+        tokens: Tokens of the evaluation that raised the alarm.
+        loss, low, high: Measured loss and the band at these tokens.
         place: "above" or "below" the band.
-        evaluations: Number in a row.
-        asserted: Whether the run is trained elsewhere and its losses are reported by its owner.
+        evaluations: Number of consecutive evaluations outside.
+        asserted: Whether the run is trained elsewhere and its losses are reported by the user, not verified.
     """
 
     DERIVED = ("text",)
@@ -51,12 +51,12 @@ class Alarm(Recorded):
 
     @property
     def key(self) -> str:
-        """Key in the ledger; the same after a resumption that measures the same losses again."""
+        """Key in the ledger; stays the same if a resumed run measures the same losses again."""
         return f"{self.plan}{' external' if self.asserted else ''} {self.first_tokens}"
 
     @property
     def text(self) -> str:
-        """Message for people."""
+        """The message of the alarm."""
         return (
             f"alarm: the loss of plan {self.plan} is {self.loss:.4f} after {self.tokens:,} tokens, {self.place} the band "
             f"[{self.low:.4f}, {self.high:.4f}], and was outside in {self.evaluations} evaluations in a row"
@@ -92,15 +92,15 @@ def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asser
 
 
 def known_alarms(ledger: Ledger, alarms: Sequence[Alarm]) -> set[str]:
-    """Keys of the alarms that are in the ledger."""
+    """Keys of those alarms that are in the ledger."""
     return {alarm.key for alarm in alarms if ledger.result(ResultKind.ALARM, alarm.key)}
 
 
 def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None) -> list[str]:
-    """Record new alarms and post each to the webhook; only one of several processes does.
+    """Record new alarms and post each to the webhook; of several processes only one does.
 
     Args:
-        webhook: Name of the environment variable that holds the URL; None: no webhook.
+        webhook: Name of the environment variable with the URL; None: no webhook.
 
     Returns:
         Lines to print, without the URL, which is a secret.
@@ -121,7 +121,7 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
 
 
 def post(variable: str, payload: dict[str, Any]) -> str | None:
-    """POST the payload as JSON to the URL in an environment variable; returns the failure, without the URL, or None."""
+    """POST the payload as JSON to the URL in an environment variable; return the failure, without the URL, or None."""
     url = os.environ.get(variable, "")
     if not url:
         return "the variable is not set"
@@ -135,7 +135,7 @@ def post(variable: str, payload: dict[str, Any]) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
         return f"status {error.code}"
-    except urllib.error.URLError as error:  # its reason is the socket's, without the URL's path
+    except urllib.error.URLError as error:  # its reason comes from the socket, without the URL's path
         return type(error.reason).__name__ if isinstance(error.reason, Exception) else "no connection"
     except (OSError, ValueError, http.client.HTTPException) as error:  # their messages may hold the URL
         return type(error).__name__

@@ -1,6 +1,6 @@
-"""Attempts at one full run: each resumes from the last checkpoint and records how it ended; the last one writes the result.
+"""Attempts at one full run: each resumes from the last checkpoint and records how it ended; the last attempt writes the result.
 
-The record of an attempt's start is its claim to the run's folder: an earlier attempt, such as one that hung, writes no more.
+The record of an attempt's start claims the run's folder: earlier attempts, such as one that hung, write nothing more.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from proxy_models.files import atomic_write
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
-    """The result of a finished run, or None."""
+    """The result of a finished run; None if unfinished."""
     result = directory / RESULT
     return dict(json.loads(result.read_text())) if result.exists() else None
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at the run of a directory, known by a random key, which all its ranks share."""
+    """An attempt at the run of a directory, identified by a random key that all its ranks share."""
 
     directory: Path
     key: str
 
     @classmethod
     def new(cls, directory: Path) -> Self:
-        """An attempt that has not begun."""
+        """Make an attempt that has not begun."""
         return cls(directory, secrets.token_hex(8))
 
     def begin(self, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
-        """Claim the folder after `tokens` tokens; returns the seconds of earlier steps and the incidents so far."""
+        """Claim the folder after `tokens` tokens; return the seconds of earlier steps and the incidents so far."""
         if known := json_lines.read(self.directory / goodput.ATTEMPTS):
             restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
             record_incident(self.directory, restart)
@@ -72,7 +72,7 @@ class Attempt:
         try:
             yield
         except BaseException as error:
-            if self.is_last:  # else it would be taken for the end of the later attempt
+            if self.is_last:  # otherwise it would count as the end of the later attempt
                 goodput.record_attempt(self.directory, "stop", rank=rank(), step=step(), **retries.describe(error))
             raise
 
@@ -98,23 +98,23 @@ class Attempt:
 
 
 def _why_ended(known: list[dict[str, Any]]) -> str:
-    """Why the last attempt ended: the error of the rank that failed; its peers only report a lost connection."""
+    """Why the last attempt ended: the error of the failed rank; its peers only report a lost connection."""
     began = max((number for number, record in enumerate(known) if record["event"] == "start"), default=0)
     stops = [record for record in known[began:] if record["event"] == "stop"]
     first = next((record for record in stops if record["kind"] != "lost"), stops[0] if stops else None)
-    # The start of a long message is enough; the record of the attempt has all of it.
+    # The start of a long message is enough; the attempt's record has all of it.
     return str(first["error"]).splitlines()[0][:160] if first else "killed, or the machine was lost"
 
 
 def go_back(directory: Path, tokens: int) -> float:
-    """Drop the records after `tokens` tokens and record how long those steps took; returns the seconds up to `tokens`."""
+    """Drop the records after `tokens` tokens and record the time of those steps; return the seconds up to `tokens`."""
     metrics = directory / METRICS
     rows = json_lines.read(metrics)
     kept = [row for row in rows if row["tokens"] <= tokens]
     if metrics.exists():
-        json_lines.keep(metrics, kept)  # also removes a torn last line
+        json_lines.keep(metrics, kept)  # also removes an incomplete last line
     evaluations = json_lines.read(directory / EVALUATIONS)
-    if any(row["tokens"] > tokens for row in evaluations):  # rare: they are of intact checkpoints
+    if any(row["tokens"] > tokens for row in evaluations):  # rare, since evaluations use intact checkpoints
         json_lines.keep(directory / EVALUATIONS, [row for row in evaluations if row["tokens"] <= tokens])
     if seconds := goodput.seconds_of([row for row in rows if row["tokens"] > tokens]):
         goodput.record_attempt(directory, "back", tokens=tokens, repeated_seconds=seconds)

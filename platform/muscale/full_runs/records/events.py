@@ -1,7 +1,7 @@
-"""Events of a full run in order of time, for every output that shows them.
+"""Events of a full run in order of time, for all outputs that show them.
 
-Workers, which have no ledger, write incidents to the run's directory, and the recorded promotion has them too; whoever monitors
-the run records alarms in the ledger.
+Workers, which have no ledger, write incidents to the run's directory, and the recorded promotion has the incidents too. Alarms
+are recorded in the ledger by the process that monitors the run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Event(Recorded):
     """An alarm, or an incident of the workers.
 
     Attributes:
-        at: UTC, ISO 8601.
+        at: Time in UTC, ISO 8601.
         kind: "alarm", or the action after an incident: "skip", "rollback", "restart".
-        message: For people.
+        message: Text of the event.
     """
 
     at: str
@@ -60,7 +60,7 @@ def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
 
 
 def _incidents(ledger: Ledger, plan: str) -> list[Incident]:
-    """Incidents from the run's directory, or from the recorded promotion if that is gone."""
+    """Incidents from the run's directory; if that is gone, from the recorded promotion."""
     found = read_incidents(ledger.directory / FULL_RUNS / plan)
     recorded = ledger.result(ResultKind.PROMOTION, plan) or {}
     return found or [Incident.from_dict(values) for values in recorded.get("incidents", ())]

@@ -1,7 +1,7 @@
 """Goodput: the share of wall time spent on steps that counted, after restarts, repeated steps and waits.
 
-The metrics have the time of steps, evaluations and waits for a checkpoint; a restart drops those after its checkpoint and records
-their time with the attempts.
+The metrics have the time of steps, evaluations and waits for a checkpoint; a restart drops the rows after its checkpoint and
+records their time with the attempts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from muscale import json_lines
 from muscale.layout import METRICS
 from muscale.serialization import Recorded
 
-ATTEMPTS = "attempts.jsonl"  # in a run's directory: start, first tokens and end of each attempt
+ATTEMPTS = "attempts.jsonl"  # file in a run's directory: start, first tokens and end of each attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class Goodput(Recorded):
     """Seconds of wall time, from the first attempt's start to the run's end.
 
     Attributes:
-        wall: In total.
-        steps: Of steps that counted.
-        evaluation: Of evaluations during the run.
-        blocked: Waiting for a checkpoint's copy, or for the previous write.
-        repeated: Of steps that were trained again, as far as recorded.
+        wall: Total.
+        steps: Time of steps that counted.
+        evaluation: Time of evaluations during the run.
+        blocked: Time waiting for a checkpoint's copy, or for the previous write.
+        repeated: Time of steps that were trained again, as far as recorded.
     """
 
     DERIVED = ("share", "rest")
@@ -40,7 +40,7 @@ class Goodput(Recorded):
 
     @property
     def share(self) -> float:
-        """Steps that counted over wall time."""
+        """Share of wall time spent on steps that counted."""
         return self.steps / self.wall if self.wall else 0.0
 
     @property
@@ -85,4 +85,4 @@ def measure(directory: Path, *, blocked_at_end: float = 0.0) -> Goodput:
         "repeated": total("repeated_seconds", attempts),
     }
     passed = time.time() - min((record["at"] for record in attempts), default=time.time())
-    return Goodput(wall=max(passed, sum(parts.values())), **parts)  # a clock set back would give too little
+    return Goodput(wall=max(passed, sum(parts.values())), **parts)  # the sum is used if a clock was set back

@@ -25,17 +25,17 @@ class PreemptionNotice:
         self._looked = float("-inf")
 
     def listen(self) -> None:
-        """Install signal handlers in the main thread; Lightning's own would start a collective in mid-step."""
+        """Install signal handlers in the main thread; Lightning's handlers would start a collective in the middle of a step."""
         if threading.current_thread() is not threading.main_thread():
             return
         for which in (signal.SIGTERM, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
             signal.signal(which, self._hear)
 
     def __call__(self) -> bool:
-        """Whether a notice has arrived; the file is looked for at most every `_LOOK_SECONDS`, as shared disks are slow."""
+        """Whether a notice has arrived; the file is checked at most every `_LOOK_SECONDS`, since shared disks are slow."""
         if not self._heard and time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
-            if self.file.exists():  # never back to False: a signal may have come meanwhile
+            if self.file.exists():  # never reset to False: a signal may have arrived meanwhile
                 self._heard = True
         return self._heard
 

@@ -1,4 +1,4 @@
-"""Retries of a run: after lost machines, not after its own errors, by the error's type and whether it recurs at the same step."""
+"""Retries of a run: after lost machines, not after the run's own errors; decided by type of error and recurrence at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muscale.full_runs.records.goodput import ATTEMPTS
 Kind = Literal["preempted", "lost", "device", "program", "unknown"]
 T = TypeVar("T")
 
-# By class name over the MRO, as neither Ray nor a CUDA build of torch may be installed.
+# By class name over the MRO, since neither Ray nor a CUDA build of torch may be installed.
 _LOST = {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError", "NCCLHangError"),
@@ -36,7 +36,7 @@ _DEVICE_WORDS = re.compile(r"\bCUDA\b|cudnn|cublas|\bECC\b|\bHIP error|out of me
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The end of an attempt on a rank; `error` is its type and message without numbers, which vary."""
+    """The end of an attempt on a rank; `error` holds type and message without numbers, which vary."""
 
     attempt: int
     step: int
@@ -45,7 +45,7 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error: a preemption, a lost worker (also its peers' errors), a device, the program."""
+    """The kind of an error: a preemption, a lost worker (also its peers' errors), a device, or the program."""
     names = {ancestor.__name__ for ancestor in type(error).__mro__}
     if isinstance(error, PreemptedError) or "PreemptionError" in names or getattr(error, "preempted", False):
         return "preempted"
@@ -61,9 +61,9 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def root_causes(error: BaseException) -> list[BaseException]:
-    """The errors of single ranks behind that of a worker group or a checkpoint; a single error is its own cause.
+    """The errors of single ranks behind the error of a worker group or a checkpoint; a single error is its own cause.
 
-    Peers of a failed rank lose the connection to it: their errors count only if there is no other.
+    Peers of a failed rank lose their connection to it; their errors count only if there are no others.
     """
     causes = list(_unwrapped(error))
     first = [cause for cause in causes if kind_of(cause) != "lost"]
@@ -72,10 +72,10 @@ def root_causes(error: BaseException) -> list[BaseException]:
 
 def _unwrapped(error: BaseException) -> Iterator[BaseException]:
     inner: list[Any] = []
-    for name in ("worker_failures", "failures"):  # of Ray Train's worker group, of a sharded checkpoint
+    for name in ("worker_failures", "failures"):  # errors of Ray Train's worker group, and of a sharded checkpoint
         if isinstance(of_ranks := getattr(error, name, None), dict):
             inner += [one[0] if isinstance(one, tuple) else one for one in of_ranks.values()]
-    for name in ("_base_exc", "cause", "controller_failure"):  # of an error from a Ray worker
+    for name in ("_base_exc", "cause", "controller_failure"):  # causes of an error from a Ray worker
         inner.append(getattr(error, name, None))
     inner = [one for one in inner if isinstance(one, BaseException)]
     if not inner:
@@ -88,7 +88,7 @@ def is_retryable(error: BaseException, history: Sequence[Failure] = ()) -> bool:
     """Whether another attempt may succeed.
 
     Args:
-        history: How all attempts ended, the last one too; the same error at the same step twice will recur. The loss of a
+        history: Ends of all attempts, including the last; an error that occurred twice at the same step will recur. The loss of a
             peer has no known cause and may recur at any step.
     """
     if any(kind_of(cause) == "program" for cause in root_causes(error)):
@@ -106,7 +106,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def failures(directory: Path) -> list[Failure]:
-    """The ends of a run's attempts, as recorded by its ranks; a killed attempt records nothing."""
+    """The ends of a run's attempts, as recorded by the ranks; a killed attempt records nothing."""
     attempt, found = 0, []
     for record in json_lines.read(directory / ATTEMPTS):
         attempt += record["event"] == "start"
@@ -130,7 +130,7 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             return attempt()
         except failed as error:
             reason = describe(error)
-            history = failures(directory)[known:]  # the user may have fixed earlier causes
+            history = failures(directory)[known:]  # earlier causes may have been fixed by the user
             stopped = max((failure.step for failure in history), default=0)
             if reason["kind"] != "preempted" or stopped <= reached:
                 count += 1

@@ -1,4 +1,4 @@
-"""Incremental reading of a run's metrics, one JSON object per step with `val_loss` where it was evaluated, and of its evaluations."""
+"""Incremental reading of a run's metrics (one JSON object per step, with `val_loss` if evaluated), and of its evaluations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COLUMNS = ("tokens", "train_loss", "val_loss", "seconds", "mfu")
 
 
 class MetricsTail:
-    """Reads new lines only; a file that was replaced, as after a resumption, is read from its start.
+    """Reads only new lines; a file that was replaced, as after a resumption, is read from its start.
 
     Args:
-        path: Of the file, which may not exist yet.
-        columns: To read, `tokens` first.
+        path: Path of the file, which may not exist yet.
+        columns: Columns to read, `tokens` first.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = _COLUMNS) -> None:
@@ -31,7 +31,7 @@ class MetricsTail:
         self._table: pd.DataFrame | None = None
 
     def table(self) -> pd.DataFrame:
-        """The columns of all complete lines so far; NaN where a line has no value."""
+        """The columns of all complete lines so far; NaN if a line has no value."""
         if self.path.exists():
             self._advance()
         if self._table is None:
@@ -49,14 +49,14 @@ class MetricsTail:
                 self._table = None
             file.seek(self._read)
             text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        complete = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
         if complete:
             self._table = None
         self._read += len(complete)
         for line in complete.splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:  # torn by a kill
+            except ValueError:  # damaged by a kill
                 continue
             for name, column in self._columns.items():
                 column.append(row.get(name))
@@ -70,11 +70,11 @@ class RunRecords:
         self._own, self._async = MetricsTail(self.metrics), MetricsTail(directory / EVALUATIONS)
 
     def steps(self) -> pd.DataFrame:
-        """Columns tokens, train_loss, val_loss, seconds, mfu: a row for each step, with the run's own evaluations."""
+        """Columns tokens, train_loss, val_loss, seconds, mfu: one row per step, with the run's own evaluations."""
         return self._own.table()
 
     def evaluations(self) -> pd.DataFrame:
-        """Columns tokens, val_loss, by tokens; where both exist the run's own evaluation, not the asynchronous one."""
+        """Columns tokens, val_loss, by tokens; the run's own evaluation takes precedence over an asynchronous evaluation."""
         tables = self._own.table(), self._async.table()
         found = [table.dropna(subset=["val_loss"])[["tokens", "val_loss"]] for table in tables]
         whole = pd.concat([table for table in found if len(table)] or found[:1])

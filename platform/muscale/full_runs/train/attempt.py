@@ -1,6 +1,6 @@
-"""One rank's attempt at a full run: joins the other ranks, and trains from the last intact checkpoint to the end.
+"""A rank's attempt at a full run: joins the other ranks, and trains from the last intact checkpoint to the end.
 
-It is independent of Ray: the same function runs in a Ray Train worker, under torchrun or srun, or in one process.
+The attempt does not depend on Ray: the same function runs in a Ray Train worker, under torchrun or srun, or in one process.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
 def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]:
-    """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
+    """Train the run to its end, from its last intact checkpoint if there is one; return the result, also if it had finished before.
 
     Args:
-        device: Of this rank, by its launcher; None: `rank_device`.
+        device: Device of this rank, from its launcher; None: `rank_device`.
 
     Returns:
         `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
         `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
 
     Raises:
-        StageError: If the run diverges, or its ranks can't be laid over the devices.
-        ValueError: If the model's family can't be imported here, or has another source.
-        LeaseLostError: If another attempt has begun since; this one wrote nothing after that.
-        PreemptedError: If it was preempted; its state is saved.
+        StageError: If the run diverges, or its ranks don't fit the layout or the devices.
+        ValueError: If the model's family can't be imported here, or its source differs.
+        LeaseLostError: If another attempt has begun since; this attempt wrote nothing after that.
+        PreemptedError: If the run was preempted; its state is saved.
     """
     import_family(run.numerics.model)
     device = device or rank_device()
@@ -86,7 +86,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
             accelerator="cpu" if device.type == "cpu" else "gpu",
             devices=1 if device.type == "cpu" else [device.index],
             max_epochs=1,
-            use_distributed_sampler=False,  # every rank counts every step
+            use_distributed_sampler=False,  # every rank counts all steps
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -112,7 +112,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
 
 
 def _origin(run: FullRun) -> tuple[int, Path | None]:
-    """Tokens and checkpoint at the run's start, after a check of the checkpoint.
+    """Tokens and checkpoint at the run's start, after checking the checkpoint.
 
     Raises:
         StageError: On every rank, if the checkpoint has changed.

@@ -1,4 +1,4 @@
-"""The held-out losses of a run that its ranks measure together, between steps."""
+"""The held-out losses of a run, which its ranks measure together between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proxy_models.training.fsdp import settle
 
 
 class Evaluation:
-    """The held-out sequences of a run's corpus, and of the earlier ones of a continuation."""
+    """The held-out sequences of a run's corpus, and of earlier corpora of a continuation."""
 
     def __init__(
         self, run: FullRun, corpus: Corpus, *, device: torch.device, data_rank: int, data_ranks: int, compiled: bool
@@ -39,11 +39,11 @@ class Evaluation:
         self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in earlier.items()}
 
     def measure(self, model: nn.Module, micro_batch: int | None) -> dict[str, Any]:
-        """Mean loss over the held-out sequences; all ranks call it.
+        """Mean loss over the held-out sequences; all ranks call this.
 
         Returns:
-            `val_loss`, and of a mixture `source_losses` by name; of a continuation on another corpus
-            `earlier_losses` by name; nats per token.
+            `val_loss`; for a mixture also `source_losses` by name; for a continuation on another corpus also `earlier_losses` by name;
+            nats per token.
         """
         batch = evaluation_batch(self._device, micro_batch)
         losses = evaluation_of(self._corpus, self._sets, self._losses(model, self._sets, batch))
@@ -51,7 +51,7 @@ class Evaluation:
         return losses | ({"earlier_losses": earlier} if earlier else {})
 
     def _losses(self, model: nn.Module, sets: Mapping[str, EvaluationSet], batch: int) -> dict[str, float]:
-        """Mean loss of each set, independent of the number of ranks; in the run's precision, eager, without dropout."""
+        """Mean loss of each set, independent of the number of ranks; in the run's precision, not compiled, without dropout."""
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
             losses = source_losses(
                 model, self._loss, sets, device=self._device, batch=batch, rank=self._rank, ranks=self._ranks
@@ -59,5 +59,5 @@ class Evaluation:
         settle(model)
         if dist.is_initialized():
             dist.all_reduce(losses)
-            losses /= self._same_share  # each share counts once for every rank of its products
+            losses /= self._same_share  # all ranks that share the products of a share count it
         return dict(zip(sets, losses.tolist(), strict=True))

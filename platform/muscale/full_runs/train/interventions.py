@@ -1,7 +1,7 @@
 """Interventions after loss spikes, and their effect on later steps.
 
-Skipping a batch is skipping a position: its tokens count and the schedule advances, but no step is taken. Positions come from the
-record of incidents, so a resumed or rolled back run skips the same.
+Skipping a batch means skipping a position: its tokens count and the schedule advances, but no step is taken. Positions come from
+the record of incidents, so a resumed or rolled back run skips the same positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proxy_models.recipes.schedule import warmup_factor
 
 
 class Interventions:
-    """The incidents and the spike policy of one run, equal on all ranks."""
+    """The incidents and the spike policy of a run, equal on all ranks."""
 
     def __init__(self, policy: SpikePolicy | None, ramp: BatchRamp, incidents: list[Incident]) -> None:
         self.policy, self.incidents = policy, incidents
@@ -39,7 +39,7 @@ class Interventions:
         return (incident.left_out for incident in self.incidents if incident.left_out)
 
     def rewarmth(self, tokens: int, batch_tokens: int) -> float:
-        """Re-warming factor on the rate of the step after `tokens` tokens, from earlier rollbacks."""
+        """Re-warming factor on the rate of the step after `tokens` tokens, due to earlier rollbacks."""
         rewarm = self.policy.rewarm_tokens if self.policy else 0
         returns = [one.back_to for one in self.incidents if one.action == "rollback" and one.back_to is not None]
         return min(

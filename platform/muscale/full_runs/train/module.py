@@ -63,14 +63,14 @@ class FullRunModule(L.LightningModule):
         interventions: Interventions,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False  # the complete step of `proxy_models`
+        self.automatic_optimization = False  # `proxy_models` takes the complete step
         self.run, self.start, self.resume = run, start, resume
         self.tokens = self._recorded = start
         self.attempt, self.checkpoints, self.interventions = attempt, checkpoints, interventions
         self.model: nn.Module | None = None
         self.compiled = False
         self.step_log = StepLog(run.directory / METRICS, attempt)
-        self._spent = spent  # seconds, by earlier attempts up to the start
+        self._spent = spent  # seconds that earlier attempts took up to the start
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
         self.garbage = Garbage()
@@ -106,7 +106,7 @@ class FullRunModule(L.LightningModule):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share; ranks of one tensor-parallel group have the same."""
+        """Index of this rank's share; equal for all ranks of a tensor-parallel group."""
         return int(self.global_rank) // self.run.parallelism.tensor_parallel
 
     @property
@@ -117,11 +117,11 @@ class FullRunModule(L.LightningModule):
         return self.model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer of the last step before the start, whose moments are in the checkpoint even at a swap."""
+        """The optimizer of the last step before the start; the checkpoint has its moments, even where the optimizer is swapped."""
         return self._make_optimizer(self.run.recipe_before(self.start))
 
     def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
-        """The optimizer of a recipe, with groups by parameter name, after sharding."""
+        """Make the optimizer of a recipe, with groups by parameter name, after sharding."""
         return make_optimizer(self.configured, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
@@ -158,11 +158,11 @@ class FullRunModule(L.LightningModule):
         self.step_log.start_clock(self._spent)
 
     def on_train_end(self) -> None:
-        """Write the trace of a run that ended in its steps."""
+        """Write the trace, if the run ended within the traced steps."""
         self._profile.stop()
 
     def on_train_start(self) -> None:
-        """Install the preemption handler in place of Lightning's, and evaluate the initial state of a continuation."""
+        """Install the preemption handler instead of Lightning's, and evaluate the initial state of a continuation."""
         self._notice.listen()
         metrics = self.run.directory / METRICS
         if self.run.initial_state and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
@@ -170,7 +170,7 @@ class FullRunModule(L.LightningModule):
             self.step_log.flush()
 
     def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
-        """Set the state after `tokens` tokens: the checkpoint's, or initial weights if there is none."""
+        """Restore the state after `tokens` tokens: from the checkpoint, or initial weights if there is none."""
         run = self.run
         self._stepper = Stepper(
             self.configured,
@@ -190,14 +190,14 @@ class FullRunModule(L.LightningModule):
             before_part=lambda last: between_parts(self.configured, run.parallelism.sharding, last=last),
         )
         if checkpoint:
-            # A guard with another corpus's losses would take the first ones here for spikes.
+            # A guard with losses of another corpus would take the first losses here for spikes.
             self.checkpoints.load(checkpoint, self._stepper, memory=tokens > 0)
         self.tokens = self._recorded = tokens
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
-        """Take the steps up to the next agreement of the ranks; then read their figures, and evaluate, save and end if that is due.
+        """Take the steps up to the next agreement of the ranks; then read their figures, and evaluate, save and end if due.
 
-        Lightning broadcasts and waits for the device in each of its calls, and so does the read: not in each step, therefore.
+        Lightning broadcasts and waits for the device in each call of this method, and so does the read, so a call takes several steps.
         """
         run, before = self.run, self._recorded
         if self.tokens == run.n_tokens:
@@ -210,7 +210,7 @@ class FullRunModule(L.LightningModule):
                 if self.tokens == run.n_tokens or self._passes_evaluation(before) or self._passes_checkpoint(before):
                     break
         except BaseException:
-            with suppress(Exception):  # as the device may be what failed
+            with suppress(Exception):  # the device itself may have failed
                 self._read_at_failure()
             raise
         n_taken = self.step_log.n_unread
@@ -228,7 +228,7 @@ class FullRunModule(L.LightningModule):
 
     @property
     def _skips_to_end(self) -> bool:
-        """Whether the last batches are skipped."""
+        """Whether all remaining batches are skipped."""
         return self.tokens < self.run.n_tokens <= self.interventions.position(self.tokens)
 
     def _passes_evaluation(self, before: int) -> bool:
@@ -258,7 +258,7 @@ class FullRunModule(L.LightningModule):
         self.step_log.add(before, self.tokens, number, began=began, rate_factor=rate_factor, loss=loss, norm=norm)
 
     def _read(self) -> bool:
-        """Read the figures of the steps taken, and record those that count; False if the last one does not.
+        """Read the figures of the steps taken, and record those that count; False if the last step does not count.
 
         Raises:
             StageError: If the run diverged.
@@ -278,7 +278,7 @@ class FullRunModule(L.LightningModule):
         return last == self.tokens
 
     def _read_at_failure(self) -> None:
-        """Record the steps taken, up to the first that is in question, unless the device waits for a rank that is lost."""
+        """Record the steps taken, up to the first doubtful step, unless the device waits for a lost rank."""
         if finishes(self.device, within=2 * MOST_SECONDS):
             for one, row, verdict in self.step_log.read(self._stepper):
                 if isinstance(verdict, Divergence) or (verdict and self.run.on_spike):
@@ -336,17 +336,17 @@ class FullRunModule(L.LightningModule):
         self._go_on_from(start, checkpoint, optimizer)
 
     def _go_on_under(self, recipe: Recipe) -> None:
-        """Replace the optimizer by the recipe's, in Lightning too."""
+        """Replace the optimizer by that of the recipe, in Lightning too."""
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
         self._stepper.go_on_under(recipe, optimizer)
 
     def _act(self, before: int) -> None:
-        """Evaluate and save what has become due since `before` tokens, and end the run if it was preempted.
+        """Evaluate and save if due since `before` tokens, and end the run if it was preempted.
 
         Raises:
             StageError: If the run diverged by its validation loss.
-            PreemptedError: Once the state is saved.
+            PreemptedError: After the state is saved.
         """
         run, tokens, flags = self.run, self.tokens, self._flags
         at_end = tokens == run.n_tokens
@@ -362,7 +362,7 @@ class FullRunModule(L.LightningModule):
             if divergence:
                 raise StageError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
             self.step_log.rows[-1] |= losses
-        self.step_log.flush()  # before the save: a checkpoint implies that the rows before it are written
+        self.step_log.flush()  # before the save, since a checkpoint implies that the rows before it are written
         if at_end or flags.saves or flags.ends or self._passes_checkpoint(before):
             with self.step_log.blocking():
                 self.checkpoints.save(self._stepper, tokens)
@@ -370,7 +370,7 @@ class FullRunModule(L.LightningModule):
                 if at_end or flags.ends:
                     self.checkpoints.finish()
         if flags.ends and not at_end:
-            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice was followed
+            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice has taken effect
             raise PreemptedError(f"promote: preempted, saved at {tokens:,} tokens")
 
     def _evaluate(self) -> dict[str, Any]:

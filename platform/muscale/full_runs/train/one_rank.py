@@ -1,6 +1,6 @@
-"""One rank of a full run in this process: two steps of a member, sharded as by a full run, against the lean loop's.
+"""A rank of a full run in this process: two steps of a member, sharded as by a full run, compared with the lean loop.
 
-It finds before a promotion what FSDP2 can't train, and values that only a member built without values and sharded has.
+Before a promotion this finds what FSDP2 can't train, and values that differ if a member is built without values and sharded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.step import Stepper
 
 _SEQUENCES = 2
-_RELATIVE = 1e-3  # of the losses; one rank sums in the lean loop's order, and no family of the tests differs by 1e-6
+_RELATIVE = 1e-3  # for losses; one rank sums in the lean loop's order, and no family of the tests differs by 1e-6
 
 
 def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus) -> None:
-    """Take two steps of a member on one FSDP2 rank over gloo, every unit sharded, and compare the losses with the lean loop's.
+    """Take two steps of a member on one FSDP2 rank over gloo, with every unit sharded, and compare the losses with the lean loop's.
 
     Raises:
-        FamilyError: If FSDP2 can't train the model, or its losses differ; it names the modules or parameters.
+        FamilyError: If FSDP2 can't train the model, or its losses differ; the message names the modules or parameters.
     """
     n_tokens, context = 10_000 * hyperparameters.batch_tokens, numerics.model.context_length
     plain_values = replace(hyperparameters, batch_doublings=0, batch_ramp_tokens=0, warmup_floor_tokens=0)
     recipe = plain_values.resolve(n_tokens)
     sequences = training_stream(corpus, context, seed=0, run_tokens=n_tokens).batch(0, _SEQUENCES * context)
-    # fp16 is for one process, and a guard needs more steps than these.
+    # fp16 needs a single process without FSDP2, and a guard needs more steps.
     precision: Precision = "fp32" if numerics.precision == "fp16" else numerics.precision
     numerics = replace(numerics, precision=precision, guard=None)
     member, parametrization = numerics.model, numerics.parametrization(recipe.optimizer)
@@ -61,7 +61,7 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
                 losses = _losses(rank, numerics, recipe, sequences)
         except FamilyError:
             raise
-        except Exception as error:  # whatever torch or the model raises
+        except Exception as error:  # torch or the model may raise anything
             raise FamilyError(
                 f"{name}: must be trainable by FSDP2, of which one rank fails: {type(error).__name__}: {error}"
                 + (
@@ -90,7 +90,7 @@ def _losses(model: nn.Module, numerics: Numerics, recipe: Recipe, sequences: Ten
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """A process group of this process alone, unless it is in one."""
+    """A process group of this process alone, unless it is already in a group."""
     if dist.is_initialized():
         yield
         return

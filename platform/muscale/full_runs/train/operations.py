@@ -1,4 +1,4 @@
-"""Operation of the step loop: garbage collected at agreed steps, the end of queued work, a trace of a few steps on request."""
+"""Operation of the step loop: garbage collection at agreed steps, waiting for queued work, and a trace of a few steps on request."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from muscale.full_runs.distributed import rank
 from proxy_models.training.device import wait
 
 COLLECT_EVERY = 50
-"""Steps between two collections, at least; torchtitan's default for `gc_freq`."""
+"""Least steps between two collections; torchtitan's default for `gc_freq`."""
 
 
 class Garbage:
-    """Collection on all ranks after the same step: a rank that pauses by itself makes all others wait."""
+    """Collects garbage on all ranks after the same step, since a rank that pauses alone makes all others wait."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Freeze what exists, and collect nothing in the block but by `after`; what the caller has frozen stays so."""
+        """Freeze existing objects, and collect in the block only through `after`; objects that the caller has frozen stay frozen."""
         enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
@@ -40,7 +40,7 @@ class Garbage:
                 gc.enable()
 
     def after(self, steps: int) -> None:
-        """Collect the young objects if `COLLECT_EVERY` steps have passed with these."""
+        """Collect young objects if `COLLECT_EVERY` steps have passed, including these."""
         self._steps += steps
         if self._steps >= COLLECT_EVERY:
             self._steps = 0
@@ -48,7 +48,7 @@ class Garbage:
 
 
 def finishes(device: torch.device, *, within: float) -> bool:
-    """Whether a GPU ends its queued work within so many seconds; it does not while a collective waits for a lost rank."""
+    """Whether a GPU ends its queued work within this many seconds; it does not while a collective waits for a lost rank."""
     ends = time.monotonic() + within
     while device.type == "cuda" and not torch.cuda.current_stream(device).query():
         if time.monotonic() > ends:
@@ -64,17 +64,17 @@ class StepProfile:
         """Prepare; writes nothing before the first of the steps.
 
         Args:
-            steps: The first and the last, counted from the run's start; None: no trace.
-            folder: For `trace-rank0.json.gz` and, on a GPU, `memory-rank0.pickle`, and those of every other rank.
+            steps: First and last step, counted from the run's start; None: no trace.
+            folder: Folder for each rank's `trace-rank0.json.gz` and, on a GPU, `memory-rank0.pickle` (here of rank 0).
         """
         self._steps, self._folder, self._device = steps, folder, device
         self._profiler: profile | None = None
 
     def before(self, number: int) -> None:
-        """Start if step `number` is one of the steps."""
+        """Start the trace if step `number` is one of the steps."""
         if not self._steps or self._profiler or not self._steps[0] <= number <= self._steps[1]:
             return
-        wait(self._device)  # for the steps before
+        wait(self._device)  # for earlier steps
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -83,12 +83,12 @@ class StepProfile:
         self._profiler.start()
 
     def after(self, number: int) -> None:
-        """Stop and write after the last of the steps."""
+        """Stop and write the trace after the last of the steps."""
         if self._steps and number >= self._steps[1]:
             self.stop()
 
     def stop(self) -> None:
-        """Stop and write, if it was started."""
+        """Stop and write the trace, if it was started."""
         if not self._profiler:
             return
         self._profiler.stop()

@@ -1,4 +1,4 @@
-"""Save and stop flags, agreed by all ranks every few steps over gloo, so that all ranks act at the same step."""
+"""Save and stop flags on which all ranks agree every few steps over gloo, so that all ranks act at the same step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from muscale.full_runs.distributed import rank
 
 MOST_STEPS = 16
-"""Steps between two agreements at most. An agreement takes under a millisecond, against steps of milliseconds on small models."""
+"""Most steps between two agreements. An agreement takes under a millisecond, steps of small models take milliseconds."""
 MOST_SECONDS = 5.0
-"""Time between two agreements at most, or a step where one takes longer: a preempted machine has 30 s (Kubernetes' grace period)."""
+"""Longest time between two agreements, unless a step takes longer: a preempted machine has 30 s (Kubernetes' grace period)."""
 
 AGREEMENTS_NAMED = 64
-"""Agreements between two that name the slowest rank: five minutes of long steps."""
+"""Agreements after which the slowest rank is named again: five minutes of long steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others waited for most, and for how long: seconds of a step that the median rank waited more than it.
+    """The rank for which the others waited most: per step, the median rank waited `slowest_seconds` longer than this rank.
 
-    Collectives keep ranks in step, so all have one step time; who arrives last waits least. Of a slow GPU this shows what follows
-    a step's last collective, of a slow host everything.
+    Collectives keep ranks in step, so all have the same step time, and the rank that arrives last waits least. For a slow GPU this
+    shows only the work after a step's last collective, for a slow host all of its work.
     """
 
     slowest_rank: int
@@ -36,27 +36,27 @@ class Straggler:
 
     @classmethod
     def of(cls, waited: Tensor, steps: int) -> Self:
-        """From the seconds that each rank waited in agreements, over so many steps."""
+        """Compute from the seconds that each rank waited in agreements, over this many steps."""
         behind = waited.quantile(0.5) - waited.min()
         return cls(slowest_rank=int(waited.argmin()), slowest_seconds=float(behind) / max(steps, 1))
 
 
 class RankFlags:
-    """The flags as last agreed.
+    """The flags of the last agreement.
 
     Attributes:
-        saves: A checkpoint is due, by rank 0's clock.
-        ends: Some rank was notified of a preemption.
-        steps: Steps until the next agreement, from the slowest rank's time for a step.
-        straggler: The slowest rank, at every 64th agreement of several ranks; else None.
+        saves: Whether a checkpoint is due, by rank 0's clock.
+        ends: Whether any rank was notified of a preemption.
+        steps: Steps until the next agreement, from the slowest rank's step time.
+        straggler: The slowest rank, at every 64th agreement of several ranks; otherwise None.
     """
 
     def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool], timeout: timedelta) -> None:
         """Prepare; joins no group before the first agreement.
 
         Args:
-            every_seconds: Between checkpoints by rank 0's clock; None: none by time.
-            notice: Whether this rank was notified of a preemption.
+            every_seconds: Time between checkpoints, by rank 0's clock; None: not by time.
+            notice: Function that tells if this rank was notified of a preemption.
         """
         self.saves = self.ends = False
         self.steps = 1
@@ -65,14 +65,14 @@ class RankFlags:
         self._group: dist.ProcessGroup | None = None
         self.straggler: Straggler | None = None
         self._agreements = self._taken = 0
-        self._waited = 0.0  # seconds, in agreements since a straggler was named
+        self._waited = 0.0  # seconds in agreements since a straggler was last named
 
     def agree(self, taken: int) -> None:
-        """Agree on the flags, `taken` steps after the last time; all ranks call it."""
+        """Agree on the flags, `taken` steps after the last agreement; all ranks call this."""
         now = time.monotonic()
         wishes = torch.tensor([self._is_time(), self._notice(), (now - self._agreed_at) / max(taken, 1), self._waited])
         if dist.is_initialized():
-            # A group of its own: a checkpoint's write uses the other gloo group from its thread.
+            # A separate group, since a checkpoint's write uses the other gloo group in its thread.
             self._group = self._group or dist.new_group(backend="gloo", timeout=self._timeout)
             of_ranks = [torch.empty_like(wishes) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, wishes, group=self._group)

@@ -1,8 +1,8 @@
-"""A roll call of the ranks: where no step ends for too long, it says after which step each rank is, and where.
+"""A roll call of the ranks: if no step ends for too long, it reports each rank's last step and current line.
 
-A collective that times out names none: gloo's error is that of a neighbour, and NCCL's watchdog ends the process. So a thread
-of each rank writes the last step that the rank took to the ranks' store, and, once no other follows, the line that it is in. That
-of rank 0 compares them.
+A collective that times out does not name the rank at fault: gloo reports a neighbour's error, and NCCL's watchdog ends the
+process. So a thread of each rank writes the rank's last step to the ranks' store and, if no step follows in time, the current line.
+Rank 0's thread compares the ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_LOOKS = 20  # in the time allowed
-_LONGEST_TICK = 0.2  # seconds; the store is written to once a step at most
-_FOR_ANSWERS = 1.3  # times the patience, after which all ranks that can answer have said where they are
-_NAMED = 8  # ranks at one place in a message, at most
+_LOOKS = 20  # checks within the patience
+_LONGEST_TICK = 0.2  # seconds; the store is written at most once per step
+_FOR_ANSWERS = 1.3  # times the patience, after which all ranks that can answer have done so
+_NAMED = 8  # most ranks named per location in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """The last step that a rank took (on a GPU: handed to it), and the line it is in, if it answered."""
+    """The last step that a rank took (on a GPU: queued), and the line that it executes, if it answered."""
 
     rank: int
     host: str
@@ -39,13 +39,13 @@ class Whereabouts:
 
     @classmethod
     def read(cls, rank: int, answer: str) -> Self:
-        """From what its thread wrote."""
+        """Parse the answer of a rank's thread."""
         step, host, line = answer.split(" ", 2)
         return cls(rank=rank, host=host, step=int(step), line=line)
 
 
 class RollCall:
-    """Answers for this rank, of which the calling thread takes the steps, until it is ended.
+    """Answers for this rank until it is ended; the calling thread takes the steps.
 
     Attributes:
         patience: Seconds without a step after which ranks are named; infinite: never.
@@ -56,7 +56,7 @@ class RollCall:
         self.patience = math.inf
         self._step = step
         store: Any = _get_default_store()
-        self._store = store.clone()  # a connection of its own: a thread may wait in the other
+        self._store = store.clone()  # a separate connection: a thread may wait in the other
         self._rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
         self._trains = threading.get_ident()
         self._ended = threading.Event()
@@ -88,7 +88,7 @@ class RollCall:
                 return
 
     def _line(self) -> str:
-        """The line that the training is in."""
+        """The line that the training thread executes."""
         frame = sys._current_frames().get(self._trains)
         return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
@@ -105,7 +105,7 @@ def _key(rank: int) -> str:
 
 
 def describe(ranks: Sequence[Whereabouts], seconds: float) -> str:
-    """A message that no step ended for so long: the ranks at each place, those behind and those alone first."""
+    """A message that no step has ended for `seconds`, with the ranks by location; those behind, and those alone, come first."""
     places: defaultdict[tuple[int, str], list[Whereabouts]] = defaultdict(list)
     for rank in ranks:
         places[rank.step, rank.line or "without an answer"].append(rank)

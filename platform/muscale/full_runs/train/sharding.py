@@ -1,7 +1,7 @@
-"""Sharding of a model: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
+"""Sharding of a model: the device mesh, Lightning's strategy for the mesh, and a build in which no device holds the full model.
 
-Data parallelism is FSDP2's, over one or two mesh dimensions, as where ranks train a proxy together. Tensor parallelism is
-DTensor's, within it. On a mesh all parameters are DTensors under their own names, which optimizer groups, clipping and
+FSDP2 does data parallelism over one or two mesh dimensions, as when ranks train a proxy together; DTensor does tensor parallelism
+within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping and
 checkpoints use.
 
 Tested on gloo with up to four ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
@@ -45,7 +45,7 @@ from proxy_models.training.optimizer import initialize, multipliers_of, set_mult
 from proxy_models.training.precision import DTYPES
 from proxy_models.training.traced_memory import estimated_memory
 
-# A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
+# A norm over two mesh dimensions takes two reductions, about which torch warns; ranks still agree.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
@@ -53,12 +53,12 @@ _BY_POSITION = Shard(1)
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy on our own mesh and the rank's own device, with a timeout for steps after the first."""
+    """Lightning's model-parallel strategy with our mesh and the rank's device, and a separate timeout after the first step."""
 
     def __init__(
         self, parallelism: Parallelism, device: torch.device, *, step_timeout: timedelta, step: Callable[[], int]
     ) -> None:
-        """Lay the run over its ranks; `step` is the last step that this one took."""
+        """Lay the run out over its ranks; `step` returns the last step that this rank took."""
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=True)
         self._parallelism, self._device, self._step_timeout, self._step = parallelism, device, step_timeout, step
         self._roll_call: RollCall | None = None
@@ -84,12 +84,12 @@ class ShardedStrategy(ModelParallelStrategy):
         self._roll_call = RollCall(self._step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Set the timeout of steps once the first, in which blocks are compiled, is taken.
+        """Set the timeout of steps after the first step, in which blocks are compiled.
 
-        torch has no public function for it: https://github.com/pytorch/torchtitan (`set_pg_timeouts`) does the same.
+        torch has no public function for this; torchtitan (https://github.com/pytorch/torchtitan, `set_pg_timeouts`) does the same.
         """
         if batch_idx == 1 and self._roll_call:
-            self.barrier()  # with the longer timeout, for ranks that still compile
+            self.barrier()  # with the longer timeout, since ranks may still compile
             for group in (None, *self.device_mesh.get_all_groups()):
                 _set_pg_timeout(self._step_timeout, group)
             self._roll_call.patience = self._step_timeout.total_seconds() / 2
@@ -102,12 +102,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
-    """The grid of a layout over the ranks; all ranks call it.
+    """The grid of a layout over the ranks; all ranks call this.
 
     Raises:
-        ValueError: If their number does not fit the layout, or "hybrid" goes by nodes and they differ.
+        ValueError: If the number of ranks does not fit the layout, or "hybrid" uses nodes of different sizes.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # on this node
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # ranks on this node
     by_rank = of_all_ranks(int(ranks) if ranks else None)
     if parallelism.sharding == "hybrid" and parallelism.shard_ranks is None and len(set(by_rank)) > 1:
         first = {n: by_rank.index(n) for n in dict.fromkeys(by_rank)}
@@ -136,12 +136,12 @@ def build_model(
     compiled: bool = False,
     initial_values: bool = True,
 ) -> nn.Module:
-    """The model with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
+    """Build the model with initial values that do not depend on the layout; on a mesh each rank creates only its part.
 
     Args:
-        mesh: From `mesh_of`; None in one process.
+        mesh: Mesh of `mesh_of`; None in one process.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
-        initial_values: Whether to write any; a checkpoint would replace them at once, and drawing those of 70B takes minutes.
+        initial_values: Whether to write initial values: a checkpoint would replace them, and drawing those of 70B takes minutes.
 
     Raises:
         ValueError: If the layout does not fit the model.
@@ -167,7 +167,7 @@ def build_model(
         shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
     tied = _tied(model)
     model.to_empty(device=device)
-    for name, first in tied.items():  # `to_empty` may give each its own
+    for name, first in tied.items():  # `to_empty` may separate tied parameters
         module, _, weight = name.rpartition(".")
         setattr(model.get_submodule(module), weight, model.get_parameter(first))
     family.write_constants(model, member.d_model, member.n_layers)
@@ -186,10 +186,10 @@ def build_model(
 def fitting_micro_batch(
     numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, device: torch.device
 ) -> int | None:
-    """Sequences per pass: on GPUs the largest divisor of a share that fits on each by the estimate; else None, the share.
+    """Sequences per pass: on GPUs the largest divisor of a share that fits each GPU by the estimate; else None, the whole share.
 
-    It is None too for a model that can't be traced, for which promote.micro_batch says it.
-    All ranks call it and get the same number, even on unequal GPUs: each pass has collectives, so all take as many passes.
+    None is also returned for a model that can't be traced; promote.micro_batch sets the value then. All ranks call this and get the
+    same number, even on unequal GPUs: each pass has collectives, so all ranks need the same number of passes.
     """
     if device.type != "cuda":
         return None
@@ -210,17 +210,17 @@ def fitting_micro_batch(
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several, each with the first."""
+    """Further names of parameters that have several, each with the first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
 
 
 def _compile(block: nn.Module, *, outside_recomputing: bool) -> None:
-    """Compile a block and its recomputation as one graph; `outside_recomputing` compiles what is recomputed in full alone.
+    """Compile a block and its recomputation as one graph; with `outside_recomputing`, compile only the recomputed function.
 
-    torch 2.13 saves the state of the CPU's random numbers for fused attention that is recomputed, and takes it for the mesh that
-    a graph of DTensors saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's state is saved elsewhere.
+    torch 2.13 saves the CPU's random state for recomputed fused attention, and mistakes it for the mesh that a graph of DTensors
+    saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's random state is saved elsewhere.
     """
     if outside_recomputing and isinstance(block, Block) and block.checkpointing == "full":
         block._map = torch.compile(block._map, dynamic=False)  # type: ignore[method-assign]
@@ -232,7 +232,7 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
     """Split matrices and tables over the ranks of the tensor dimension, and the residual stream by positions.
 
     Norms and residual sums are computed for a rank's own positions (Korthikanti et al., arXiv 2205.05198, section 4.2): their
-    outputs are gathered where a matrix reads them, and the sums of products that ranks have in parts are scattered.
+    outputs are gathered before a matrix reads them, and partial sums of products are scattered over the ranks.
     """
     for block in _blocks(model):
         plan: dict[str, ParallelStyle] = {
@@ -246,7 +246,7 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
             plan["mlp.gate"] = ColwiseParallel()
         if not block.config.parallel:
             plan["mlp_norm"] = _Gathered()
-        if block.config.qk_norm:  # a rank norms its own heads, dimension 2, by gains that all of them share
+        if block.config.qk_norm:  # a rank norms its own heads (dimension 2) with gains that all heads share
             plan |= {
                 f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
                 for name in ("query_norm", "key_norm")
@@ -265,9 +265,9 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 class _Gathered(ParallelStyle):
-    """A norm of a rank's own positions, whose output is gathered for products that each rank computes a part of.
+    """A norm of a rank's own positions; its output is gathered for products of which each rank computes a part.
 
-    `local`: The output is an ordinary tensor, whose gradient on each rank is that rank's part of it.
+    With `local`, the output is an ordinary tensor whose gradient on each rank is that rank's part of the gradient.
     """
 
     def __init__(self, *, local: bool = False) -> None:
@@ -275,7 +275,7 @@ class _Gathered(ParallelStyle):
         self._local = local
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        leave: Any = self._leave  # torch's annotation leaves out what it returns
+        leave: Any = self._leave  # torch's annotation omits the return value
         return distribute_module(module, device_mesh, None, self._enter, leave)
 
     @staticmethod
@@ -288,7 +288,7 @@ class _Gathered(ParallelStyle):
 
 
 class _ByRows(ParallelStyle):
-    """A module that uses the rows of its weight that a rank has."""
+    """A module that uses the rows of its weight that the rank holds."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._cut)

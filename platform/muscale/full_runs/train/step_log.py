@@ -1,4 +1,4 @@
-"""Figures of a run's steps: on the device until several are read together, then rows of metrics.jsonl."""
+"""Figures of a run's steps: kept on the device until several are read together, then written as rows of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from proxy_models.training.step import Stepper
 class StepTaken:
     """A step whose figures are still on the device."""
 
-    before: int  # tokens, as `after`
+    before: int  # in tokens, as `after`
     after: int
     number: int
     rate_factor: float
     loss: Tensor
     norm: Tensor
     step_seconds: float
-    seconds: float  # since the run's start, at the step's end
+    seconds: float  # from the run's start to the step's end
 
 
 class StepLog:
     """Steps that are not read yet, and rows that are not written yet.
 
     Attributes:
-        rows: Of the file, in order.
-        blocked: Seconds, by checkpoints since the last row.
-        flops_share: FLOPs per token over the peak FLOP/s of all ranks' devices; None where the peak is not known.
+        rows: Rows for the file, in order.
+        blocked: Seconds blocked by checkpoints since the last row.
+        flops_share: FLOPs per token over the peak FLOP/s of all ranks' devices; None if the peak is not known.
     """
 
     def __init__(self, path: Path, attempt: Attempt) -> None:
-        """Prepare for rows of an attempt to append to this file."""
+        """Prepare to append rows of an attempt to this file."""
         self.rows: list[dict[str, Any]] = []
         self.blocked = 0.0
         self._path, self._attempt = path, attempt
@@ -57,11 +57,11 @@ class StepLog:
         self._started = 0.0
 
     def start_clock(self, spent: float) -> None:
-        """Count seconds from now, after those that earlier attempts spent."""
+        """Count seconds from now, after the seconds that earlier attempts took."""
         self._started = time.perf_counter() - spent
 
     def count_flops(self, run: FullRun, corpus: Corpus, device: torch.device, ranks: int) -> None:
-        """Set `flops_share`, from which rows have their MFU."""
+        """Set `flops_share`, which gives rows their MFU."""
         if device.type != "cuda":
             return
         model = run.numerics.model
@@ -71,18 +71,18 @@ class StepLog:
 
     @property
     def seconds(self) -> float:
-        """Since the run's start, of all attempts."""
+        """Seconds since the run's start, over all attempts."""
         return time.perf_counter() - self._started
 
     @property
     def n_unread(self) -> int:
-        """Steps whose figures are on the device."""
+        """Number of steps whose figures are still on the device."""
         return len(self._taken)
 
     def add(
         self, before: int, after: int, number: int, *, began: float, rate_factor: float, loss: Tensor, norm: Tensor
     ) -> None:
-        """Keep the figures of a step that began at this time of `time.perf_counter`."""
+        """Keep the figures of a step that began at the time `began` of `time.perf_counter`."""
         ended = time.perf_counter()
         self._taken.append(
             StepTaken(
@@ -98,7 +98,7 @@ class StepLog:
         )
 
     def read(self, stepper: Stepper) -> Iterator[tuple[StepTaken, dict[str, Any], Verdict | None]]:
-        """Each step taken, its row and what is wrong with it; waits for the device."""
+        """Yield each step taken, its row, and a verdict if it failed a check; waits for the device."""
         taken, self._taken = self._taken, []
         began = time.perf_counter()
         figures = (
@@ -139,7 +139,7 @@ class StepLog:
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
-        """Write the rows, however the block ends: the time of their steps counts, even if they are trained again."""
+        """Write the rows however the block ends: the time of their steps counts, even if the steps are repeated."""
         try:
             yield
         finally:
