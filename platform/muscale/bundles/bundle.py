@@ -2,7 +2,7 @@
 
     README.md                model card
     weights.safetensors      by parameter name; averaged.safetensors next to it, if an average was requested
-                             above 5 GB in several files, with weights.safetensors.index.json; so are the others
+                             above 5 GB in several files, with weights.safetensors.index.json; likewise the others
     optimizer.safetensors    moments as <kind>/<parameter>; the memory of loss scaling and of the guard as memory/<name>
     model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
     parametrization.json     the table by parameter name
@@ -13,7 +13,7 @@
     family/                  for a custom model, the files that define its family; nothing here imports them
     environment.json, .lock  versions behind the run and the bundle; every package installed where the bundle was written
     seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated during training
-    continued.json           of a continuation, instead of forecast.json: its losses before and after
+    continued.json           for a continuation, instead of forecast.json: its losses before and after
     lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run in the ledger
     manifest.json            the hash of each file
 

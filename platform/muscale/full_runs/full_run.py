@@ -61,7 +61,7 @@ class FullRun:
         on_spike: Spike policy; None: the guard's default action.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         micro_batch: Sequences per forward and backward pass on a rank; None: the rank's share, or on a GPU the largest
-            divisor of it that fits by the estimate.
+            divisor of that share that fits by the estimate.
         parallelism: Layout over the ranks.
         compile: Whether each block is compiled.
         start_timeout_minutes: Limit until all ranks have joined; also for the first step, and for agreements outside the steps.

@@ -1,6 +1,6 @@
 """A training program as a model family: `--describe` returns the members, and tensors get muP's rules from their dimensions.
 
-Only a process that was allowed to runs the program: a stage that trains first prints the command; readers use recorded members.
+A process needs permission to run the program: a stage that trains first prints the command; readers use recorded members.
 """
 
 from __future__ import annotations

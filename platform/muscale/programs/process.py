@@ -178,7 +178,7 @@ def _started(
     cwd: Path | None = None,
     errors: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The running process; on exit, it, its process group and the processes that it started elsewhere are ended.
+    """Yield the running process; on exit, end the process, its group and all that it started elsewhere.
 
     Workers of torchrun have separate sessions, so that a signal to the group does not reach them, and torchrun may end before
     them. On Linux the program gets SIGTERM when this process is killed.

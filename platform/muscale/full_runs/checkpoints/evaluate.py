@@ -52,9 +52,8 @@ def evaluate_checkpoint(
         corpus: Folder of the corpus, if it was moved since the run began.
         device: "cpu", "cuda" or "cuda:<number>".
         prompts: Starts of the samples, one per sample.
-        temperature: 0 always takes the likeliest token; otherwise tokens are sampled after dividing logits by the temperature.
         sample_tokens: Most tokens of a sample.
-        temperature: 0 always takes the likeliest token; otherwise logits are divided by it and tokens sampled.
+        temperature: 0 always takes the likeliest token; otherwise tokens are sampled after dividing logits by the temperature.
 
     Raises:
         StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, differs from the run's,
