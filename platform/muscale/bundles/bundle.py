@@ -192,8 +192,8 @@ class Bundle(Result):
         Args:
             folder: An empty or new folder.
             to: "llama" for the built-in decoder: one tensor at a time is in memory, and more than 5 GB are split into several files
-                with an index. "transformers" for a model of one of transformers' configuration classes: written as that class saves
-                the model; imports transformers.
+                with an index. "transformers" for a model of a configuration class of transformers: written as that class saves the
+                model; imports transformers.
             averaged: As for `decoder`.
 
         Raises:

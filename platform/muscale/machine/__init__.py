@@ -1,1 +1,1 @@
-"""Whether this machine can run a study."""
+"""Checks whether this machine can run a study."""

@@ -94,11 +94,11 @@ def measured_speed(config: StudyConfig) -> float:
             return trainer.train(numerics, segment).seconds
 
         def step_seconds(sequences: int) -> float:
-            return seconds(sequences, 2) / 2  # a warmup of one step, and another
+            return seconds(sequences, 2) / 2  # the shortest schedule: one step of warmup, one more
 
         sequences = h.batch_tokens // model.context_length
         if not on_gpu:
-            step_seconds(1)  # reserves its memory
+            step_seconds(1)  # allocates the memory that later steps reuse
             sequences = max(1, min(sequences, _MOST_SEQUENCES, int(0.5 * _SECONDS / step_seconds(1))))
         step_seconds(sequences)
         steps = max(2, min(64, int(_SECONDS / step_seconds(sequences))))

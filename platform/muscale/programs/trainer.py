@@ -63,7 +63,7 @@ class ProgramTrainer:
 
         Raises:
             TrainerError: If the program can't be started, or its files differ from those that the study names.
-            TrainingFailedError: If it exits with a fault, breaks the protocol, or writes no row for too long.
+            TrainingFailedError: If the program exits with an error, breaks the protocol, or writes no row for too long.
             ValueError: If the model does not belong to a program.
             WorkerLostError: If a signal ended the program; another attempt continues from its state.
         """

@@ -65,7 +65,7 @@ class CompareSettings(StrictTable):
     """[compare]: how variants are tuned, and the runs that compare them with the study."""
 
     rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid; one more if the grid is even
-    widths: tuple[PositiveInt, ...] = ()  # of the rate grids; none: the two smallest of transfer.widths
+    widths: tuple[PositiveInt, ...] = ()  # widths of the rate grids; none: the two smallest of transfer.widths
     stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
     # seeds of weights and data order, paired with the study's
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)

@@ -21,7 +21,7 @@ class Parallelism:
     Ranks form a grid (replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product.
 
     Attributes:
-        sharding: "none": every replica has all weights, and gradients are averaged; "zero2": gradients and moments are sharded, weights
+        sharding: "none": every replica has all weights, gradients are averaged; "zero2": gradients and moments are sharded, weights
             are gathered once a step and stay until its end; "full": weights are gathered for each block, forward and backward
             (Rajbhandari et al., arXiv 1910.02054, section 5); "hybrid": "full" inside a node, "none" over nodes.
         shard_ranks: For "hybrid": ranks that hold one copy of the model together; None: the ranks of a node.
