@@ -2,11 +2,11 @@
 
     log L_baseline(C) = log(E + A·C^−gamma)        log m(C) = a + g·log(C / C0) + drift(C)
 
-A run of the variant with compute C and loss L is worth the baseline's run of compute m·C that has the same loss (the efficiency
-gain of Hernandez & Brown, 2005.04305). Measured m, one for each size, lie about a line in log C. Its slope g has a heavy-tailed prior
-about 0: most gains stay, some fade, a few turn round. A random walk in proportion to the slope's scale leaves the line room to bend
-beyond the runs, which weigh gains that stay straight against those that change. Noise is pooled over the variants, from repeated
-seeds and from the residuals. Offset, slope, walk and noise are integrated over; the baseline's law is taken as fitted.
+A variant with compute C has the loss that the baseline has with compute m·C (the efficiency gain of Hernandez & Brown, 2005.04305).
+Measured log m, one for each size, lie about a line in log C. Its slope g has a heavy-tailed prior about 0: most gains stay, some
+fade, a few turn round. A random walk in proportion to the slope's scale lets the line bend beyond the runs; the runs decide between
+steady gains, which stay straight, and changing ones. Noise is pooled over the variants, from repeated seeds and from the residuals.
+Offset, slope, walk and noise are integrated over; the baseline's law is taken as fitted.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def compare_variants(
     n_looks: int | None = None,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> VariantComparison:
-    """Hold each variant against the baseline, at the compute of the run that is decided on.
+    """Compare each variant with the baseline, at the compute of the full run.
 
     Args:
         runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per run:
             `variant`, `loss` (nats per token, or any unit that all rows share, on one held-out set; NaN: diverged), and
-            `compute_flops` (FLOPs), or `n_params` and `n_tokens` whose 6ND takes its place; with `seed`, runs of equal size and
-            seed are paired. Equal sizes have an equal label in
-            `size`, or equal `n_params` and `n_tokens`, or without these equal compute. A variant with a diverged run is
-            not promoted; one with no other is rejected.
-        baseline: the variant that others are held against. With one size its slope is the prior's.
+            `compute_flops` (FLOPs), or `n_params` and `n_tokens`, whose 6ND is used instead; with `seed`, runs of equal size and
+            seed are paired. Runs are of one size if they have the same label in `size`, or the same `n_params` and `n_tokens`,
+            or, without these columns, the same compute. A variant with a diverged run is not promoted; a variant whose runs
+            all diverged is rejected.
+        baseline: the variant that others are compared with. If it has one size only, the prior gives its slope.
         target_flops: compute of the full run, FLOPs; the largest run's if not given.
         worth: least gain in compute, as a share, that is worth the change.
-        level: of the intervals.
-        noise: standard deviation of log loss between seeds as known before, and the degrees of freedom that it counts for.
-        error: probability that any promotion is wrong, over all variants and looks; of the rejections likewise.
-        n_looks: looks that were planned: the first at the baseline's two smallest sizes, each at one more; a variant keeps the
-            verdict of the look that first decided it. None: one look, at all runs.
-        columns: names of the table's columns, by ours; of rows that share a `run` the last counts.
+        level: probability of the intervals.
+        noise: prior standard deviation of log loss between seeds, and the degrees of freedom that it counts for.
+        error: probability that any promotion is wrong, over all variants and looks; the same holds for rejections.
+        n_looks: number of planned looks: the first sees the baseline's two smallest sizes, each later one a further size. A variant
+            keeps the verdict of the look that first decided it. None: one look, at all runs.
+        columns: names of the table's columns, by ours; the last row of each `run` counts.
 
     Raises:
         ValueError: a column is missing, a value breaks its rule, or a finished run is listed twice.
@@ -82,7 +82,7 @@ def compare_variants(
     seen, planned = _looks(rows, baseline, n_looks), n_looks or 1
     last: dict[str, tuple[Look, dict[str, Any]]] = {}
     looks: list[dict[str, Any]] = []
-    spent: dict[Outcome, float] = {"promote": 0.0, "reject": 0.0}  # doubts about the verdicts so far
+    spent: dict[Outcome, float] = {"promote": 0.0, "reject": 0.0}  # summed doubts about the verdicts so far
     undecided = others
     for number, visible in enumerate(seen, start=1):
         part = rows[visible & rows["variant"].isin([baseline, *undecided])]
@@ -139,11 +139,11 @@ def _require(*, level: float, worth: float, error: float, noise: tuple[float, fl
 
 
 _LEAST_SPAN = 1.5
-"""Ratio of the baseline's largest compute to its least from which its losses tell a rise from a change of D/N (assumed)."""
+"""Least ratio of the baseline's largest to its smallest compute at which a rise of its loss is no effect of D/N (assumed)."""
 _MOST_RISE = 4.0
-"""Rise of the baseline's log loss over its runs, in standard deviations of the noise, from which it is no noise (assumed)."""
+"""Most rise of the baseline's log loss over its runs, in standard deviations of the noise, that counts as noise (assumed)."""
 _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer")}
-"""Names under which other tables have a column, capitals and punctuation aside."""
+"""Names of our columns in other tables, without capitals and punctuation."""
 
 
 def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
@@ -160,7 +160,7 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
     require_columns(rows, ("variant", "loss"))
     rows = last_of_runs(rows, "variant")
     repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
-    if repeated.any():  # as a second run it would make the noise of seeds look smaller than it is
+    if repeated.any():  # a repeated row would make the noise of seeds look too small
         raise ValueError(
             f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it; "
             "runs of several seeds are distinguished by a column seed"
@@ -178,7 +178,7 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 
 def _refuse_split(rows: pd.DataFrame, found: pd.DataFrame) -> None:
-    """Raise ValueError if a column, such as an evaluation set, tells apart runs of one variant and size that no seed does."""
+    """Raise ValueError if a column, such as an evaluation set, differs between runs of one variant, size and seed."""
     finished = found["loss"].notna().to_numpy()
     rows, found = rows[finished].reset_index(drop=True), found[finished].reset_index(drop=True)
     same = ["variant", "size", "flops"]
@@ -186,9 +186,9 @@ def _refuse_split(rows: pd.DataFrame, found: pd.DataFrame) -> None:
     repeats = found.groupby([*same, "seed"], dropna=False).ngroup() if "seed" in found else cell
     for column in rows.columns.difference([*_MEASURED], sort=False):
         values = rows[column].astype(str)
-        tuned = is_recipe(column)  # another rate for each seed is no repeat
+        tuned = is_recipe(column)  # runs with different rates are no repeats
         within = values.groupby(cell if tuned else repeats).transform("nunique") > 1
-        recurs = cell.groupby(values).nunique().median() > 1  # an identifier of runs, or another metric, does not
+        recurs = cell.groupby(values).nunique().median() > 1  # a run identifier or another metric does not
         if within.any() and (tuned or recurs):
             name = found.loc[within, "variant"].iloc[0]
             raise ValueError(
@@ -201,7 +201,7 @@ _MEASURED = ("variant", "size", "compute_flops", "n_params", "n_tokens", "loss",
 
 
 def _refuse_rising(own: pd.DataFrame, baseline: str, noise: float) -> None:
-    """Raise ValueError if the baseline's metric rises with compute, by more than the noise: it is no loss."""
+    """Raise ValueError if the baseline's metric rises with compute by more than the noise: such a metric is no loss."""
     own = own[own["loss"].notna()]
     x, y = np.log(own["flops"].to_numpy()), np.log(own["loss"].to_numpy())
     if len(own) < 2 or np.ptp(x) < math.log(_LEAST_SPAN):
@@ -215,7 +215,7 @@ def _refuse_rising(own: pd.DataFrame, baseline: str, noise: float) -> None:
 
 
 def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:
-    """Return N and D as a label for the rows at a size of the baseline, "" elsewhere.
+    """Return N and D as a label of each row at a size of the baseline, "" for other rows.
 
     Runs of equal 6ND but unequal N and D have different losses, so they must not be averaged or paired.
     """
@@ -235,7 +235,7 @@ def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series
 
 
 def _looks(rows: pd.DataFrame, baseline: str, n_looks: int | None) -> list[pd.Series[bool]]:
-    """Which rows each look sees."""
+    """Return the rows that each look sees, as masks."""
     own = rows[(rows["variant"] == baseline) & rows["loss"].notna()]
     if own.empty:
         there = ", ".join(map(repr, rows["variant"].unique()))

@@ -1,4 +1,4 @@
-"""The result of holding variants against a baseline."""
+"""The result of comparing variants with a baseline."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from scaling.variants.verdicts import Outcome
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VariantComparison(JsonResult):
-    """Worth of each variant at the target.
+    """Compute multiplier of each variant at the target, and its verdict.
 
     Attributes:
-        baseline: name of the variant that all are held against.
-        target_flops: compute of the run that is decided on, FLOPs.
+        baseline: name of the variant that all others are compared with.
+        target_flops: compute of the run that the verdicts are about, FLOPs.
         worth: least gain in compute, as a share, that a change must bring.
-        level: of the intervals.
-        error: probability that any promotion is wrong, over all variants and looks; of the rejections likewise.
-        n_looks: looks that were planned.
-        n_sizes: sizes of the baseline; with one its slope is that of the prior.
-        noise: standard deviation of one run's log loss, pooled; the posterior's median at the last look.
-        baseline_loss: of the baseline at the target, by a power law with a floor.
-        table: by variant, as of the look that decided it, or the last: runs, diverged, sizes, flops (of its largest run), change (of
-            the loss there against the baseline's at that compute, log ratio), change_low, change_high, multiplier (median at the
-            target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict, reason
+        level: probability of the intervals.
+        error: probability that any promotion is wrong, over all variants and looks; the same holds for rejections.
+        n_looks: number of planned looks.
+        n_sizes: sizes of the baseline; with one size the prior gives its slope.
+        noise: standard deviation of one run's log loss, pooled over variants; the posterior's median at the last look.
+        baseline_loss: loss of the baseline at the target, by a power law with a floor.
+        table: by variant, at the look that decided the variant or else the last look: runs, diverged, sizes, flops (of the largest
+            run), change (log ratio of that run's loss to the baseline's at the same compute), change_low, change_high, multiplier
+            (median at the target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict, reason
             (why a variant with finished runs has no multiplier, else empty); and loss at the target by the baseline's law
-            as of the last look.
+            of the last look.
         measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
-        looks: by look and variant, as long as it was undecided: multiplier, low, high, p_better, p_worth, verdict.
-        next_runs: by undecided variant, none dearer than the target: the cheapest runs that would decide with a probability of
-            .5, or those with the highest, if that is .05 or more: compute_flops and seeds of the variant, cost (FLOPs, the
-            baseline's seeds included), p_decided.
+        looks: by look and variant that was still undecided: multiplier, low, high, p_better, p_worth, verdict.
+        next_runs: by undecided variant, within the target's compute: the cheapest runs that would decide with a probability of .5;
+            if there are none, the runs most likely to decide, from a probability of .05: compute_flops and seeds of the
+            variant, cost (FLOPs, the baseline's seeds included), p_decided.
     """
 
     baseline: str
@@ -68,7 +68,7 @@ class VariantComparison(JsonResult):
         """Verdict of one variant.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: no variant has this name.
         """
         outcome: Outcome = self.table.set_index("variant").loc[variant, "verdict"]
         return outcome
@@ -78,7 +78,7 @@ class VariantComparison(JsonResult):
         return draw_variants(self.band, self.measured, self.level)
 
     def plot_losses(self) -> Figure:
-        """Loss of each variant beside the baseline's at the same compute, by size."""
+        """Loss of each variant in % of the baseline's at the same compute, by size."""
         return draw_changes(self.measured, self.baseline)
 
     def plot_looks(self) -> Figure:
@@ -87,7 +87,7 @@ class VariantComparison(JsonResult):
 
     @property
     def about(self) -> str:
-        """Basis of the table, and the runs that would decide."""
+        """Lines that explain the columns and verdicts, and list the runs that would decide."""
         table = self.table
         looked = f" over {self.n_looks} looks" if self.n_looks > 1 else ""
         about = {
@@ -111,7 +111,7 @@ class VariantComparison(JsonResult):
         return lines(about)
 
     def __str__(self) -> str:
-        """The table, what it rests on, and the runs that would decide."""
+        """The table and the lines of `about`."""
         table = self.table
         shown = pd.DataFrame(
             {

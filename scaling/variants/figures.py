@@ -11,11 +11,11 @@ from scaling.drawing import COLOURS, EDGE, Figure, add, add_band, blank, log_axi
 
 
 def draw_variants(band: pd.DataFrame, measured: pd.DataFrame, level: float) -> Figure:
-    """Compute multiplier of each variant against compute: a panel for each, its sizes, and its band up to the target.
+    """Draw each variant's multiplier against compute: one panel per variant, with its sizes and its band up to the target.
 
     Args:
         band, measured: variant, compute_flops, multiplier, low, high.
-        level: of the intervals.
+        level: probability of the intervals.
     """
     names = list(band["variant"].unique())
     figure = stacked(len(names), subplot_titles=names, shared_xaxes=True)
@@ -38,7 +38,7 @@ def draw_changes(measured: pd.DataFrame, baseline: str) -> Figure:
 
     Args:
         measured: variant, compute_flops, change (log ratio).
-        baseline: name of the variant that all are held against.
+        baseline: name of the variant that all others are compared with.
     """
     figure = _lines(measured.assign(percent=100 * np.expm1(measured["change"])), "compute_flops", "percent")
     figure.add_hline(y=0, line={"color": EDGE, "dash": "dot"})
@@ -58,7 +58,7 @@ def draw_looks(looks: pd.DataFrame) -> Figure:
 
 
 def _lines(table: pd.DataFrame, x: str, y: str) -> Figure:
-    """A line for each variant; the pointer shows its `verdict` if the table has one."""
+    """Draw a line for each variant; hovering shows its `verdict` if the table has this column."""
     figure = blank()
     for i, (name, part) in enumerate(table.groupby("variant", sort=False)):
         marker = {"color": COLOURS[i % len(COLOURS)], "size": 8}

@@ -1,4 +1,4 @@
-"""One look at the runs: the posterior of every variant, and what follows from it."""
+"""One look at the runs: the posterior of every variant, and its multipliers, verdicts and next runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scaling.variants.verdicts import Outcome, verdicts
 
 ENDS = ("multiplier", "low", "high")
 CHANGE = ("change", "change_low", "change_high")
-_N_NOISES = 25  # points of the grid that is summed over
-_NOISE_SPAN = math.log(8.0)  # of the grid, either way
+_N_NOISES = 25  # grid points of the sum over noises
+_NOISE_SPAN = math.log(8.0)  # half width of this grid, in log noise
 _N_COMPUTES = 17  # points of a band
 
 Record = dict[str, Any]
@@ -29,14 +29,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """The posterior of every variant from the runs that are seen.
+    """Posterior of every variant from the runs that this look sees.
 
     Attributes:
-        rows: of the baseline and the variants: variant, size, flops, loss (NaN: diverged), and seed if there are any.
-        target: compute that is decided on, FLOPs.
-        level: of the intervals.
-        law: the baseline's.
-        gains: of each variant with a finished run and losses above the floor of the baseline's law.
+        rows: runs of the baseline and the variants: variant, size, flops, loss (NaN: diverged), and seed if the table has it.
+        target: compute of the run that the verdicts are about, FLOPs.
+        level: probability of the intervals.
+        law: the baseline's law.
+        gains: gains of each variant with a finished run and losses above the floor of the baseline's law.
         unmeasured: reason why a variant has finished runs but no gains.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.
     """
@@ -61,14 +61,14 @@ class Look:
         level: float,
         noise: tuple[float, float],
     ) -> Look:
-        """Fit the baseline's law, and weigh the noise by what all variants say."""
+        """Fit the baseline's law, and weigh each noise by the evidence of all variants."""
         cells, sd, dof = _cells(rows, noise)
         law = Baseline.fitted(cells[cells["variant"] == baseline])
         finished, gains, unmeasured = set(cells["variant"]), {}, {}
         for name in (name for name in names if name in finished):
             try:
                 gains[name] = Gains.measured(law, cells[cells["variant"] == name], name)
-            except ScalingError as reason:  # the others are judged all the same
+            except ScalingError as reason:  # the other variants still get a verdict
                 unmeasured[name] = str(reason)
         scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
         posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
@@ -92,7 +92,7 @@ class Look:
         return float(self.scales[np.searchsorted(self.chances.cumsum(), 0.5)])
 
     def decide(self, names: Sequence[str], worth: float, *, promote: float, reject: float) -> dict[str, Outcome]:
-        """Verdict of each variant, with the error left for either; a diverged run forbids a promotion, no finished one rejects."""
+        """Verdict of each variant within the errors left: no promotion after a diverged run, a rejection without a finished run."""
         better = {name: own.above(0.0) for name, own in self._at_target.items()}
         worthwhile = {name: own.above(math.log1p(worth)) for name, own in self._at_target.items()}
         found = verdicts(better, worthwhile, promote=promote, reject=reject)
@@ -105,7 +105,7 @@ class Look:
         }
 
     def row(self, name: str, worth: float) -> Record:
-        """The row of a variant in the comparison's table, but for the verdict."""
+        """The row of a variant in the comparison's table, without the verdict."""
         runs = self.rows[self.rows["variant"] == name]
         row: Record = {
             "variant": name,
@@ -180,21 +180,21 @@ class Look:
         return int(self.rows.loc[self.rows["variant"] == name, "loss"].isna().sum())
 
     def _ends(self, mixture: Mixture) -> Array:
-        """Median, and the ends of the interval."""
+        """Median and bounds of the interval."""
         tail = (1 - self.level) / 2
         return mixture.quantiles(0.5, tail, 1 - tail)
 
 
 def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame, float, float]:
-    """Mean log loss of each variant, size and compute (variant, size, flops, y, runs), the noise's scale and degrees of freedom."""
+    """Mean log loss by variant, size and compute (variant, size, flops, y, runs), and the noise's scale and degrees of freedom."""
     (sd, dof), finished = noise, rows[rows["loss"].notna()]
     if "seed" in rows:
         blocks = rows["size"].where(rows["size"] != "", rows["flops"].astype(str))
         try:
             known = seed_noise(rows.assign(size=blocks)[rows["loss"].notna()], ("variant",), blocks=("size",)).prior
-        except ScalingError:  # no variant has two seeds at one size: the noise stays what it was
+        except ScalingError:  # no variant has two seeds at one size: keep the prior noise
             known = sd, 0
-    else:  # rows of one cell that nothing tells apart are repeats of unpaired seeds
+    else:  # rows of one variant, size and compute are repeats with unpaired seeds
         y = np.log(finished["loss"])
         cell = finished.groupby(["variant", "size", "flops"]).ngroup()
         own_dof = len(y) - cell.nunique()

@@ -10,9 +10,9 @@ import numpy as np
 from scaling.variants.posterior import Baseline, Gains, Mixture, normal_quantile
 
 LIKELY = 0.5
-"""Probability of deciding from which the cheapest next runs are advised."""
+"""Probability of deciding above which the cheapest next runs are advised."""
 HARDLY = 0.05
-"""Probability of deciding below which none are."""
+"""Probability of deciding below which no runs are advised."""
 
 
 def cheapest_next(
@@ -26,14 +26,14 @@ def cheapest_next(
     error: float,
     promotable: bool,
 ) -> dict[str, Any] | None:
-    """The cheapest measurement that is likely to decide, or the likeliest: its compute, seeds, cost and probability.
+    """Return the cheapest measurement that is likely to decide, else the likeliest: its compute, seeds, cost and probability.
 
-    None where all cost more than the target itself, or hardly decide. A variant that is not `promotable`, as a run of it diverged,
-    can only be rejected.
+    Return None if every candidate costs more than the target or is unlikely to decide. A variant that is not `promotable`, because
+    one of its runs diverged, can only be rejected.
 
-    Candidates are the baseline's sizes and 2, 4 … times its largest, below the target, with 1, 2 or 4 seeds of variant and
-    baseline each. The posterior's mean after it is normal about today's, with the variance that it takes away (Raiffa &
-    Schlaifer 1961).
+    Candidates are the baseline's sizes and 2, 4 … times its largest, up to the target, with 1, 2 or 4 seeds each of variant and
+    baseline. The posterior mean after a measurement is normal about the present mean; its variance is the variance that the
+    measurement removes (Raiffa & Schlaifer 1961).
     """
     from scipy.special import ndtr
 
@@ -47,7 +47,7 @@ def cheapest_next(
     candidates: list[dict[str, Any]] = []
     for x in (*law.x, *further):
         for seeds in (1, 2, 4):
-            # Both sides train: the variance of their difference in log loss, in units of log m.
+            # Variant and baseline both train: the variance of their difference in log loss, in units of log m.
             added = gains.with_runs(x, 2 / seeds / float(law.slope(np.array([x]))[0]) ** 2)
             after = float(weights @ added.predict(np.log([target]), typical)[1][0, :, 0]) / before * variance
             moves, left = math.sqrt(max(variance - after, 1e-18)), math.sqrt(after)

@@ -1,6 +1,6 @@
 """The baseline's law, measured multipliers of a variant, and their posterior at any compute.
 
-The model is stated in `scaling.variants.compare`.
+`scaling.variants.compare` states the model.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from scaling.arrays import Array
 from scaling.errors import ScalingError
 
 FLOOR, GAMMA = (0.7, 0.6), (0.18, 0.5)
-"""Centre and standard deviation of the logarithm: E as a share of the least loss, and the baseline's exponent of compute."""
+"""Lognormal priors, each a median and a standard deviation of the logarithm: E as a share of the least loss; the exponent gamma."""
 OFFSET_SD = 0.3
-"""Of log m at C0."""
+"""Prior standard deviation of log m at C0."""
 SLOPE_SCALE, SLOPE_DOF = 0.015, 1.0
-"""Of g per e-fold of compute, Student's: half of all within ±.015, one in ten beyond ±.095."""
+"""Student-t prior of g per e-fold of compute: half of the mass lies within ±.015, a tenth beyond ±.095."""
 BEND = 0.25
-"""Standard deviation of the random walk after one e-fold of compute, as a share of g's: gains that stay are straight, those that
-change bend too. `qlabs_variants.csv`, one of whose gains turns, is 25 nats likelier so than with a walk of .01 for all and two
-degrees of freedom; the other tables of `tests/benchmarks/variants.py` differ by less than half a nat, as do shares up to 1."""
+"""Standard deviation of the random walk after one e-fold of compute, as a share of g's: steady gains are straight, changing gains
+also bend. `qlabs_variants.csv`, where one gain turns, is 25 nats likelier with this share than with a walk of .01 for all and two
+degrees of freedom. The other tables of `tests/benchmarks/variants.py` change by less than half a nat; so does any share up to 1."""
 NOISE = (1e-3, 4.0)
-"""Standard deviation of log loss between repeated runs, and its degrees of freedom, before any is measured."""
-_N_SLOPES = 24  # points of the grid that is summed over
-_BISECTIONS = 40  # of the distance between the normals' quantiles, which leaves a part in 1e12
+"""Prior of the standard deviation of log loss between repeated runs: its value and its degrees of freedom."""
+_N_SLOPES = 24  # grid points of the sum over slopes
+_BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +38,8 @@ class Baseline:
     Attributes:
         floor, excess: logarithms of E and of L − E at x0.
         gamma: exponent of compute.
-        x0: logarithm of the compute in the middle.
-        x, residual, runs, sizes: of its cells: log compute, log loss above the law's, runs, and label ("" without one), [K] each.
+        x0: mean log compute of the cells.
+        x, residual, runs, sizes: log compute, log loss above the law, number of runs, and label ("" without one) of each cell, [K].
     """
 
     floor: float
@@ -53,7 +53,7 @@ class Baseline:
 
     @classmethod
     def fitted(cls, cells: pd.DataFrame) -> Baseline:
-        """Least squares with the priors of E and gamma, which alone give the slope where there is one size."""
+        """Fit by least squares with the priors of E and gamma; with one size the priors alone give the slope."""
         from scipy.optimize import least_squares
 
         x, y = np.log(cells["flops"].to_numpy()), cells["y"].to_numpy()
@@ -79,18 +79,18 @@ class Baseline:
         )
 
     def log_loss(self, x: float) -> float:
-        """At the logarithm of a compute."""
+        """Log loss of the law at log compute `x`."""
         return float(np.logaddexp(self.floor, self.excess - self.gamma * (x - self.x0)))
 
     def slope(self, x: Array) -> Array:
-        """−d log L / d log C, of the same shape."""
+        """−d log L / d log C at log compute `x`, of the same shape."""
         excess = np.exp(self.excess - self.gamma * (x - self.x0))
         return np.asarray(self.gamma * excess / (np.exp(self.floor) + excess))
 
     def between(self, x: Array, sizes: Sequence[str]) -> Array:
-        """Weights of the baseline's cells in its residual at J places, [J, K].
+        """Weights of the K cells in the baseline's residual at J log computes, [J, K].
 
-        They are those of the cell of the same label, or without one linear between two, the last one's beyond.
+        A cell of the same label has all the weight. Without such a cell the residual is interpolated, and constant beyond the ends.
         """
         weights = np.array([np.interp(x, self.x, row) for row in np.eye(len(self.x))]).T
         for row, size in zip(weights, sizes, strict=True):
@@ -104,12 +104,12 @@ class Gains:
     """Measured log multipliers of one variant.
 
     Attributes:
-        x: log compute less x0, [J].
+        x: log compute minus x0, [J].
         x0: logarithm of C0.
-        log_m: [J].
+        log_m: log multipliers, [J].
         change: log loss above the baseline's at the same compute, [J].
-        unit_change: its variance for runs of noise 1, [J].
-        unit_noise: their covariance for runs of noise 1 in log loss, the baseline's runs that they share included, [J, J].
+        unit_change: variance of `change` for runs of noise 1, [J].
+        unit_noise: covariance of `log_m` for runs of noise 1 in log loss, with the share of the baseline's runs, [J, J].
     """
 
     x: Array
@@ -121,7 +121,7 @@ class Gains:
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str) -> Gains:
-        """Computes at which the baseline has the variant's losses, over the variant's own.
+        """Measure m: the compute at which the baseline has the variant's loss, over the variant's compute.
 
         Raises:
             ScalingError: a loss is below the floor of the baseline's law.
@@ -138,7 +138,7 @@ class Gains:
         equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
         per_loss = 1 / law.slope(
             equal
-        )  # where log m ends: at x a baseline that hardly falls any more would blur any gap
+        )  # the slope at `equal`: at x, a baseline that hardly falls any more would blur any gap
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
         return cls(
             x=x - law.x0,
@@ -150,19 +150,19 @@ class Gains:
         )
 
     def _prior(self, left: Array, right: Array, slope_sd: Array) -> Array:
-        """Covariance of log m at two sets of places, [n_slopes, J, J'], for each sd of g."""
+        """Prior covariance of log m between two sets of log computes (minus x0), for each sd of g, [n_slopes, J, J']."""
         same_side = np.multiply.outer(np.sign(left), np.sign(right)) > 0
         walk = np.where(same_side, np.minimum.outer(np.abs(left), np.abs(right)), 0.0)
         changes = np.multiply.outer(left, right) + BEND**2 * walk
         return np.asarray(OFFSET_SD**2 + slope_sd[:, None, None] ** 2 * changes)
 
     def _covariance(self, scales: Array) -> Array:
-        """Covariance of the measured, [n_noises, n_slopes, J, J]."""
+        """Covariance of the measured log m, [n_noises, n_slopes, J, J]."""
         noise = np.multiply.outer(scales**2, self.unit_noise)
         return self._prior(self.x, self.x, _slope_sds()) + noise[:, None]
 
     def evidence(self, scales: Array) -> Array:
-        """Log density of the measured for each noise and sd of g, [n_noises, n_slopes], but for a constant."""
+        """Log density of the measured log m for each noise and sd of g, up to a constant, [n_noises, n_slopes]."""
         covariance = self._covariance(scales)
         solved = np.linalg.solve(covariance, np.broadcast_to(self.log_m[:, None], (*covariance.shape[:-1], 1)))[..., 0]
         return np.asarray(-(np.linalg.slogdet(covariance)[1] + solved @ self.log_m) / 2)
@@ -185,7 +185,7 @@ class Gains:
         return np.einsum("abjp,j->abp", gain, self.log_m), own - (gain * across).sum(axis=2)
 
     def with_runs(self, log_compute: float, variance: float) -> Gains:
-        """Itself with one measurement more, as expected, of a variance for noise 1."""
+        """Return the gains with one more measurement of this variance at noise 1; its log m is 0, as only variances are predicted."""
         n = len(self.x)
         noise = np.zeros((n + 1, n + 1))
         noise[:n, :n], noise[n, n] = self.unit_noise, variance
@@ -203,13 +203,13 @@ class Mixture:
     weights: Array
 
     def above(self, value: float) -> float:
-        """Probability of more."""
+        """Probability that log m is above `value`."""
         from scipy.special import ndtr
 
         return float(self.weights @ ndtr((self.means - value) / self.sds))
 
     def quantiles(self, *p: float) -> Array:
-        """By bisection between the normals' own, of the shape of `p`."""
+        """Quantiles at probabilities `p`, of the shape of `p`, by bisection between the quantiles of the single normals."""
         from scipy.special import ndtr
 
         wanted = np.array(p)
@@ -228,7 +228,7 @@ class Mixture:
 
 
 def _slope_sds() -> Array:
-    """Standard deviations of g whose equal mixture is Student's, [n_slopes]."""
+    """Standard deviations of g, [n_slopes]: normals with these, in equal shares, mix to the Student-t prior."""
     from scipy.special import gammaincinv
 
     middles = (np.arange(_N_SLOPES) + 0.5) / _N_SLOPES
