@@ -1,7 +1,7 @@
 """One thread for the linear algebra of small matrices.
 
-Beside workers that train, the threads of one small product wait for each other: a surface of 60 runs was fitted in .04 s by one
-thread and in .27 s by two, with seven times the CPU seconds (measured here, 2 cores at a load of 5).
+While workers train on the same CPUs, the threads of a small product wait for each other: one thread fitted a surface of 60 runs in
+.04 s, two threads in .27 s, with seven times the CPU seconds (measured here, 2 cores at a load of 5).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def single_threaded(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, during which BLAS has one thread in this process."""
+    """Return the function such that BLAS uses one thread in this process while it runs."""
 
     @wraps(function)
     def limited(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -28,7 +28,7 @@ def single_threaded(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def _controller() -> "ThreadpoolController":
-    """Controller of the libraries that are loaded: SciPy has a BLAS of its own."""
+    """Controller of the loaded libraries; SciPy is imported first, since it loads another BLAS than NumPy."""
     import scipy.linalg  # noqa: F401
     from threadpoolctl import ThreadpoolController
 

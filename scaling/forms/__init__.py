@@ -6,9 +6,9 @@ from scaling.forms.repeated import RepeatedData
 from scaling.serialization import converter
 
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Chinchilla, TiedChinchilla, Joint, Kaplan)}
-"""Forms of a loss in N and D that come with the library, by name."""
+"""The library's forms of a loss in N and D alone, by name."""
 ALL_FORMS: dict[str, type[Form]] = FORMS | {RepeatedData.name: RepeatedData}
-"""All forms of the library, those that depend on more included, by name."""
+"""All forms of the library by name, including forms with further columns."""
 
 __all__ = [
     "ALL_FORMS",
@@ -24,10 +24,10 @@ __all__ = [
 
 
 def form_named(name: str) -> Form:
-    """The form of this name: the library's, or one of the caller's own that was defined before.
+    """Return the form of this name: one of the library's, or a custom form that was defined before.
 
     Raises:
-        ValueError: no form has it.
+        ValueError: no form has this name.
     """
     known = Form.own | ALL_FORMS
     if name not in known:

@@ -1,7 +1,7 @@
-"""A form of the loss law, the law that it becomes with numbers, and the best way to spend compute under it.
+"""Forms of the loss law, the laws that they become with numbers, and the best way to spend compute under a law.
 
-A `Form` is a frozen value without fitted numbers: formula, parameters, bounds, source, and the loss for numbers given.
-`Form.law(E=…, A=…)` is the form with numbers. A form of one's own is a small subclass:
+A `Form` is a frozen value without fitted numbers: formula, parameters, bounds, source, and the loss for given numbers.
+`Form.law(E=…, A=…)` is the form with numbers. A custom form is a small subclass:
 
     class Quadratic(Form):
         name, formula, source = "mine", "E + A/N^alpha", "my notes"
@@ -10,9 +10,9 @@ A `Form` is a frozen value without fitted numbers: formula, parameters, bounds, 
         def loss(self, values, rows):
             return values["E"] + values["A"] * rows["n_params"] ** -values["alpha"]
 
-It is fitted in the logarithms of its parameters, from many starts between their bounds, with exact derivatives: `loss` is
-evaluated at complex numbers (Squire and Trapp 1998), so it is to be written in numpy's analytic functions. The forms
-shipped here have starts and derivatives of their own, which are faster.
+A custom form is fitted in the logarithms of its parameters, from many starts between their bounds, with exact derivatives:
+`loss` is evaluated at complex numbers (Squire and Trapp 1998), so write it with numpy's analytic functions. The library's
+forms implement starts and derivatives themselves, which is faster.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from scaling.presentation import Result, counted
 from scaling.serialization import JsonResult
 
 NATS = "nats per token"
-"""The unit of losses where none is stated."""
+"""Default unit of losses."""
 FLOPS_PER_PARAM_TOKEN = 6.0
 """C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
 N_SHARE = (0.05, 0.95)
-"""Shares of log(C/6) between which log N of the best size is sought where there is no formula."""
+"""Range of log N in which the best size is sought if there is no formula, as shares of log(C/6)."""
 
 
 def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float64]:
-    """Training compute C = 6·N·D in FLOPs, always in float64: in int64 it wraps above 9.2e18.
+    """Training compute C = 6·N·D in FLOPs, always in float64: int64 would wrap above 9.2e18.
 
     Args:
         n_params: parameters N, any shape.
@@ -59,11 +59,11 @@ class Form(ABC):
     """A law's formula.
 
     Attributes:
-        name: by which a saved fit names it.
-        formula: as one would write it.
+        name: name of the form in saved fits.
+        formula: formula as text.
         source: paper and section.
-        parameters: lowest and highest value of each, both above 0, by name.
-        columns: of a run, which the loss depends on.
+        parameters: lowest and highest value of each parameter, both above 0, by name.
+        columns: columns of a run that the loss depends on.
     """
 
     name: ClassVar[str]
@@ -72,10 +72,10 @@ class Form(ABC):
     parameters: ClassVar[Mapping[str, tuple[float, float]]]
     columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens")
     own: ClassVar[dict[str, type[Form]]] = {}
-    """Forms defined outside the library too, by which saved laws are read."""
+    """All defined forms by name, custom forms included; saved laws are read with these."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a form of one's own that lacks what a fit needs, where it is written.
+        """Refuse, at its definition, a custom form that lacks what a fit needs.
 
         Raises:
             TypeError: name, formula or parameters are missing.
@@ -97,24 +97,24 @@ class Form(ABC):
         """Expected loss, of the broadcast shape of the values and the columns."""
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """The form bound to K runs, as it is fitted.
+        """The form bound to K runs, ready to be fitted.
 
         Args:
-            rows: its columns, [K] each.
-            log_loss: of the runs, [K].
+            rows: the form's columns, [K] each.
+            log_loss: log loss of the runs, [K].
         """
         lower, upper = np.log(np.array(list(self.parameters.values()), np.float64)).T
         return LogParameters(loss=self.loss, names=(*self.parameters,), rows=rows, lower=lower, upper=upper)
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
-        """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
+        """(a, p, b, q) if the loss is an increasing function of a·N^−p + b·D^−q alone, and so least where this sum is; else None."""
         return None
 
     def columns_of(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """The form's columns in float64.
 
         Raises:
-            ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
+            ValueError: a column is missing or unknown to the form, or holds a value that is not finite and above 0.
         """
         wanted, depends = {*self.columns}, f"{self.name} depends on {', '.join(self.columns)}"
         if missing := wanted - rows.keys():
@@ -137,7 +137,7 @@ class Form(ABC):
         return Law(form=self, parameters=values)
 
     def __eq__(self, other: object) -> bool:
-        """Forms are values: one class, one form, unless it has fields."""
+        """Forms are values: two of one class with equal fields are equal."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
@@ -145,18 +145,18 @@ class Form(ABC):
 
 
 def params_exponent(form: Form, values: Values) -> Any:
-    """Exponent a of the optimum N ∝ C^a, q / (p + q) for terms N^−p and D^−q; None where it is no power of C."""
+    """Exponent a of the optimum N ∝ C^a, q / (p + q) for terms N^−p and D^−q; None if the optimum is no power of C."""
     powers = form.powers(values)
     return powers[3] / (powers[1] + powers[3]) if powers else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation(Result):
-    """Best parameters and tokens for one compute budget, and the loss that it buys.
+    """Best parameters and tokens for one compute budget, and the loss that they reach.
 
     Attributes:
         loss: expected loss at (N, D).
-        n_params_convention, loss_unit: what N counts and the loss is in, as in the law.
+        n_params_convention, loss_unit: what N counts, and the unit of the loss, as in the law.
     """
 
     n_params: float
@@ -208,17 +208,17 @@ class Law(JsonResult):
         return self.parameters[name]
 
     def loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> NDArray[np.float64]:
-        """Expected loss, in `loss_unit`, of the broadcast shape of the columns: N, D, and what else the form depends on.
+        """Expected loss, in `loss_unit`, of the broadcast shape of the columns: N, D, and the form's further columns.
 
         Raises:
-            ValueError: a value is not finite and above 0, or a column is missing or none of the form's.
+            ValueError: a value is not finite and above 0, or a column is missing or unknown to the form.
         """
         rows = self.form.columns_of({"n_params": n_params, "n_tokens": n_tokens, **columns})
         return np.asarray(self.form.loss(self.parameters, rows))[()]
 
     @property
     def params_exponent(self) -> float | None:
-        """Exponent a of the optimum N ∝ C^a; None where it is no power of C."""
+        """Exponent a of the optimum N ∝ C^a; None if the optimum is no power of C."""
         exponent: float | None = params_exponent(self.form, self.parameters)
         return exponent
 
@@ -231,7 +231,7 @@ class Law(JsonResult):
         """The parameters and tokens of least loss under C = 6·N·D.
 
         For terms a·N^−p and b·D^−q: N = G (C/6)^(q/(p+q)), D = (C/6) / N, G = (p·a / (q·b))^(1/(p+q)) (Hoffmann et al.
-        2203.15556, eq. 4); for other forms it is found numerically.
+        2203.15556, eq. 4). For other forms the optimum is found numerically.
 
         Raises:
             ValueError: the budget is not finite and positive.

@@ -1,7 +1,7 @@
 """Sums of two powers, of parameters and of tokens: Chinchilla's form, the same with one exponent, Kaplan's, and a joint one.
 
-They are fitted in centred log coordinates: for x = log N − mean log N and y = log D − mean log D, log A − alpha·mean log N
-and log B − beta·mean log D are the logarithms of the two terms at the centre of the data. Without the centring A and B are
+The forms are fitted in centred log coordinates: for x = log N − mean log N and y = log D − mean log D, log A − alpha·mean log N
+and log B − beta·mean log D are the logarithms of the two terms at the centre of the data. Without centring, A and B are
 so correlated with alpha and beta that quasi-Newton methods stop early and report success.
 """
 
@@ -19,11 +19,11 @@ from scaling.forms.law import Form
 from scaling.forms.problem import Problem, Restricted, Values
 
 EXPONENT_BOUNDS = (0.01, 3.0)
-"""Exponents are sought in this range; published ones lie within .07–.8, so an estimate on a bound is no estimate."""
+"""Range in which exponents are sought; published ones lie within .07–.8, so an estimate on a bound is no estimate."""
 GRID = np.geomspace(0.05, 2.0, 24)
-"""Exponents screened, for alpha and for beta."""
+"""Exponents that starts are screened at, both for alpha and for beta."""
 SHAPE_BOUNDS = (0.2, 5.0)
-"""Bounds of the joint form's g: towards 0 its loss is the larger of two terms, and the data do not determine g."""
+"""Bounds of the joint form's g: towards 0 the loss above E is the larger of the two terms, and the data do not determine g."""
 _POSITIVE = (1e-300, 1e300)
 _NUMBERS = {
     "E": _POSITIVE,
@@ -35,7 +35,7 @@ _NUMBERS = {
 
 
 class Chinchilla(Form):
-    """Two independent terms: what parameters leave, and what tokens leave."""
+    """Two independent terms: the loss due to few parameters, and the loss due to few tokens."""
 
     name = "chinchilla"
     formula = "E + A/N^alpha + B/D^beta"
@@ -68,7 +68,7 @@ class TiedChinchilla(Form):
         return Chinchilla().loss({**values, "beta": values["alpha"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """Chinchilla's with both exponents in one coordinate."""
+        """Chinchilla's problem with both exponents in one coordinate."""
         full = SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
         basis = np.zeros((5, 4))
         basis[[0, 1, 2, 3, 4], [0, 1, 2, 3, 3]] = 1
@@ -80,7 +80,7 @@ class TiedChinchilla(Form):
 
 
 class Joint(Form):
-    """Two terms that limit each other: 1 is Chinchilla's sum, below it the larger of the two counts more."""
+    """Two terms that limit each other: g = 1 is Chinchilla's sum; below 1 the larger term counts more."""
 
     name = "joint"
     formula = "E + (A^(1/g)·N^(−alpha/g) + B^(1/g)·D^(−beta/g))^g"
@@ -90,7 +90,7 @@ class Joint(Form):
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
         of_params = np.log(values["A"]) - values["alpha"] * np.log(rows["n_params"])
         of_tokens = np.log(values["B"]) - values["beta"] * np.log(rows["n_tokens"])
-        g = values["g"]  # A^(1/g) of a small one is beyond float64
+        g = values["g"]  # logarithms, as A^(1/g) is beyond float64 for a small g
         return values["E"] + np.exp(g * np.logaddexp(of_params / g, of_tokens / g))
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
@@ -103,7 +103,7 @@ class Joint(Form):
 
 
 class Kaplan(Form):
-    """No irreducible loss, and tokens to the first power within: (A^(1/beta)·N^(−alpha/beta) + B^(1/beta)/D)^beta."""
+    """No irreducible loss, and tokens to the first power inside: (A^(1/beta)·N^(−alpha/beta) + B^(1/beta)/D)^beta."""
 
     name = "kaplan"
     formula = "((N_c/N)^(alpha/beta) + D_c/D)^beta, A = N_c^alpha, B = D_c^beta"
@@ -116,11 +116,11 @@ class Kaplan(Form):
         return Joint().loss({**values, "E": 0.0, "g": values["beta"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """The joint form's with E = 0 and g = beta."""
+        """The joint form's problem with E = 0 and g = beta."""
         full = JointPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
         basis = np.zeros((6, 4))
         basis[[1, 2, 3, 4, 5], [0, 1, 2, 3, 3]] = 1
-        offset = np.array([-700.0, 0, 0, 0, 0, 0])  # of log E: no more than nothing
+        offset = np.array([-700.0, 0, 0, 0, 0, 0])  # log E: E is 0
         low, high = full.lower[1:5], full.upper[1:5]
         return Restricted(full=full, basis=basis, offset=offset, lower=low, upper=high, kept=(1, 2, 3, 4))
 
@@ -136,8 +136,8 @@ class SumOfPowers(Problem):
         x: centred log N, [K].
         y: centred log D, [K].
         centre: the means of log N and log D that were subtracted.
-        lower, upper: E from min(L)/1000 to min(L)·e^.1, as noise can take a run below it; terms from min(L)/e¹² to
-            max(L)·e³, [5].
+        lower, upper: bounds of theta, [5]: E from min(L)/1000 to min(L)·e^.1, as noise can take a run below E; terms from
+            min(L)/e¹² to max(L)·e³.
     """
 
     x: Array
@@ -192,7 +192,7 @@ class SumOfPowers(Problem):
         return hessian
 
     def starts(self, log_loss: Array) -> Array:
-        """Relative least squares in E, A, B at each (alpha, beta) of a grid, in closed form: variable projection, [576, 5]."""
+        """Relative least squares for E, A, B at each (alpha, beta) of a grid, in closed form (variable projection), [576, 5]."""
         scale = np.exp(-log_loss)
         u, v = (np.exp(-GRID[:, None] * z) * scale for z in (self.x, self.y))
         normal = np.empty((len(GRID), len(GRID), 3, 3))
@@ -209,7 +209,7 @@ class SumOfPowers(Problem):
         ridge = 1e-10 * np.trace(normal, axis1=-2, axis2=-1)[..., None, None] * np.eye(3)
         coefficients = np.linalg.solve(normal + ridge, target[..., None])[..., 0]
         exponents = np.stack(np.meshgrid(GRID, GRID, indexing="ij"), axis=-1)
-        # A negative E, A or B is no surface: it is lifted to the least value allowed, and the objective judges it there.
+        # A negative E, A or B gives no surface: raise it to the least value allowed, where the objective ranks the start.
         theta = np.concatenate([np.log(np.maximum(coefficients, 1e-12)), exponents], axis=-1).reshape(-1, 5)
         return np.asarray(np.clip(theta, self.lower, self.upper))
 
@@ -229,7 +229,7 @@ class JointPowers(Problem):
     log L = log(exp(e) + exp(g·S)),   S = log(exp((a − alpha·x)/g) + exp((b − beta·y)/g))
 
     Attributes:
-        terms: Chinchilla's form at the same points, which it is at g = 1.
+        terms: Chinchilla's form at the same points; the joint form equals it at g = 1.
         lower, upper: bounds of theta, [6].
     """
 
@@ -272,7 +272,7 @@ class JointPowers(Problem):
 
         T = g·S is homogeneous of degree one in P = g·u, Q = g·v and g, so its Hessian in them is pq/g · ww' with
         w = ∇P − ∇Q − (u − v)·∇g, p and q the shares of the inner terms; log L = log(exp(e) + exp(T)) with s the share of exp(T) adds
-        s(1 − s) · (∇T − ∇e)(∇T − ∇e)'. What is left is the curvature of alpha, beta and g in their own logarithms.
+        s(1 − s) · (∇T − ∇e)(∇T − ∇e)'. The rest is the curvature of alpha, beta and g in their logarithms.
         """
         e, g, u, v = self._inner(theta)
         inner = np.logaddexp(u, v)
@@ -289,7 +289,7 @@ class JointPowers(Problem):
         return np.asarray(hessian)
 
     def starts(self, log_loss: Array) -> Array:
-        """Chinchilla's, and the same with the two terms merged more and less sharply, [S, 6]."""
+        """Chinchilla's starts, each with g = .5, 1 and 2, [S, 6]."""
         plain = self.terms.starts(log_loss)
         plain = np.concatenate([plain[:, :3], np.log(plain[:, 3:])], axis=1)
         shapes = np.log([0.5, 1.0, 2.0])

@@ -15,7 +15,7 @@ from scaling.arrays import Array
 Values = Mapping[str, Any]
 """Numbers of the parameters by name, scalars or arrays that broadcast against the columns."""
 N_SCREENED = 512
-_STEP = 1e-5  # of the central differences of exact first derivatives, in log coordinates of order one
+_STEP = 1e-5  # step of central differences of exact first derivatives, in log coordinates of order one
 _COMPLEX_STEP = 1e-30
 
 
@@ -35,7 +35,7 @@ class Problem(ABC):
 
     @abstractmethod
     def starts(self, log_loss: Array) -> Array:
-        """Starts of the fit, [S, P], the best of which are polished."""
+        """Starts of the fit, [S, P]; the best are polished."""
 
     @abstractmethod
     def natural(self, theta: Array) -> Array:
@@ -43,10 +43,10 @@ class Problem(ABC):
 
     @abstractmethod
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """Problem in the same coordinates at some of the points."""
+        """The problem at some of the points, in the same coordinates."""
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
-        """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, P, P], for weights [J, K]; here by differences of exact gradients."""
+        """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, P, P], for weights [J, K]; by default from differences of exact gradients."""
         hessian = np.empty((len(theta), theta.shape[1], theta.shape[1]))
         for i in range(theta.shape[1]):
             shift = np.zeros(theta.shape[1])
@@ -61,8 +61,8 @@ class LogParameters(Problem):
     """Any form in the logarithms of its parameters; derivatives by complex steps, exact to rounding.
 
     Attributes:
-        loss: of the form, from values and columns.
-        rows: its columns, [K] each.
+        loss: the form's loss, from values and columns.
+        rows: the form's columns, [K] each.
         lower, upper: logarithms of the bounds, [P].
     """
 
@@ -73,7 +73,7 @@ class LogParameters(Problem):
     upper: Array
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, P]; infinite, far from every loss, where the form's own is not above 0."""
+        """Log loss [J, K] for theta [J, P]; infinite, so far from every observed loss, if the form's loss is not above 0."""
         loss = self._loss(theta)
         return np.asarray(np.log(loss, out=np.full(loss.shape, np.inf), where=loss > 0))
 
@@ -108,14 +108,14 @@ class LogParameters(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class Restricted(Problem):
-    """A problem on an affine subspace of another's coordinates, theta = offset + basis · own: tied or fixed parameters.
+    """A full problem on an affine subspace, full theta = offset + basis · theta: tied or fixed parameters.
 
     Attributes:
-        full: the other problem, with P coordinates.
+        full: the full problem, with P coordinates.
         basis: [P, p].
         offset: [P].
-        lower, upper: bounds of the own coordinates, [p].
-        kept: indices of the full problem's natural parameters that are this form's.
+        lower, upper: bounds of the coordinates on the subspace, [p].
+        kept: indices of the full problem's natural parameters that this form has.
     """
 
     full: Problem
@@ -138,7 +138,7 @@ class Restricted(Problem):
         return np.asarray(self.basis.T @ hessian @ self.basis)
 
     def starts(self, log_loss: Array) -> Array:
-        """Starts of the full problem, brought onto the subspace by least squares."""
+        """Starts of the full problem, projected onto the subspace by least squares."""
         own = (self.full.starts(log_loss) - self.offset) @ np.linalg.pinv(self.basis).T
         return np.asarray(np.clip(own, self.lower, self.upper))
 

@@ -1,9 +1,9 @@
-"""Spend compute under a law: the best size for a budget, and the least budget for a loss, for many laws of a form at once.
+"""Spending of compute under a law: the best size for a budget, and the least budget for a loss, for many laws of a form at once.
 
 A model of N parameters trained on D tokens that answers with I tokens over its life costs 6·N·D + 2·p·N·I FLOPs, p the price
-of a FLOP of serving over one of training (Sardana et al. 2401.00448, sec. 2, with p = 1, and sec. 3 where they differ). So a
-budget leaves each N its D, and the best N is sought along that line: on a grid, which is then narrowed around its best point.
-That needs no derivative, takes a line that ends or bends (unique tokens, memory) as it is, and any form.
+of a FLOP of serving over one of training (Sardana et al. 2401.00448, sec. 2 with p = 1, sec. 3 with other p). A budget thus
+fixes D for each N, and the best N is sought along this line: on a grid, which is then narrowed around its best point.
+The search needs no derivative, and works for any form and for lines that end or bend (unique tokens, memory).
 """
 
 import math
@@ -23,7 +23,7 @@ FLOPS_PER_PARAM_SERVED = 2.0
 """FLOPs per parameter and token of a forward pass (Kaplan et al. 2001.08361, sec. 2.1)."""
 QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
 UNIQUE = "unique_tokens"
-"""Column of the forms that know what a repeated token is worth."""
+"""Column of the forms that model repeated tokens."""
 LEAST_FLOPS, MOST_FLOPS = 1e6, 1e60
 """Bounds between which the budget for a loss is sought."""
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
@@ -34,9 +34,9 @@ class Spending:
     """Uses of compute, and their limits.
 
     Attributes:
-        served_tokens: tokens I read and written over the model's life.
-        serving_price: p, of a FLOP of serving in FLOPs of training.
-        unique_tokens: in the corpus, or infinite.
+        served_tokens: tokens I that the model reads and writes over its life.
+        serving_price: price p of a FLOP of serving, in FLOPs of training.
+        unique_tokens: unique tokens in the corpus, or infinite.
         max_tokens: most training tokens, repeats included, or infinite.
         max_params: most parameters, or infinite.
         max_training_flops: most FLOPs of the training alone, or infinite.
@@ -56,17 +56,17 @@ class Spending:
 
     @classmethod
     def of(cls, form: Form, columns: Mapping[str, float]) -> "Spending":
-        """Training alone, without limits but the unique tokens, with the form's further columns."""
+        """Spending on training alone, limited only by the unique tokens, with the form's further columns."""
         further = {name: value for name, value in columns.items() if name != UNIQUE}
         return cls(form=form, unique_tokens=columns.get(UNIQUE, math.inf), columns=further)
 
     @property
     def served_flops_per_param(self) -> float:
-        """FLOPs of training that serving costs for each parameter."""
+        """Cost of serving per parameter, in FLOPs of training."""
         return FLOPS_PER_PARAM_SERVED * self.serving_price * self.served_tokens
 
     def tokens(self, n_params: Array, budget: ArrayLike) -> Array:
-        """Training tokens D that the limits leave a size; none or fewer if serving alone costs too much."""
+        """Training tokens D of a size within the limits; zero or negative if serving alone exceeds the budget."""
         flops_per_param = np.minimum(
             np.asarray(budget) / n_params - self.served_flops_per_param, self.max_training_flops / n_params
         )
@@ -99,8 +99,8 @@ class Spending:
         return np.asarray(np.exp((low + high) / 2)[:, 0])
 
     def answers(self, values: Values, budget: Array) -> pd.DataFrame:
-        """The best of each law's budget, [J]: a row each of `QUANTITIES`, infinite where the budget is."""
-        # A law that never reaches a loss has no budget; it is worked out at an arbitrary one and taken out below.
+        """Best use of each law's budget, [J]: one row each of `QUANTITIES`, infinite where the budget is infinite."""
+        # A law that never reaches a loss has an infinite budget: compute at an arbitrary one, and overwrite the row below.
         finite = np.where(np.isfinite(budget), budget, 1e20)
         n_params = self.best(values, finite)
         n_tokens = self.tokens(n_params, finite)
@@ -116,7 +116,7 @@ class Spending:
         return table
 
     def at_ratio(self, tokens_per_param: float, budget: float) -> "Spending":
-        """The same where N is the one size, of `sizes` the nearest, with which the budget buys so many tokens per parameter."""
+        """The spending with N fixed so that the budget buys `tokens_per_param`; N is the nearest of `sizes`, if there are any."""
         serving, training = self.served_flops_per_param, FLOPS_PER_PARAM_TOKEN * tokens_per_param
         size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (
             2 * training
@@ -126,13 +126,13 @@ class Spending:
         return replace(self, sizes=np.array([min(size, self.max_params)]))
 
     def range(self, budget: Array) -> tuple[Array, Array]:
-        """Log N between which the best is sought."""
+        """Bounds of log N for the search of the best size."""
         log_product = np.log(budget / FLOPS_PER_PARAM_TOKEN)
         high = np.minimum(N_SHARE[1] * log_product, math.log(self.max_params))
         return np.minimum(N_SHARE[0] * log_product, high), high
 
     def least_budget(self, values: Values, loss: float, n_laws: int) -> Array:
-        """FLOPs, serving included, with which each of J laws first reaches the loss; infinite where none does, [J]."""
+        """Least FLOPs, serving included, with which each of J laws reaches the loss; infinite if a law never does, [J]."""
 
         def reached(log_budget: Array) -> NDArray[np.bool_]:
             budget = np.exp(log_budget)

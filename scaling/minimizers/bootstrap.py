@@ -1,4 +1,4 @@
-"""Weights of rows, and refits under resampled runs: how far the parameters depend on which runs happened to be made."""
+"""Weights of rows, and refits under resampled runs: how far the parameters depend on the choice of runs."""
 
 import numpy as np
 import pandas as pd
@@ -9,16 +9,16 @@ from scaling.forms.problem import Problem
 from scaling.minimizers.newton import Prior, minimize
 
 BATCH = 100
-"""Refits that are minimised together; about what a processor's cache holds for a few hundred rows."""
+"""Refits minimised together: about as many as a processor's cache holds for a few hundred rows."""
 N_SHARE_DRAWS = 64
 MANY_STEMS = 1000
-"""Number of rows from which the bootstrap sees all of the errors but half a percent."""
+"""Number of stems from which `share_seen` counts as 1; it is then less by half a percent at most."""
 LEAST_SEEN = 0.1
-"""Part of the errors that counts as seen where there are fewer runs than parameters, and next to none is: .2 are of five runs."""
+"""Least share that `widening` divides by: with fewer runs than parameters the share is near 0; with five runs it is .2."""
 
 
 def noise_weights(rows: pd.DataFrame) -> Array:
-    """1/noise², of mean one; equal where the rows have no `noise`."""
+    """Row weights 1/noise² with mean one; equal weights if the rows have no `noise`."""
     weights = rows["noise"].to_numpy() ** -2.0 if "noise" in rows else np.ones(len(rows))
     return np.asarray(weights / weights.mean())
 
@@ -26,10 +26,10 @@ def noise_weights(rows: pd.DataFrame) -> Array:
 def stem_weights(stems: NDArray[np.int64], n_draws: int, seed: int) -> Array:
     """Row weights [n_draws, K] of a Bayesian bootstrap over stems (Rubin 1981): Dirichlet(1, …, 1), mean one per row.
 
-    All rows of a stem share one weight: they are one training run, and resampling them one by one would count the same
-    chance several times. Unlike multinomial counts the weights never drop a stem altogether, so small ladders keep
-    their rank. On the reference problem the standard deviations of both agree within 3 %; of B, heavy-tailed, within
-    15 %.
+    All rows of a stem share one weight: a stem is one training run, and resampling its rows one by one would count the same
+    chance several times. Unlike multinomial counts, these weights never drop a stem altogether, so small ladders keep
+    their rank. On the reference problem, standard deviations under both agree within 3 %; within 15 % for B, which is
+    heavy-tailed.
 
     Args:
         stems: number of the stem of each row, [K], from 0.
@@ -48,7 +48,7 @@ def refit(
     deltas: tuple[float, ...],
     prior: Prior | None = None,
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """Minimise under each weighting, all from one start: theta [J, P] and converged [J]."""
+    """Minimise under each weighting, always from the same start: theta [J, P] and converged [J]."""
     theta = np.empty((len(weights), len(start)))
     converged = np.empty(len(weights), dtype=bool)
     for first in range(0, len(weights), BATCH):
@@ -59,21 +59,21 @@ def refit(
 
 
 def free_columns(problem: Problem, theta: Array) -> Array:
-    """The Jacobian of log loss at the estimate [P] by the parameters that lie within their bounds, [K, F]."""
+    """Jacobian of log loss at the estimate [P] with respect to the parameters within their bounds, [K, F]."""
     free = (theta > problem.lower) & (theta < problem.upper)
     return np.asarray(problem.linearise(theta[None])[1][0][:, free])
 
 
 def share_seen(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float:
-    """The part of the errors' variance that a refit's gain in the objective shows, as residuals are smaller than errors.
+    """Share of the errors' variance that a refit's gain in the objective shows; below 1, as residuals are smaller than errors.
 
-    It is that of linear least squares on the same rows with one error for each run, about .6 for 20 runs and 5 parameters. With
-    G [P, runs] the sums of weighted Jacobian rows by run, H and H* the two normal matrices and w* the weights of a draw, the
-    residuals of the fit give scores (G·diag(w*) − H*·H⁻¹·G)·error, and the errors themselves G·error; the gain is the mean square
+    The share is taken from linear least squares on the same rows with one error for each run: about .6 for 20 runs and 5 parameters.
+    With G [P, runs] the sums of weighted Jacobian rows by run, H and H* the two normal matrices and w* the weights of a draw, the
+    residuals of the fit give scores (G·diag(w*) − H*·H⁻¹·G)·error, and the errors themselves G·error. The gain is the mean square
     of a score in H*⁻¹, or in H⁻¹.
 
     Args:
-        jacobian: of what is fitted by its free parameters, at the estimate, [K, F].
+        jacobian: derivatives of the fitted quantity by its free parameters, at the estimate, [K, F].
         weights: row weights of the fit, [K].
         stems: number of the stem of each row, [K], from 0.
     """
@@ -101,11 +101,11 @@ def share_seen(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> flo
 
 
 def widening(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float:
-    """Factor by which draws are drawn apart, so that their percentiles cover at their nominal rate.
+    """Factor that spreads the draws, so that their percentiles cover at their nominal rate.
 
-    One over the root of `share_seen`, times the standard deviation of Student's t for the runs less the free parameters (of three
-    at least), as the errors' variance is itself estimated. It is 1.4 for 20 runs and 5 parameters, 1.03 for 240. The share
-    of the parameters' own variance is somewhat larger; with this one the intervals were found to cover (RESULTS.md).
+    The factor is 1/√`share_seen`, times the standard deviation of Student's t with runs minus free parameters (at least three) as
+    degrees of freedom, since the errors' variance is estimated. It is 1.4 for 20 runs and 5 parameters, 1.03 for 240 runs. The share
+    of the parameters' variance that refits show is somewhat larger, but intervals with this factor were found to cover (RESULTS.md).
     """
     dof = max(int(stems.max()) + 1 - jacobian.shape[1], 3)
     return float(np.sqrt(dof / (dof - 2) / max(share_seen(jacobian, weights, stems), LEAST_SEEN)))

@@ -17,7 +17,7 @@ from scaling.forms.problem import Problem
 
 MAX_STEPS = 200
 TOLERANCE, ROUGHLY = 1e-12, 1e-3
-"""A member is finished when the next step promises less than this part of its objective; under a delta on the way."""
+"""Share of its objective below which the gain that the next step promises ends a member's descent: at the last delta; at others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Prior:
 
     Attributes:
         mean: [P], or [J, P] if each member of the batch has its own.
-        precision: [P, P], in the units of the objective, 0 where nothing is known.
+        precision: [P, P], in the units of the objective; 0 for parameters without prior knowledge.
     """
 
     mean: Array
@@ -38,7 +38,7 @@ class Prior:
 
 
 def huber(residual: Array, delta: float) -> Array:
-    """r²/2 within delta, delta·(|r| − delta/2) beyond; half of squares for an infinite delta."""
+    """r²/2 within delta, delta·(|r| − delta/2) beyond; r²/2 everywhere for an infinite delta."""
     clipped = np.clip(residual, -delta, delta)
     return clipped * (residual - clipped / 2)
 
@@ -46,7 +46,7 @@ def huber(residual: Array, delta: float) -> Array:
 def objective(
     problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None = None
 ) -> Array:
-    """Σ w · huber of log residuals, and the prior's part, [J], for theta [J, P], weights [J, K] or [K], log_loss [K]."""
+    """Σ w · huber of log residuals, plus the prior's part, [J], for theta [J, P], weights [J, K] or [K], log_loss [K]."""
     value = np.asarray((weights * huber(problem.log_loss(theta) - log_loss, delta)).sum(axis=-1))
     if prior is None:
         return value
@@ -117,7 +117,7 @@ def _descend(
 def _derivatives(
     problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None
 ) -> tuple[Array, Array, Array]:
-    """Gradient [J, P], Hessian [J, P, P], and the majorant of iterated reweighting, which is always positive."""
+    """Gradient [J, P], Hessian [J, P, P], and the positive semidefinite majorant of iterated reweighting, [J, P, P]."""
     predicted, jacobian = problem.linearise(theta)
     residual = predicted - log_loss
     slope = weights * np.clip(residual, -delta, delta)

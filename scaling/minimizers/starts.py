@@ -9,24 +9,24 @@ from scaling.forms.problem import Problem
 from scaling.minimizers.newton import Prior, huber, minimize, objective
 
 MANY_ROWS, SCREENED_ROWS = 2000, 100
-"""Most rows used, drawn at random: so many suffice to locate the minima and to rank the starts."""
+"""Most rows, drawn at random, that are used to locate the minima and to rank the starts: these suffice."""
 N_STARTS, N_FINALISTS = 6, 3
-"""Minimised under a wide Huber threshold, and of these under the last."""
+"""Starts minimised under a wide Huber threshold, and the best of their minima, which are minimised further under the last one."""
 N_FOLLOWED, TOLERANCE = 24, 1e-14
-"""Of `multistart`: the form's own starts, the best by the objective, that are each followed to the end."""
+"""Best starts that `multistart` minimises, and its tolerance (scipy's `ftol`)."""
 _STEPS = 2000
 _FLAT = 1e-4  # projected gradient, as a part of the objective, below which a point counts as a minimum
 
 
 def thresholds(delta: float) -> tuple[float, ...]:
-    """Huber thresholds that narrow to the one of the objective; of least squares there is one alone."""
+    """Huber thresholds that narrow to `delta`; `delta` alone if it is infinite (least squares)."""
     return (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
 
 def minima(problem: Problem, log_loss: Array, weights: Array, delta: float) -> tuple[Array, Array, NDArray[np.bool_]]:
     """The best minima under Huber's threshold `delta`: theta [N_FINALISTS, P], objective, converged.
 
-    A part of many rows suffices to locate the minima, and only the best are polished on all of them.
+    Of many rows a part suffices to locate the minima; only the best minima are polished on all rows.
     """
     deltas = thresholds(delta)
     starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
@@ -42,10 +42,10 @@ def minima(problem: Problem, log_loss: Array, weights: Array, delta: float) -> t
 def multistart(
     problem: Problem, log_loss: Array, weights: Array, delta: float
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Minima as `minima` gives them, [N_FOLLOWED, P], by scipy's L-BFGS-B with exact gradients: another way to the same minimum.
+    """Return minima as `minima` does, [N_FOLLOWED, P], by scipy's L-BFGS-B with exact gradients: an independent check.
 
-    It is slower than the default, and has nothing in common with it but the form. The objective is rescaled to its size at the
-    first start: on a sum of Huber terms of 1e-3 and less L-BFGS-B takes its first steps for convergence and reports success.
+    This way is slower than the default and shares only the form with it. The objective is divided by its value at the
+    first start: on a sum of Huber terms of 1e-3 and less, L-BFGS-B takes its first steps for convergence and reports success.
     """
     from scipy.optimize import minimize as minimize_one
 
@@ -64,7 +64,7 @@ def multistart(
         for start in starts
     ]
     thetas = np.array([result.x for result in found])
-    # A line search that finds nothing lower at the last digits ends as a failure of scipy's: the gradient decides.
+    # scipy reports failure if a line search finds nothing lower at the last digits; the gradient decides instead.
     projected = [result.x - np.clip(result.x - result.jac, problem.lower, problem.upper) for result in found]
     flat = np.array([np.abs(p).max() <= _FLAT * r.fun for p, r in zip(projected, found, strict=True)])
     return thetas, np.array([result.fun for result in found]) / scale, np.array([r.success for r in found]) | flat
@@ -73,10 +73,10 @@ def multistart(
 def screened(
     problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int, prior: Prior | None = None
 ) -> Array:
-    """The most promising starts, [n_starts, P], for log_loss [K] and row weights [K]; those alone where the loss is above 0.
+    """Best starts with a loss above 0 at every row, at most [n_starts, P], for log_loss [K] and row weights [K].
 
     Raises:
-        ScalingError: there is none.
+        ScalingError: no start has such a loss.
     """
     some, few = some_rows(len(log_loss), MANY_ROWS), some_rows(len(log_loss), SCREENED_ROWS)
     starts = problem.part(some).starts(log_loss[some])
@@ -87,7 +87,7 @@ def screened(
 
 
 def require_loss(objectives: Array) -> None:
-    """Raise ScalingError if the form's loss is above 0 for every run nowhere that was tried."""
+    """Raise ScalingError if at no start the form's loss is above 0 for every run."""
     if not np.isfinite(objectives).any():
         raise ScalingError(
             "the form must give a loss above 0 for every run, got none at any start between its bounds; check these"
@@ -95,5 +95,5 @@ def require_loss(objectives: Array) -> None:
 
 
 def some_rows(n_rows: int, wanted: int) -> NDArray[np.int64]:
-    """Rows drawn at random, in order: a stride could meet the period of a grid of N and D."""
+    """Indices of rows drawn at random, in order: a stride could coincide with the period of a grid of N and D."""
     return np.sort(np.random.default_rng(0).permutation(n_rows)[:wanted])
