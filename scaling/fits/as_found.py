@@ -1,6 +1,6 @@
-"""Tables of runs as they are found: other names, counts in millions or as "1.3B" or "47,557,632", compute for tokens.
+"""Tables of runs as users have them: other names, counts in millions or as "1.3B" or "47,557,632", compute instead of tokens.
 
-What is unambiguous is read and noted; what is not stays as it is, for the checks that name a column, its row and its value.
+Unambiguous columns are converted, with a note. Other columns stay unchanged for the later checks, which name column, row and value.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from scaling.checks import COLUMNS, FOUND_AS, OTHER_NAMES, or_nan, plain, rename
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 
 NOTES = "notes"
-"""Key of `DataFrame.attrs` under which a table carries what was read how."""
+"""Key of `DataFrame.attrs` of the notes on how columns were read."""
 UNIT = "loss_unit"
-"""Key of `DataFrame.attrs` of the unit that the name of the column of losses states."""
+"""Key of `DataFrame.attrs` of the loss unit that the name of the loss column states."""
 PER_BYTE = "bits per byte"
 BYTES = "bytes_per_token"
-"""Column by which bits per byte become nats per token."""
+"""Column that converts bits per byte to nats per token."""
 PF_DAY = 1e15 * 86400
 """FLOPs of a petaFLOP/s-day (Kaplan et al. 2001.08361, sec. 1.3)."""
 COUNTS = ("n_params", "n_tokens")
@@ -55,17 +55,17 @@ NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
 def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd.DataFrame:
-    """The table with plain columns n_params, n_tokens, loss where they can be derived, and notes on how in its `attrs`.
+    """Return the table with plain columns n_params, n_tokens, loss as far as they can be derived, and notes in its `attrs`.
 
     Args:
         columns: The caller's names of columns, by ours: `{"loss": "c4_loss"}`.
 
     Raises:
-        ValueError: a column in millions, say, holds a value with a unit of its own, or a column that the caller names is not there.
+        ValueError: a cell states a unit although its column's name states one, or a column that the caller names is missing.
     """
     table, notes = table.copy(deep=False), [*table.attrs.get(NOTES, ())]
     if levels := [name for name in table.index.names if name is not None and name not in table]:
-        table = table.reset_index(levels)  # such as a groupby leaves
+        table = table.reset_index(levels)  # a groupby leaves such levels
     table.attrs[COLUMNS] = [*map(str, table.columns)]
     table = _as_stated(table, columns, notes)
     for column in (*COUNTS, "loss"):
@@ -105,9 +105,9 @@ def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd
 
 
 def compute_unit(name: str) -> float | None:
-    """FLOPs in the unit of a column of a run's compute; None if the column is none.
+    """Return the unit of a column of a run's compute, in FLOPs; None if the column holds no compute.
 
-    A bare "TFLOPs" is none, as it is often a speed.
+    A bare "TFLOPs" does not count as compute, as it is often a speed.
     """
     if _PF_DAYS.fullmatch(plain(name).strip("_")):
         return PF_DAY
@@ -121,7 +121,7 @@ def compute_unit(name: str) -> float | None:
 
 
 def _as_stated(table: pd.DataFrame, columns: Mapping[str, str], notes: list[str]) -> pd.DataFrame:
-    """The table with the columns that the caller names under our names; other columns of these names are dropped."""
+    """Return the table with the caller's columns under our names; drop other columns of these names."""
     for column, name in columns.items():
         if (times := int((table.columns == name).sum())) != 1:
             raise ValueError(
@@ -149,10 +149,10 @@ def _as_stated(table: pd.DataFrame, columns: Mapping[str, str], notes: list[str]
 
 
 def _factor(name: str, column: str) -> float | None:
-    """The unit of a column that is another name of one of ours; None if it is none."""
+    """Return the unit of a column whose name means our `column`; None if it does not."""
     own = {column, *OTHER_NAMES[column].split()}
     if column in COUNTS:
-        name = re.split(r"[/.]", name)[-1] or name  # of wandb's "train/tokens_seen" and "model.n_params"
+        name = re.split(r"[/.]", name)[-1] or name  # wandb's "train/tokens_seen" and "model.n_params"
     if plain(name).strip("_") in own:
         return 1.0
     of_unit = _HEADER.fullmatch(plain(name)) if column in COUNTS else None
@@ -169,7 +169,7 @@ def _scaled(table: pd.DataFrame, column: str, name: str, factor: float) -> pd.Se
 
 
 def _read(cells: pd.Series) -> list[object] | None:
-    """Cells with text that is a count as its number; None where no cell is such text."""
+    """Return the cells with counts in text as numbers; None if no cell is such text."""
     found = [_COUNT.fullmatch(cell.strip()) if isinstance(cell, str) else None for cell in cells]
     factors = [_FACTORS.get(match[2].lower().removesuffix("s") or "") if match and match[2] else 1.0 for match in found]
     read = [match is not None and factor is not None for match, factor in zip(found, factors, strict=True)]
@@ -182,7 +182,7 @@ def _read(cells: pd.Series) -> list[object] | None:
 
 
 def _counts_of_others(table: pd.DataFrame, notes: list[str]) -> None:
-    """Fill N or D in rows without it, from the other and the one column of compute, in FLOPs or PF-days, or of D/N."""
+    """Fill in missing N or D from the other one and the only column of compute (FLOPs or PF-days) or of D/N."""
     units = {name: unit for name in table.columns if (unit := compute_unit(str(name))) is not None}
     ratios = [name for name in table.columns if plain(str(name)).strip("_") in _RATIO]
     if len(units) + len(ratios) != 1:

@@ -1,7 +1,7 @@
-"""Backtest of a ladder on its own largest runs: fitted below a cut, compared with the runs above.
+"""Backtest of a ladder on its largest runs: fit the runs below a cut, and compare with the runs above.
 
-A backtest shows how far to trust a forecast; it chooses nothing. A form picked by its held-out error would be hindsight, and
-its interval too narrow.
+A backtest shows how far to trust a forecast; it chooses nothing. To choose a form by its held-out error would be hindsight, and
+the form's interval too narrow.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from scaling.serialization import JsonResult, TableLayout
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
-"""Bootstrap draws of each fit; its intervals are read from a standard deviation."""
+"""Bootstrap draws of each fit: enough for a standard deviation, from which the intervals are computed."""
 TOP = 2.0
-"""Largest compute over that of the runs that count as the top."""
+"""Factor of compute below the largest run within which runs count as the top."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,9 +44,9 @@ class Backtest(JsonResult):
 
     Attributes:
         predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
-            predicted, log_error (of the prediction), and for each level low_… and high_…; reasons (of `forecast` only, their short
-            names, empty if it is supported) and supported.
-        too_few: cuts below which too few runs lie to fit anything, and why.
+            predicted, log_error (of the prediction), and for each level low_… and high_…; reasons (short names, for `forecast`
+            only; empty if the forecast is supported) and supported.
+        too_few: cuts with too few runs below them for a fit, and why.
     """
 
     predictions: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
@@ -55,7 +55,7 @@ class Backtest(JsonResult):
     loss_unit: str
 
     def table(self) -> pd.DataFrame:
-        """A row for each cut and method.
+        """Table with a row for each cut and method.
 
         Columns: held_out (runs), mean_error and top_error (mean |log error| of all and of those within a factor of two of
         the largest, in %), bias (mean log error, in %), and for each level coverage_… (share of runs within) and
@@ -82,7 +82,7 @@ class Backtest(JsonResult):
         return pd.DataFrame(rows)
 
     def plot(self) -> Figure:
-        """Predicted against measured, with the default's intervals.
+        """Distance of the measured losses from the default forecast, with its intervals.
 
         Raises:
             ScalingError: no cut leaves enough runs.
@@ -109,17 +109,17 @@ def backtest(
 ) -> Backtest:
     """Fit the runs with C < Cmax/cut, and predict those above.
 
-    The interval of a form by itself is of its bootstrap with residual noise, as it is usually given.
+    The interval of a form by itself comes from its bootstrap with residual noise, as is usual.
 
     Args:
-        cuts: Cmax over the compute below which runs are fitted.
-        forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
+        cuts: factors of compute: for each, runs below Cmax/cut are fitted.
+        forms: one or several forms to compare with the default forecast; the runs must have their further columns.
         columns: as for `fit`.
-        options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
+        options: further options of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:
         ValueError: the runs can't be fitted at all, a column is missing, or a cut is not above 1.
-        TypeError: an option is none, or a form is none.
+        TypeError: an option is unknown, or one of `forms` is no form.
     """
     if fixed := {"form", "n_bootstrap"} & set(options):
         raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
@@ -134,7 +134,7 @@ def backtest(
         require_columns(table, ("n_params", "n_tokens", "loss", *names))
         checked = fit(table, n_bootstrap=2, **options)
         every = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
-    options["loss_unit"] = checked.loss_unit  # what was in bits is in nats by now
+    options["loss_unit"] = checked.loss_unit  # losses in bits are in nats by now
     flops = compute_flops(every["n_params"], every["n_tokens"])
     tables, too_few = [], {}
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""Caveats of a fit whose forecasts may hold: rows far off the law, and runs beside its best sizes."""
+"""Caveats of a fit that leave its forecasts valid: rows far off the law, and best sizes outside the runs' range."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from scaling.forms.law import Law
 from scaling.presentation import span
 
 FAR_DEVIATIONS, FAR_SHARE = 12.0, 0.03
-"""Standard deviations (by the median) and share of the loss beyond which a row is named. Two of 15 public ladders have such rows,
-their smallest models; a mistyped loss lies far beyond."""
+"""Standard deviations (by the median) and share of the loss beyond which a row is named. Two of 15 public ladders have such rows
+(their smallest models); a mistyped loss lies far beyond."""
 MAX_NAMED = 3
 MOST_E = 2.7
-"""E of 12 public ladders of finished runs: .9 to 2.6 nats per token (measured); in bits five of them would lie above 2.7."""
+"""Most E in nats per token: 12 public ladders of finished runs have .9 to 2.6 (measured), five of them more than 2.7 in bits."""
 
 
 def caveats(law: Law | None, residuals: pd.DataFrame, unidentified: Unidentified | None) -> tuple[str, ...]:
-    """Sentences, none if there is nothing to look at.
+    """Return the caveats as sentences; none if nothing stands out.
 
     Args:
-        law: by which budgets are decided; None where the runs are too few for that.
-        residuals: as `ScalingFit.residuals` gives them.
-        unidentified: why the runs do not tell the best D/N, or None.
+        law: the law that decides budgets; None if the runs are too few for one.
+        residuals: the table of `ScalingFit.residuals`.
+        unidentified: why the runs do not identify the best D/N, or None.
     """
     of_best = f"not identified: {unidentified}" if unidentified else _off_centre(law, residuals)
     return tuple(filter(None, [_far_rows(residuals), of_best]))
 
 
 def high_floor(law: Law) -> Iterator[str]:
-    """Caveat where E of losses taken for nats is above any seen: they may be bits."""
+    """Caveat if E is above any seen in nats: losses assumed to be in nats may be in bits."""
     if (E := law.parameters.get("E", 0.0)) > MOST_E:
         yield (
             f"E = {E:.3g} nats per token is above {MOST_E:g}, more than public ladders have: if the losses are bits, "
@@ -56,7 +56,7 @@ def _far_rows(residuals: pd.DataFrame) -> str:
 
 
 def _off_centre(law: Law | None, rows: pd.DataFrame) -> str:
-    """Caveat where the law's best D/N lies outside the runs' at every compute: the form alone places the optimum."""
+    """Caveat if the law's best D/N lies outside the runs' D/N at every compute: the form alone places the optimum."""
     if law is None or {*law.form.columns} != {"n_params", "n_tokens"}:
         return ""
     ratio, flops = rows["n_tokens"] / rows["n_params"], rows["compute_flops"]

@@ -31,10 +31,10 @@ RUNS = [
 ]
 """Names of columns that hold one training run each."""
 LABELS = ["name", "experiment", "experiment_name", "exp", "trial", "job"]
-"""Names of columns that hold a training run, or a label of several."""
+"""Names of columns that hold a training run, or a label of several runs."""
 STEPS = ["step", "steps", "global_step", "iteration", "iterations", "iter", "train_step", "train_steps"]
 LEAST_EVEN = 8
-"""Fewest evenly spaced tokens of one size that are taken for a curve: runs of their own are rarely so many or so even (assumed)."""
+"""Fewest evenly spaced token counts of one size that are taken for a curve: separate runs are rarely so many or so even (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Checkpoints:
     """Rows that share training runs.
 
     Attributes:
-        column: Column that tells the runs apart.
+        column: Column that distinguishes the runs.
         run: Training run of each row, [K].
         earlier: Rows with fewer tokens than the last of their run, [K].
         certain: The table shows curves: a column of runs, or a label and a column of steps.
@@ -55,14 +55,14 @@ class Checkpoints:
 
 
 def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> Checkpoints | None:
-    """Return the rows that share a training run; None if each seems to be a run of its own.
+    """Return the rows that share a training run; None if each row seems to be a separate run.
 
     Args:
         table: Rows as found.
         n_params, n_tokens: Checked columns of the same rows.
 
     Raises:
-        ValueError: The caller names a column of runs, and a row has none or a run has several sizes.
+        ValueError: The caller names a column of runs, and a row has no run or a run has several sizes.
     """
     if "run" in table.attrs.get(FOUND_AS, {}):
         require_filled(table, "run")
@@ -91,10 +91,10 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
 
 
 def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return the longest row of each run, by n_tokens or compute, where the caller names a column of runs.
+    """Return the longest row of each run, by n_tokens or compute, if the caller names a column of runs.
 
     Args:
-        by: Further columns that tell runs apart.
+        by: Further columns that distinguish runs.
     """
     along = [name for name in ("n_tokens", "compute_flops") if name in table]
     if "run" not in table.attrs.get(FOUND_AS, {}) or not along:
@@ -106,7 +106,7 @@ def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def _is_run(names: pd.Series, n_params: pd.Series, n_tokens: pd.Series) -> bool:
-    """Whether each name has one size, and some name several lengths."""
+    """Whether each name has one size, and at least one name has several lengths."""
     if names.isna().any() or not all(pd.api.types.is_hashable(name) for name in names):
         return False
     sizes, lengths = (values.groupby(names.to_numpy()).nunique() for values in (n_params, n_tokens))

@@ -1,8 +1,8 @@
-"""Several fits of one ladder whose mean is the forecast, and refits under other runs and priors, whose spread is its uncertainty.
+"""Several fits of one ladder, whose mean is the forecast, and refits under other runs and priors, whose spread is its uncertainty.
 
-Each is the joint form under weak priors. They differ in what is robust, which rows they keep, and whether these weigh by their
-compute: no single one is best on every public ladder, and to choose one by its held-out error would be hindsight. Measured on
-the ladders of `tests/benchmarks/forecast.py`; the figures are in tests/benchmarks/RESULTS.md.
+Each fit is of the joint form under weak priors. The fits differ in the robust loss, in the rows that they keep, and in whether
+compute weighs the rows: no single fit is best on every public ladder (measured on the ladders of `tests/benchmarks/forecast.py`;
+the figures are in tests/benchmarks/RESULTS.md), and to choose one by its held-out error would be hindsight.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TUNING = 1.345
 """Huber's threshold in standard deviations of the residual: 95 % efficiency under normal noise (Huber 1981, sec. 4.5)."""
 L1_DELTA = 1e-3
 USUAL_RATIO = (5.0, 200.0)
-"""D/N of the rows of the variant that leaves far under- and over-trained ones out."""
+"""Range of D/N of the variants that leave out far under- and over-trained rows."""
 MIN_USUAL_ROWS = 12
 RESIDUAL_RATIO = (2.0, 500.0)
-"""D/N of the rows whose residuals measure how well the form fits."""
+"""Range of D/N of the rows whose residuals measure how well the form fits."""
 N_FINALISTS, N_DRAWS = 6, 60
 MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-_LEAST_SIGMA = 1e-4  # of log residuals; below it a prior would weigh nothing
-_SCALE_STEPS = 4  # of residual scale and fit in turn
+_LEAST_SIGMA = 1e-4  # least scale of log residuals; with a smaller one a prior would weigh nothing
+_SCALE_STEPS = 4  # alternations of fit and residual scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +47,10 @@ class Ensemble:
     """Fits of one ladder.
 
     Attributes:
-        variants: of which the forecast is the mean in log loss, by name; the first is the base.
-        refits: makes `draws`, which only spreads and intervals ask for: half of the time of a fit.
-        widening: by how much `moves` draws them apart (`minimizers.bootstrap`); the forecast's own scale was calibrated to the
-            draws as they are.
+        variants: fits by name, whose mean in log loss is the forecast; the first is the base.
+        refits: function that computes `draws`; only spreads and intervals call it, as it takes half of the time of a fit.
+        widening: factor by which `moves` spreads the draws (`minimizers.bootstrap`); the forecast's scale was calibrated to
+            the draws without this factor.
         residual: recency-weighted rms of the base's log residuals.
         n_runs: independent runs (stems).
         largest_flops: compute of the largest run.
@@ -65,22 +65,22 @@ class Ensemble:
 
     @cached_property
     def draws(self) -> Array:
-        """The base under resampled stems and priors that lie elsewhere, parameters in the form's order, [n_draws, 6]."""
+        """Refits of the base under resampled stems and drawn prior means: parameters in the form's order, [n_draws, 6]."""
         return self.refits()
 
     @cached_property
     def law(self) -> Law:
-        """The forecast's point at every (N, D), as a law."""
+        """Point forecast at every (N, D), as a law."""
         return mean_of([*self.variants.values()])
 
     def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
-        """Move a quantity's logarithm with the fit and with the runs, [n_variants·n_draws, …].
+        """Moves of a quantity's logarithm with the fit and with the runs, [n_variants·n_draws, …].
 
-        Sum of each variant's difference from their mean and of each draw's, drawn apart, from the base, for every pair of
-        the two; infinite where a fit gives none.
+        A move is the sum of a variant's difference from the variants' mean and of a draw's widened difference from the base, for
+        every pair of variant and draw; infinite if a fit has no such quantity.
 
         Args:
-            log_of: the logarithm, [J, …], of J sets of the joint form's parameters, [J, 1] each.
+            log_of: function from J sets of the joint form's parameters, [J, 1] each, and J to the logarithm, [J, …].
         """
         laws = np.array([[*law.parameters.values()] for law in self.variants.values()])
         every = np.vstack([laws, self.draws])
@@ -92,7 +92,7 @@ class Ensemble:
         return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
 
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """The forecast, log loss, of the broadcast shape."""
+        """Forecast log loss, of the broadcast shape."""
         return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
@@ -109,12 +109,12 @@ def fit_ensemble(
     """Fit every variant.
 
     Args:
-        rows: n_params, n_tokens, loss, stem; with `noise` they are weighted by 1/noise².
-        seed: of the resampling.
-        n_params_convention, loss_unit: of the laws.
+        rows: n_params, n_tokens, loss, stem; with a column `noise` rows are weighted by 1/noise².
+        seed: seed of the resampling.
+        n_params_convention, loss_unit: what N counts, and the unit of the loss.
 
     Raises:
-        ScalingError: there are too few distinct (N, D) for the joint form.
+        ScalingError: the rows have too few distinct (N, D) for the joint form.
     """
     points, wanted = len(rows[["n_params", "n_tokens"]].drop_duplicates()), len(Joint.parameters) + 1
     if points < wanted:
@@ -135,7 +135,7 @@ def fit_ensemble(
     huber = {name + by: rows_of * weight for name, rows_of in kept.items() for by, weight in weighed.items()}
     absolute = {"least absolute residuals" + by: weight for by, weight in weighed.items()}
     robust = TUNING * sigma
-    # The prior weighs as against Laplace noise of the mean absolute residual.
+    # The prior gets the weight that it has against Laplace noise of the mean absolute residual.
     laplace = L1_DELTA * float(np.average(np.abs(residual), weights=weights))
     thetas = [
         *fits.polished(np.array([*huber.values()]), (robust,), sigma**2, base),
@@ -158,7 +158,7 @@ def fit_ensemble(
 
 @dataclass(frozen=True)
 class BaseFits:
-    """Fits of the joint form to one ladder, under the prior; rows have weights of mean one, and a scale that goes with them."""
+    """Fits of the joint form to one ladder under the prior, with row weights of mean one."""
 
     problem: Problem
     log_loss: Array
@@ -168,20 +168,20 @@ class BaseFits:
 
     @classmethod
     def of(cls, rows: pd.DataFrame, *, n_params_convention: str = "", loss_unit: str = NATS) -> BaseFits:
-        """Fits of rows with n_params, n_tokens and loss; what `noise` they have weighs them."""
+        """Bind rows with n_params, n_tokens, loss and possibly `noise`, which weighs them."""
         log_loss = np.log(rows["loss"].to_numpy())
         columns = {name: rows[name].to_numpy() for name in Joint().columns}
         return cls(Joint().problem(columns, log_loss), log_loss, noise_weights(rows), n_params_convention, loss_unit)
 
     def prior(self, variance: float, shift: Array | float = 0.0) -> Prior:
-        """Prior in the units of an objective whose residuals have a variance, its mean moved by a shift, [P] or [J, P]."""
+        """Prior in the units of an objective whose residuals have this variance, with the mean moved by `shift`, [P] or [J, P]."""
         centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
         centres["E"] += float(self.log_loss.min())
         mean = np.array([centres.get(name, 0.0) for name in Joint.parameters])
         return Prior(mean=mean + shift, precision=variance * precision())
 
     def adaptive(self) -> tuple[Array, float]:
-        """Huber's fit and the scale of its residuals, found in turn."""
+        """Huber's fit and the scale of its residuals, found alternately."""
         wide = 1e-2
         prior = self.prior(wide**2)
         best = screened(self.problem, self.log_loss, self.weights, wide, N_FINALISTS, prior)
@@ -195,20 +195,20 @@ class BaseFits:
         return theta, sigma
 
     def polished(self, weights: Array, deltas: tuple[float, ...], variance: float, start: Array) -> Array:
-        """Fits from one start, [J, P], the rows of each weighted further, [J, K]; weights count as shares of their mean above 0."""
+        """Fits from one start, [J, P], with J further weightings of the rows, [J, K], scaled to mean one over weights above 0."""
         weights = self.weights * weights / weights.mean(axis=1, where=weights > 0, keepdims=True)
         starts = np.tile(start, (len(weights), 1))
         return minimize(self.problem, self.log_loss, weights, starts, deltas, self.prior(variance))[0]
 
     def redrawn(self, base: Array, sigma: float, stems: NDArray[np.int64], seed: int) -> Array:
-        """Parameters of the base fit under resampled stems [K], each about a prior that is drawn too, [N_DRAWS, 6]."""
+        """Parameters of the base fit under resampled stems [K], each with a drawn prior mean, [N_DRAWS, 6]."""
         resampled = self.weights * stem_weights(stems, N_DRAWS, seed)
         moved = self.prior(sigma**2, shifts(N_DRAWS, seed))
         draws, _ = refit(self.problem, self.log_loss, resampled, base, (TUNING * sigma,), moved)
         return self.problem.natural(draws)
 
     def residual(self, theta: Array) -> Array:
-        """Log loss expected less log loss measured, [K]."""
+        """Expected minus measured log loss, [K]."""
         return np.asarray(self.problem.log_loss(theta[None])[0] - self.log_loss)
 
     def law(self, theta: Array) -> Law:
@@ -223,7 +223,7 @@ class BaseFits:
 
 @dataclass(frozen=True, eq=False)
 class MeanOf(Form):
-    """exp of the mean log loss of `count` laws of a form; their parameters are named alpha_1, alpha_2 and so on."""
+    """Form whose loss is exp of the mean log loss of `count` laws; their parameters are named alpha_1, alpha_2 and so on."""
 
     form: Form
     count: int
@@ -255,6 +255,6 @@ class MeanOf(Form):
 
 
 def mean_of(laws: Sequence[Law]) -> Law:
-    """The mean of laws of one form, which count N alike and have losses in one unit."""
+    """Return the mean of laws of one form, with one convention of N and one loss unit."""
     values = {f"{name}_{i}": value for i, law in enumerate(laws, 1) for name, value in law.parameters.items()}
     return replace(laws[0], form=MeanOf(laws[0].form, len(laws)), parameters=values)

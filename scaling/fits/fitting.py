@@ -1,10 +1,10 @@
 """Fit a form of the loss law to the runs of a ladder.
 
-Three steps: (1) starts: for Chinchilla's form variable projection — for fixed (alpha, beta) it is linear in E, A, B, so a
-grid of exponents is solved in closed form as a handful of matrix products; (2) the best are polished by a damped Newton
-method in centred log coordinates, through Huber thresholds that narrow to `delta`; (3) the same method, warm, refits
-bootstrap draws. The objective is Σ Huber(log L̂ − log L; delta) of Hoffmann et al. (2203.15556, app. D.2); this reaches the
-minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where their 4,500 starts take 65 s. It is approach 3 of
+The fit has three steps. (1) Find starts: Chinchilla's form is linear in E, A, B for fixed (alpha, beta), so variable projection
+solves a grid of exponents in closed form by a few matrix products. (2) Polish the best starts by a damped Newton
+method in centred log coordinates, through Huber thresholds that narrow to `delta`. (3) Refit bootstrap draws by the same method,
+from the estimate. The objective is Σ Huber(log L̂ − log L; delta) of Hoffmann et al. (2203.15556, app. D.2). The fit reaches the
+minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where their 4,500 starts take 65 s. This is approach 3 of
 Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
 """
 
@@ -30,13 +30,13 @@ from scaling.minimizers.starts import minima, multistart, require_loss, threshol
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
 MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
-"""Standard deviation of log residuals, by the median. The 12 public ladders of finished runs: .2–1.23 %; the three of losses in
-mid-schedule: 2.1–5.4 %, where forecasts fail."""
+"""Standard deviations of log residuals, by the median. The 12 public ladders of finished runs have .2–1.23 %; the three ladders of
+losses in mid-schedule have 2.1–5.4 %, and forecasts fail there."""
 LEAST_SHARE = 0.3
-"""Share of the least loss below which E is warned of; it is .43 to 1.02 on every public ladder but one in mid-schedule. The
-forecast's prior expects .73: by an earlier one, where E was planted near .1 of the least loss, its 90 % intervals held 57 %."""
+"""Share of the least loss below which E raises a warning; the share is .43 to 1.02 on every public ladder but one in mid-schedule.
+The forecast's prior expects .73: under an earlier prior, 90 % intervals held 57 % with E planted near .1 of the least loss."""
 MAX_CONDITION = 1e3
-"""Condition number of the Jacobian with columns of length one. Public ladders: 15–80; N and D in strict proportion: 1e16."""
+"""Most condition number of the Jacobian with columns scaled to length one: 15–80 on public ladders, 1e16 for N ∝ D."""
 
 
 def fit(
@@ -56,35 +56,35 @@ def fit(
 
     Args:
         runs: one row per (N, D, loss): a DataFrame, a list of dicts, the path of a Parquet, CSV, TSV or JSON Lines (.jsonl) file,
-            or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and what else the form depends on;
-            usual other names, counts in words ("1.3B", a column "Params (M)") and compute in the place of tokens are read,
+            or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and the form's further columns.
+            Usual other names, counts in words ("1.3B", a column "Params (M)") and compute instead of tokens are read,
             and listed under `assumptions`. A row whose loss is empty, NaN or infinite is left out, with a note that names it; more
-            than half of such rows are an error. Optional: `stem` (rows branched from one training run share it and are
-            resampled together; without it each row is a run of its own), `regret` (predicted relative loss given up by the row's
-            hyperparameters), `annealed` (False for a loss read in mid-schedule), `left_out` (why the table itself leaves
-            a row out; empty if it doesn't), `noise` (relative standard deviation of the loss from seed to seed; rows are
-            weighted by 1/noise²), `compute_flops` (FLOPs, held against 6·N·D).
-        n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it, and every
+            than half of such rows are an error. Optional: `stem` (rows branched from one training run share a stem and are
+            resampled together; without this column each row is a separate run), `regret` (predicted relative loss given up by the
+            row's hyperparameters), `annealed` (False for a loss read in mid-schedule), `left_out` (why the table itself leaves
+            a row out; else empty), `noise` (relative standard deviation of the loss from seed to seed; rows are
+            weighted by 1/noise²), `compute_flops` (FLOPs, compared with 6·N·D).
+        n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on this, and every
             result states it.
-        loss_unit: of `loss`: "nats per token", assumed where none is given, or "bits per token" ("bits"), which become nats, as
-            do bits per byte ("bpb") where a column `bytes_per_token` has the tokens' mean length. A metric other than these that is
-            positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
-            the name given here.
-        form: of `scaling.forms`, or one's own; Chinchilla's by default.
-        method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a check.
+        loss_unit: unit of `loss`: "nats per token" (the default, listed as assumed) or "bits per token" ("bits"). Bits become nats;
+            so do bits per byte ("bpb") if a column `bytes_per_token` has the tokens' mean length. Any other metric that is
+            positive and falls to a floor (bits per byte, the share of wrong answers) is fitted unchanged, under the name
+            given here.
+        form: a form of `scaling.forms`, or a custom form; Chinchilla's by default.
+        method: search for the minimum: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a check.
         delta: Huber threshold on log residuals; infinite for least squares.
-        n_bootstrap: refits under resampled stems.
-        seed: of the resampling. The result does not depend on the order of the rows.
-        max_regret: rows above it are left out, and listed with the reason in `ScalingFit.left_out`, as un-annealed rows
-            are.
-        columns: names of the table's columns, by ours, where they differ: `{"loss": "c4_loss", "n_params": …, "n_tokens": …}`; of
-            rows that share a `run` the last is fitted.
+        n_bootstrap: number of refits under resampled stems.
+        seed: seed of the resampling. The result does not depend on the order of the rows.
+        max_regret: rows with more regret are left out, and listed with the reason in `ScalingFit.left_out`, like un-annealed
+            rows.
+        columns: names of the table's columns, by ours, where they differ: `{"loss": "c4_loss", "n_params": …, "n_tokens": …}`; only
+            the last row of each `run` is fitted.
 
     Raises:
         ValueError: the file can't be read, a column or an argument is missing or breaks its rule, or too few distinct points
             remain (`TooFewRunsError`).
-        TypeError: the form is none.
-        ScalingError: the form's loss is nowhere above 0.
+        TypeError: `form` is no form.
+        ScalingError: at no start the form's loss is above 0 for every run.
     """
     require_convention(n_params_convention)
     for name, value in (("delta", delta), ("max_regret", max_regret)):
@@ -132,10 +132,10 @@ def fit(
 
 
 def require_form(form: object) -> Form:
-    """The form, if it is one.
+    """Return the form, after a check of its type.
 
     Raises:
-        TypeError: it is none; the message suggests what was meant by a class or a name.
+        TypeError: `form` is no form; for a class or a name the message suggests the form.
     """
     if isinstance(form, Form):
         return form
@@ -151,7 +151,7 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
 def select(
     runs: Table, form: Form, *, max_regret: float, loss_unit: str | None, columns: Mapping[str, str] = NO_COLUMNS
 ) -> Runs:
-    """The rows to fit and those left out (see `fit`), enough of them for the form."""
+    """Select the rows to fit and the rows to leave out (see `fit`); raise if too few remain for the form."""
     table = read_runs(runs, columns)
     with naming(runs):
         checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
@@ -160,7 +160,7 @@ def select(
 
 
 def _require_points(checked: Runs, form: Form) -> None:
-    """Raise TooFewRunsError, with every level and point that is missing, unless the rows determine the form and a forecast."""
+    """Raise TooFewRunsError, with every missing level and point, unless the rows determine the form and a forecast."""
     rows, lacking = checked.rows, []
     for column in ("n_params", "n_tokens"):
         if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
@@ -168,7 +168,7 @@ def _require_points(checked: Runs, form: Form) -> None:
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, got {levels}"
             )
     columns = [rows[name].to_numpy() for name in form.columns]
-    # As many points as there are parameters are met exactly, and leave no residual; a forecast's fits have one parameter more.
+    # A form meets as many points as it has parameters exactly, without a residual; a forecast's fits have one parameter more.
     points = len(np.unique(np.stack(columns), axis=1).T)
     fitted = (form, Joint()) if {*form.columns} == {*Joint().columns} else (form,)
     n_parameters = max(len(each.parameters) for each in fitted)
@@ -183,7 +183,7 @@ def _require_points(checked: Runs, form: Form) -> None:
 
 
 def _rising(rows: pd.DataFrame) -> str:
-    """Remark where larger models have larger losses at one length; empty where they do not."""
+    """Remark if larger models have larger losses at one length; else empty."""
     for n_tokens, part in rows.groupby("n_tokens"):
         sizes = part.groupby("n_params")["loss"].mean()
         if len(sizes) > 1 and sizes.iloc[-1] > sizes.iloc[0]:
@@ -230,7 +230,7 @@ def _fit_warnings(
             f"losses typically lie {typical:.1%} off the law: finished runs of one recipe were seen within {SEEN_MISFIT:.1%}, "
             "losses in mid-schedule or of several recipes beyond"
         )
-    lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 of what has no effect
+    lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 without effect
     condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:
         warnings.append(

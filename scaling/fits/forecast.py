@@ -1,7 +1,7 @@
-"""Forecast of the loss of a run that is not made yet: value, interval, and whether such intervals have been validated.
+"""Forecast of the loss of a future run: value, interval, and whether such intervals have been validated.
 
-The point is the mean log loss of the variants of `scaling.fits.ensemble`, the interval exp(log point ± k·s), k Student's t with 8
-degrees of freedom:
+The point estimate is the mean log loss of the variants of `scaling.fits.ensemble`. The interval is exp(log point ± k·s), with k
+Student's t for 8 degrees of freedom:
 
     s² = ((.004² + r²) · max(1, h)⁴ + p²) · n / (n − 3)
 
@@ -10,17 +10,17 @@ degrees of freedom:
     p  standard deviation of the log point over draws of runs and of the prior's mean
     n  independent runs
 
-Parameter bootstraps alone cover 40–53 % of held-out losses at a nominal 95 %, because they ignore that the form itself is wrong;
-draws of the prior's mean too grow with the extrapolation. The floor of .004 and the 3 were found on the public ladders' held-out
-runs, on runs drawn from them at random and on planted ladders of eleven runs, so that 95 % intervals hold 95 to 97 % of each.
-`tests/benchmarks/forecast.py` holds them against every ladder that it has, and RESULTS.md keeps what it found.
+Parameter bootstraps alone cover 40–53 % of held-out losses at a nominal 95 %, because they ignore that the form itself is wrong.
+With draws of the prior's mean, the spread grows with the extrapolation. The floor of .004 and the 3 in n − 3 were found on the public
+ladders' held-out runs, on runs drawn from them at random and on planted ladders of eleven runs: 95 % intervals hold 95 to 97 % of
+each. `tests/benchmarks/forecast.py` checks the intervals on all its ladders; RESULTS.md has the results.
 
-With many runs p is near nothing however far the target lies, while the form stays as wrong as it is. So the error of the form, .004
-and r within a decade, grows as h² beyond. A form that matches the loss and its slope at the largest runs misses the curvature first,
-and an unknown curvature errs by h². The power is not fitted to the ladders: on planted dense ladders whose exponent drifts with
-compute, the error at two decades was 2.0 to 4.6 times that at one. With it, 95 % intervals hold 93 to 100 % of the supported runs of
-finished public ladders in each band of distance up to 2.5 decades, and beyond 1.25 decades 95 % or more whichever family is left
-out; without it they held 82 % between 1.5 and 2 and 62 % beyond (measured).
+With many runs p is near 0 however far the target lies, while the form stays wrong. So the error of the form, .004 and r within
+a decade, grows as h² beyond. A form that matches the loss and its slope at the largest runs misses the curvature first, and an unknown
+curvature errs by h². The power is not fitted to the ladders: on planted dense ladders whose exponent drifts with compute, the error
+at two decades was 2.0 to 4.6 times the error at one. With this growth, 95 % intervals hold 93 to 100 % of the supported runs of
+finished public ladders in each band of distance up to 2.5 decades; beyond 1.25 decades they hold 95 % or more whichever family is
+left out. Without it they held 82 % between 1.5 and 2 decades and 62 % beyond (measured).
 """
 
 import math
@@ -37,13 +37,13 @@ from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
 
 DEFAULT = "forecast"
-"""Name of `ScalingFit.forecast` in a backtest, among those of the forms."""
+"""Name of `ScalingFit.forecast` in a backtest, next to the names of the forms."""
 FLOOR = 0.004
-"""Least scale of a log error, of many runs that lie on the law: what the form misses, and the target's own seed (measured)."""
+"""Least scale of a log error, for many runs on the law: the error of the form, and the noise of the target's seed (measured)."""
 NEAR_DECADES = 1.0
-"""Decades of compute above the largest run within which FLOOR was measured, and the form's error is taken not to grow."""
+"""Decades of compute above the largest run within which FLOOR was measured and the form's error is assumed not to grow."""
 GROWTH = 2.0
-"""Power of the distance with which the form's error grows beyond: that of an unknown curvature (the head of this file)."""
+"""Power of the distance with which the form's error grows beyond, as from an unknown curvature (see the head of this file)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,14 @@ class Forecast(JsonResult):
         n_params: parameters N.
         n_tokens: training tokens D.
         loss: point forecast.
-        low: lower end of the interval.
-        high: upper end of the interval.
+        low: lower bound of the interval.
+        high: upper bound of the interval.
         level: nominal coverage of the interval; it holds across ladders, not for several targets of one ladder.
-        log_scale: s, the scale of the error of log loss.
+        log_scale: scale s of the error of log loss.
         extrapolation: C of this run over the largest C in the fit.
-        reasons: why it is unsupported (`scaling.fits.support`); empty if it is supported.
-        law_loss: by the fitted law alone, for comparison.
-        n_params_convention, loss_unit: what N counts and the losses are in, as in the fit.
+        reasons: why the forecast is unsupported (`scaling.fits.support`); empty if it is supported.
+        law_loss: loss by the fitted law alone, for comparison.
+        n_params_convention, loss_unit: what N counts, and the unit of the losses, as in the fit.
     """
 
     n_params: float
@@ -79,7 +79,7 @@ class Forecast(JsonResult):
 
     @property
     def supported(self) -> bool:
-        """True if nothing predicts that the interval misses."""
+        """True if no reason suggests that the interval misses."""
         return not self.reasons
 
     @property
@@ -88,7 +88,7 @@ class Forecast(JsonResult):
         return float(compute_flops(self.n_params, self.n_tokens))
 
     def __str__(self) -> str:
-        """Loss, interval, where it lies and whether that is supported."""
+        """Loss, interval, position of the run, and whether the forecast is supported."""
         return lines(
             {
                 "loss": f"{self.loss:.4f} {self.loss_unit}, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
@@ -110,14 +110,14 @@ def forecast(
     level: float,
     reasons: Sequence[str],
 ) -> Forecast:
-    """See `ScalingFit.forecast`.
+    """Make the forecast of `ScalingFit.forecast`.
 
     Args:
-        law: the form fitted alone.
-        ensemble: the fits of which the forecast is made.
+        law: the fitted law, for comparison.
+        ensemble: the fits behind the forecast.
         n_params, n_tokens: the run.
-        level: of the interval.
-        reasons: why it is unsupported (`scaling.fits.support`).
+        level: nominal coverage of the interval.
+        reasons: why the forecast is unsupported (`scaling.fits.support`).
     """
     loss = math.exp(ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(ensemble, n_params, n_tokens))
@@ -139,7 +139,7 @@ def forecast(
 
 
 def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """The scale s of the log error at (N, D), of their shape, by the formula at the head of this file."""
+    """Scale s of the log error at (N, D), of their shape, by the formula at the head of this file."""
     decades = np.log10(compute_flops(n_params, n_tokens) / ensemble.largest_flops)
     form = (FLOOR**2 + ensemble.residual**2) * np.maximum(decades, NEAR_DECADES) ** (2 * GROWTH)
     variance = form + ensemble.draw_spread(n_params, n_tokens) ** 2
@@ -149,7 +149,7 @@ def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> A
 def interval_factor(level: float) -> float:
     """Factor k of the interval: the two-sided quantile of Student's t with 8 degrees of freedom.
 
-    Its values at 90 and 95 % were measured on the public ladders; elsewhere the curve is our interpolation.
+    Values at 90 and 95 % were measured on the public ladders; at other levels the curve is our interpolation.
     """
     from scipy.special import stdtrit
 

@@ -1,11 +1,11 @@
-"""Whether the runs tell which D/N is best, and which two runs would.
+"""Check of whether the runs identify the best D/N, and a pair of runs that would.
 
-Runs along one line of D/N show the loss over compute, hence a forecast on that line; the best D/N shows only in how the loss
-changes across it. With C fixed and rho = log D/N, the log loss has its least at rho* and there the curvature alpha·beta·R/(4·L),
-R = L − E (two terms in balance, N and D at C/6), so n runs of noise sigma whose rho scatters by s at a compute tell rho* to
-about 4·L·sigma / (√n·s·alpha·beta·R). What is computed is that deviation with the prior of the forecast's fits, taken to
-a budget: the joint form linearised at the prior's centre, its optimum amid the runs. No estimate of the fit enters but the noise,
-for where rho* is not identified the estimates are arbitrary and may agree. On planted ladders rho* erred by .7 to 2 of these
+Runs along one line of D/N show the loss over compute, and so allow a forecast on this line. The best D/N shows only in how the loss
+changes across the line. With C fixed and rho = log D/N, the log loss is least at rho* and has the curvature alpha·beta·R/(4·L)
+there, R = L − E (two terms in balance, N and D at C/6). So n runs of noise sigma whose rho scatters by s at one compute determine
+rho* to about 4·L·sigma / (√n·s·alpha·beta·R). This module computes that deviation at a budget with the prior of the forecast's fits:
+the joint form is linearised at the prior's centre, with its optimum amid the runs. The only estimate that enters is the noise:
+if rho* is not identified, the others are arbitrary and may agree. On planted ladders rho* erred by .7 to 2 of these
 deviations (tests/benchmarks/RESULTS.md).
 """
 
@@ -26,26 +26,26 @@ from scaling.presentation import span
 
 MOST_FACTOR = 10.0
 """Factor either way that the 90 % interval of the best D/N may span. Published optima lie within a factor of 5 about 20 (assumed:
-an interval twice as long says less than these); on planted ladders a wider one went with up to 30 % of loss given away."""
+an interval twice as long says less than these). On planted ladders, wider intervals came with up to 30 % of loss given away."""
 LEAST_NOISE = 5e-4
-"""Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
+"""Least seed noise of a log loss that is assumed: large runs had .015–.06 %."""
 APART = (1 / 8, 1 / 4, 4.0, 8.0)
-"""Factors of the two runs' D/N over the ladder's; public ladders span as much and keep to a law."""
-_COMPUTES = 4  # of the two runs, from the ladder's least to its largest
+"""Factors of the two runs' D/N over the ladder's mean; public ladders span as much and follow one law."""
+_COMPUTES = 4  # candidate computes of the two runs, from the ladder's least to its largest
 _TWO_SIDED_90 = 1.645  # deviations of a normal distribution
-_WEAK = 1e-6  # precision of a term's logarithm at the centre: the runs alone tell it
+_WEAK = 1e-6  # prior precision of a term's logarithm at the centre: the runs alone determine it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unidentified:
-    """Runs that do not tell the best D/N of a budget.
+    """Finding that the runs do not identify the best D/N of a budget.
 
     Attributes:
-        tokens_per_param_range: D/N of the runs.
-        tokens_per_param: their geometric mean, at which a forecast is still of use.
-        factor: the 90 % interval of the best D/N reaches as far either way.
-        runs: two runs that would tell it: n_params, n_tokens, compute_flops.
-        factor_then: with them.
+        tokens_per_param_range: least and largest D/N of the runs.
+        tokens_per_param: geometric mean of the runs' D/N; a forecast at this D/N is still of use.
+        factor: factor either way of the 90 % interval of the best D/N.
+        runs: two runs that would identify the best D/N: n_params, n_tokens, compute_flops.
+        factor_then: the same factor with these two runs.
     """
 
     tokens_per_param_range: tuple[float, float]
@@ -66,11 +66,11 @@ class Unidentified:
 
 
 def unidentified(rows: pd.DataFrame, noise: float, flops: float) -> Unidentified | None:
-    """The reason why the best D/N at a budget of FLOPs is not to be had from these runs; None where it is.
+    """Return why these runs do not identify the best D/N at a budget of FLOPs; None if they do.
 
     Args:
         rows: n_params, n_tokens, loss.
-        noise: standard deviation of their log losses.
+        noise: standard deviation of the noise of log loss.
     """
     n_params, n_tokens = (rows[name].to_numpy(np.float64) for name in ("n_params", "n_tokens"))
     log_loss, ratio = np.log(rows["loss"].to_numpy(np.float64)), n_tokens / n_params
@@ -86,7 +86,7 @@ def unidentified(rows: pd.DataFrame, noise: float, flops: float) -> Unidentified
     then = [
         _factor(np.append(n_params, size[p]), np.append(n_tokens, tokens[p]), log_loss, noise, flops) for p in pairs
     ]
-    # The cheapest of those that tell enough, or the most telling.
+    # The cheapest pair that brings the factor within MOST_FACTOR, else the pair with the least factor.
     best = min(range(len(pairs)), key=lambda i: (max(then[i], MOST_FACTOR), compute[pairs[i]].sum(), then[i]))
     return Unidentified(
         tokens_per_param_range=(float(ratio.min()), float(ratio.max())),
@@ -98,12 +98,12 @@ def unidentified(rows: pd.DataFrame, noise: float, flops: float) -> Unidentified
 
 
 def _factor(n_params: Array, n_tokens: Array, log_loss: Array, noise: float, flops: float) -> float:
-    """Factor either way of the 90 % interval of the best D/N at a budget, from runs [K] of which some losses are known."""
+    """Factor either way of the 90 % interval of the best D/N at a budget, from K runs, of which `log_loss` are known."""
     law = JointPowers.at(n_params, n_tokens, log_loss)
     alpha, beta, g = (PRIOR[name][0] for name in ("alpha", "beta", "g"))
     E = PRIOR["E"][0] * math.exp(log_loss.min())
     reducible, total = math.exp(log_loss.mean()) - E, alpha + beta
-    # alpha·(inner term of N) = beta·(that of D) at the centre of the runs: the optimum there.
+    # alpha·(inner term of N) = beta·(inner term of D) at the centre of the runs puts the optimum there.
     terms = np.log([reducible ** (1 / g) * beta / total, reducible ** (1 / g) * alpha / total]) * g
     theta = np.array([math.log(E), *terms, *np.log([alpha, beta, g])])
     jacobian = law.linearise(theta[None])[1][0]

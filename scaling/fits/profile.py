@@ -1,20 +1,20 @@
 """Profile likelihood: how far a parameter, or the loss at a target, can move before the fit gets clearly worse.
 
-For a quantity g of the law the profile is Q(v), the least objective of all theta with g(theta) = v. It is traced outwards from
-the estimate, each fit starting from its neighbour, by fits with one more observation, log g = log v, of a large weight: what
-minimises Q + h(g) minimises Q at its own value of g, so every fit is an exact point of the profile, if a little off v.
+For a quantity g of the law the profile is Q(v), the least objective of all theta with g(theta) = v. The profile is traced outwards
+from the estimate, each fit starting from its neighbour, by fits with one more observation, log g = log v, of a large weight. The
+minimum of Q + h(g) also minimises Q among all theta of the same g, so every fit is an exact point of the profile, if a little off v.
 
 The interval holds the v with  2·(Q(v) − Q(best)) ≤ scale · t²,  t Student's quantile for runs less parameters (Bates and Watts,
 Nonlinear Regression Analysis, 1988, ch. 6, where the scale is the variance of the residuals). Huber's objective is no
 likelihood, and its ratio is distributed as a multiple of chi-squared that isn't known beforehand (Heritier and Ronchetti,
-JASA 89 (1994) 897); rows of one run are correlated as well. So the scale is found by resampling runs: under the weights of each
-draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of parameters. In few runs it is less, as a fit's residuals
-are smaller than the errors; the share, about .6 for 20 runs and 5 parameters, is that of least squares on the same runs.
+JASA 89 (1994) 897); rows of one run are also correlated. So the scale is found by resampling runs: under the weights of each
+draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of parameters. With few runs this gain is too small, as a
+fit's residuals are smaller than the errors; least squares on the same runs give the share (about .6 for 20 runs and 5 parameters).
 
 Measured on 60 planted ladders of 20 runs each (alpha, the optimum's exponent, E, the loss at a decade more compute), nominal
-90 %: .93 .92 .92 .90 at Huber's delta of a third of the noise, .88 .87 .88 .87 for squares, .93 .88 .92 .87 with four rows a
-run that share most of their noise, .90 .85 .92 .92 under Student's t of 3; the percentiles of `ScalingFit.intervals` on the same
-.85 to .97 (tests/benchmarks/RESULTS.md).
+90 % covered: .93 .92 .92 .90 at Huber's delta of a third of the noise; .88 .87 .88 .87 for squares; .93 .88 .92 .87 with four rows
+a run that share most of their noise; .90 .85 .92 .92 under Student's t of 3. The percentiles of `ScalingFit.intervals` covered
+.85 to .97 on the same ladders (tests/benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, TableLayout
 
 N_CALIBRATION = 200
-"""Refits from which scale and step are found; the scale's own error is then about 5 %."""
+"""Number of refits that give scale and step; the error of the scale is then about 5 %."""
 STEPS_PER_DEVIATION = 2
-_BEYOND = 1.3  # of the root at which the tracing ends, for a figure
+_BEYOND = 1.3  # root at which the tracing ends, over the threshold's root: margin for figures
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,12 +53,12 @@ class Profile(JsonResult):
 
     Attributes:
         name: a parameter, `params_exponent`, `tokens_exponent`, or `loss`.
-        at: for a loss, the columns of the run it is of.
-        estimate: of the fit.
-        low, high: its ends; 0 or infinite where the profile stays below the threshold as far as it was traced.
-        scale: by which the objective is divided to be read as a log-likelihood.
-        n_params_convention, loss_unit: what N counts and the loss is in, as in the fit.
-        table: along the profile: value, objective, root (signed, in standard deviations), and the law's parameters there.
+        at: for a loss, the columns of the run.
+        estimate: value at the fit.
+        low, high: bounds of the interval; 0 or infinite if the profile stays below the threshold as far as it was traced.
+        scale: divisor that turns the objective into a log-likelihood.
+        n_params_convention, loss_unit: what N counts, and the unit of the loss, as in the fit.
+        table: points of the profile: value, objective, root (signed, in standard deviations), and the law's parameters there.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Profile(JsonResult):
 
     @property
     def is_open(self) -> bool:
-        """True if an end was not found: the runs do not bound the quantity there."""
+        """True if a bound was not found: the runs do not bound the quantity on that side."""
         return self.low == 0 or not math.isfinite(self.high)
 
     @property
     def threshold(self) -> float:
-        """Threshold of the squared root, t²: what lies below it is in the interval."""
+        """Threshold of the squared root, t²; values with a smaller squared root are in the interval."""
         return two_sided(self.level, self.dof) ** 2
 
     def plot(self) -> Figure:
@@ -88,7 +88,7 @@ class Profile(JsonResult):
         return draw_profile(self.curve(), self.loss_unit)
 
     def curve(self) -> pd.DataFrame:
-        """The table that `plot` draws, see `profile_figures.profile_data`."""
+        """Table that `plot` draws, see `profile_figures.profile_data`."""
         return profile_data(
             self.table,
             name=self.name,
@@ -126,14 +126,14 @@ def profile(
     """Trace one quantity's profile and read its interval off it.
 
     Args:
-        rows: what it was fitted to: the form's columns, loss, stem.
-        name: a parameter of its form, `params_exponent` or `tokens_exponent` if it has them, or `loss`.
-        at: for `loss`: the columns of the run, e.g. `{"n_params": 7e9, "n_tokens": 1.4e11}`. It is the law's own loss: an
-            interval for a run that allows for the form's error is `ScalingFit.forecast`'s.
+        rows: the fitted rows: the form's columns, loss, stem.
+        name: a parameter of the form, `params_exponent` or `tokens_exponent` if the form has them, or `loss`.
+        at: for `loss`: the columns of the run, e.g. `{"n_params": 7e9, "n_tokens": 1.4e11}`. The interval is for the law's loss;
+            for a run's loss, with the form's error, use `ScalingFit.forecast`.
 
     Raises:
         ValueError: `name` is none of these, `level` not between 0 and 1, or `at` has not exactly the form's columns.
-        ScalingError: there are no more runs than parameters.
+        ScalingError: the runs are not more than the parameters.
     """
     form, stems = law.form, pd.factorize(rows["stem"])[0]
     log_loss, weights = np.log(rows["loss"].to_numpy()), noise_weights(rows)
@@ -201,7 +201,7 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
 def _calibrated(
     problem: Problem, log_loss: Array, resampled: Array, best: Array, quantity: Quantity, delta: float
 ) -> tuple[float, float]:
-    """Twice what refits to resampled runs gain for each parameter, and the standard deviation of log g over them."""
+    """Twice the gain of refits to resampled runs per parameter, and the standard deviation of log g over the refits."""
     thetas, _ = refit(problem, log_loss, resampled, best, thresholds(delta)[-2:])
     there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), delta)
     gained = there - objective(problem, log_loss, resampled, thetas, delta)

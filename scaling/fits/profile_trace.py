@@ -1,4 +1,4 @@
-"""Points of a profile: fits of a law with one more observation, which holds a quantity where it is wanted (`scaling.fits.profile`)."""
+"""Points of a profile: fits of a law with one more observation, which pins a quantity to a value (`scaling.fits.profile`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from scaling.forms.problem import Problem
 from scaling.minimizers.newton import minimize, objective
 
 MAX_STEPS = 24
-"""Steps to each side, the first of half a bootstrap standard deviation of log g: an end that is not met so is open."""
+"""Most steps to each side, the first of half a bootstrap standard deviation of log g; an end not reached by then is open."""
 _FLAT, _STEEP = 0.1, 0.5
-"""Share of the reach: a step that takes the root less far is followed by one of four times its length, until one takes it farther than
-the second share, or misses its value: such a one is halved. Where every refit lies at a bound the deviation is next to none, and
-gives no information on how far the other end is."""
+"""Shares of the reach. If a step moves the root by less than the first, the next step is four times as long; a step that moves the
+root by more than the second, or misses its value, is halved. Steps adapt because the bootstrap deviation is near 0 if every refit
+lies at a bound, and then does not tell how far the other end is."""
 _MAX_HALVINGS = 8
-_PIN = 100.0  # weight of the pinned observation, in all rows' together: it is met within a hundredth of a residual
-_STEP = 1e-4  # of the differences of a quantity in coordinates of order one
+_PIN = 100.0  # weight of the pinned observation over that of all rows: it is met within a hundredth of a residual
+_STEP = 1e-4  # step of a quantity's differences, in coordinates of order one
 Quantity = Callable[[Array], Array]
-"""log g [J] of theta [J, P]."""
+"""Function from theta [J, P] to log g [J]."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trace:
     scale: float
 
     def outwards(self, step: float, reach: float) -> list[Array]:
-        """Theta at each value to one side, until the root exceeds `reach`, the bounds are met, or the steps are used up."""
+        """Theta at each value to one side, until the root exceeds `reach`, a bound stops the quantity, or the steps are used up."""
         found: list[Array] = []
         theta, log_value, root = self.best, float(self.quantity(self.best[None])[0]), 0.0
         pinned = Pinned(self.problem, self.quantity)
@@ -72,7 +72,7 @@ class Trace:
 
 
 class Pinned(Problem):
-    """A problem with one more row, a quantity's logarithm."""
+    """A problem with one more row: the logarithm of a quantity."""
 
     def __init__(self, full: Problem, quantity: Quantity) -> None:
         self.full, self.quantity = full, quantity
@@ -90,7 +90,7 @@ class Pinned(Problem):
         return np.concatenate([value, own], axis=1), np.concatenate([jacobian, slope], axis=1)
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
-        """Curvature of the problem, and the quantity's by second differences."""
+        """Curvature of the full problem, plus that of the quantity by second differences."""
         hessian = self.full.curvature(theta, jacobian[:, :-1], weights[:, :-1])
         n = theta.shape[1]
         steps = _STEP * np.eye(n)
@@ -101,7 +101,7 @@ class Pinned(Problem):
         return np.asarray(hessian + weights[:, -1, None, None] * own)
 
     def _around(self, theta: Array, shifts: Array) -> Array:
-        """The quantity at theta [J, P] and each of the shifts [S, P], [J, S]."""
+        """Quantity at theta [J, P] moved by each of the shifts [S, P], [J, S]."""
         return self.quantity((theta[:, None] + shifts).reshape(-1, theta.shape[1])).reshape(len(theta), len(shifts))
 
     def starts(self, log_loss: Array) -> Array:

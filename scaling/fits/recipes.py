@@ -1,4 +1,4 @@
-"""Rows of one size and length that differ in their hyperparameters: only the best recipe of each is a tuned run."""
+"""Rows of one size and length with different hyperparameters: only the best recipe of each size and length is a tuned run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ lr_scheduler bs batch batch_size global_batch_size batch_tokens tokens_per_batch
 warmup_fraction warmup_ratio optimizer optim beta1 beta2 beta_1 beta_2 adam_beta1 adam_beta2 momentum eps epsilon adam_eps dropout
 clip grad_clip gradient_clip max_grad_norm init_std label_smoothing z_loss ema decay_fraction"""
 RECIPE_COLUMNS = frozenset(_RECIPE.split())
-"""Names of columns of hyperparameters, capitals and punctuation aside. A seed is none: runs that differ in it are repeats."""
+"""Names of hyperparameter columns, without capitals and punctuation. A seed is no hyperparameter: runs of other seeds are repeats."""
 
 
 def is_recipe(column: Hashable) -> bool:
-    """Whether a column is named like a hyperparameter, whatever its prefix (`config/lr`, `optim.lr`)."""
+    """Whether a column is named like a hyperparameter, with any prefix (`config/lr`, `optim.lr`)."""
     return plain(str(column).split("/")[-1].split(".")[-1]).strip("_") in RECIPE_COLUMNS
 
 
 def worse_recipes(
     table: pd.DataFrame, cells: pd.DataFrame, loss: pd.Series
 ) -> tuple[tuple[Hashable, ...], NDArray[np.bool_]]:
-    """Return the hyperparameters that vary within a cell, and the rows that are not of their cell's best recipe, [K].
+    """Return the hyperparameters that vary within a cell, and a mask of the rows outside their cell's best recipe, [K].
 
-    A recipe is as good as the mean loss of its rows, which are its repeats.
+    Recipes are compared by the mean loss of their rows, which count as repeats.
 
     Args:
         table: Rows as found.
-        cells: Checked columns that tell cells apart, such as N and D, of the same rows.
+        cells: Checked columns that distinguish cells, such as N and D, of the same rows.
         loss: Checked losses of the same rows.
     """
     cell = cells.groupby([*cells.columns]).ngroup().to_numpy()

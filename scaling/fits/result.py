@@ -31,16 +31,16 @@ from scaling.serialization import JsonResult, TableLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScalingFit(JsonResult):
-    """A loss law, the runs that it was fitted to, and how far both can be trusted.
+    """A loss law, the runs that the law was fitted to, and how far both can be trusted.
 
     Attributes:
         objective: Σ Huber of log residuals at the estimate.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
-        draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, drawn apart by
-            `scaling.minimizers.bootstrap.widening` so that percentiles cover in few runs too.
-        warnings: why the form fitted is doubtful, and its parameters with it; a forecast has reasons of its own.
-        assumptions: what was taken for granted of the rows, as no column states it.
+        draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, spread by
+            `scaling.minimizers.bootstrap.widening` so that percentiles also cover with few runs.
+        warnings: why the fitted form and its parameters are doubtful; a forecast states its reasons separately.
+        assumptions: assumptions about the rows that no column states.
     """
 
     law: Law
@@ -55,7 +55,7 @@ class ScalingFit(JsonResult):
 
     @property
     def n_params_convention(self) -> str:
-        """Convention by which N is counted; predictions want N counted the same way."""
+        """Convention by which N is counted; predictions need N counted the same way."""
         return self.law.n_params_convention
 
     @property
@@ -69,10 +69,10 @@ class ScalingFit(JsonResult):
 
     @cached_property
     def caveats(self) -> tuple[str, ...]:
-        """Findings that stop no forecast: rows far off the law, best sizes outside the runs' or not identified by them."""
+        """Findings that do not rule out a forecast: rows far off the law; best D/N outside the runs' range or not identified."""
         try:
             law = self.best_law
-        except ScalingError:  # too few runs to decide by
+        except ScalingError:  # too few runs for a decision
             law = None
         of_rows = caveats(law, self.residuals(), self.unidentified(self.compute_range[1]))
         return (*of_rows, *high_floor(self.law)) if UNIT_ASSUMED in self.assumptions else of_rows
@@ -110,19 +110,19 @@ class ScalingFit(JsonResult):
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of the log residuals, a degree of freedom taken off for each parameter."""
+        """Standard deviation of the log residuals, with one degree of freedom less for each parameter."""
         residual = self.residuals()["log_residual"]
         return float(np.sqrt((residual**2).sum() / (self.n_rows - len(self.law.parameters))))
 
     def unidentified(self, compute_flops: float) -> Unidentified | None:
-        """The reason why the runs do not tell the best D/N of a budget, and two runs that would; None where they do."""
+        """Reason why the runs do not identify the best D/N of a budget, with two runs that would; None if they identify it."""
         residual = np.abs(self.residuals()["log_residual"].to_numpy())
         noise = MAD * float(np.median(residual)) * (self.n_rows / (self.n_rows - len(self.law.parameters))) ** 0.5
         return unidentified(self.rows, noise, compute_flops)
 
     @cached_property
     def ensemble(self) -> Ensemble:
-        """The fits of which a forecast is made: of the same rows, and the same whatever form the law has.
+        """Fits behind a forecast: of the same rows, and the same whatever form the law has.
 
         Raises:
             ScalingError: the law depends on more than N and D.
@@ -138,20 +138,20 @@ class ScalingFit(JsonResult):
 
     @property
     def best_law(self) -> Law:
-        """Law of decisions and frontiers: the mean of the forecast's fits, or the law itself where it has no forecast."""
+        """Law for decisions and frontiers: the mean of the forecast's fits, or the law itself if it has no forecast."""
         return self.ensemble.law if self.has_forecast else self.law
 
     @property
     def has_forecast(self) -> bool:
-        """True if the law is of N and D alone, for which forecasts were tested."""
+        """True if the law depends on N and D alone; forecasts were tested for such laws only."""
         return {*self.law.form.columns} == {"n_params", "n_tokens"}
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
-        """The law's own value, in `loss_unit`, of the broadcast shape of the columns."""
+        """Loss by the law alone, in `loss_unit`, of the broadcast shape of the columns."""
         return self.law.loss(n_params, n_tokens, **columns)
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9) -> Forecast:
-        """The loss of one run, by several fits, with an interval that allows for their own error (`scaling.fits.forecast`).
+        """Forecast the loss of one run by several fits, with an interval that allows for the form's error (`scaling.fits.forecast`).
 
         Raises:
             ValueError: N or D is not finite and positive, or `level` not between 0 and 1.
@@ -161,7 +161,7 @@ class ScalingFit(JsonResult):
         return forecast(self.law, self.ensemble, n_params, n_tokens, level=level, reasons=reasons)
 
     def unsupported_reasons(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
-        """Reasons why a forecast at (N, D) is unsupported (`scaling.fits.support`); the form fitted is none."""
+        """Reasons why a forecast at (N, D) is unsupported (`scaling.fits.support`); they do not depend on the fitted form."""
         return tuple(unsupported(self.rows, self.ensemble if self.has_forecast else None, n_params, n_tokens).values())
 
     def residuals(self) -> pd.DataFrame:
@@ -172,10 +172,10 @@ class ScalingFit(JsonResult):
         return self.rows.assign(compute_flops=flops, predicted=predicted, log_residual=residual)
 
     def intervals(self, level: float = 0.9) -> pd.DataFrame:
-        """Columns estimate, low, high for the parameters and, if it has one, the `params_exponent` a of the optimum N ∝ C^a.
+        """Columns estimate, low, high for the parameters and, if the law has one, the `params_exponent` a of the optimum N ∝ C^a.
 
-        These are percentiles of the widened bootstrap: on planted ladders of 20 runs nominal 90 % covered 87 to 97 %
-        (tests/benchmarks/RESULTS.md). They take the form to be right: for a loss use `forecast`.
+        The bounds are percentiles of the widened bootstrap: on planted ladders of 20 runs nominal 90 % covered 87 to 97 %
+        (tests/benchmarks/RESULTS.md). They assume that the form is right: for a loss use `forecast`.
         """
         estimate, draws = dict(self.law.parameters), dict(zip(self.law.parameters, self.draws.T, strict=True))
         if (exponent := self.law.params_exponent) is not None:
@@ -185,10 +185,10 @@ class ScalingFit(JsonResult):
         return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
 
     def profile(self, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None) -> "Profile":
-        """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's own `loss` at a run, by profile likelihood.
+        """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's `loss` at a run, by profile likelihood.
 
-        Beside the percentiles of `intervals` it need not be symmetric, and shows where the runs do not bound the quantity
-        (see `scaling.fits.profile`, also for what is raised).
+        A profile's interval is open if the runs do not bound the quantity; percentiles (`intervals`) do not show this
+        (see `scaling.fits.profile`, also for the errors raised).
         """
         return profile(self.law, self.rows, name, delta=self.delta, seed=self.seed, level=level, at=at)
 
@@ -221,12 +221,12 @@ class ScalingFit(JsonResult):
         return draw_parameters(parameters_data(self.law, self.draws), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> Figure:
-        """Loss by each of the fits behind a forecast, with the forecast and its interval."""
+        """Loss by each fit behind a forecast, with the forecast and its interval."""
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
 
     @property
     def about(self) -> str:
-        """The data behind the parameters, and the status: a line each."""
+        """Lines about the data behind the parameters, and the status."""
         return lines(
             {
                 "interval": f"90 % of {len(self.draws)} bootstrap refits over {self.n_stems} runs",

@@ -1,6 +1,6 @@
-"""Runs that a law is fitted to: a table or a file, checked by name and unit, with what was left out, warned of or assumed.
+"""Runs that a law is fitted to: a table or a file, its columns checked, with left-out rows, warnings and assumptions.
 
-Every function that takes a ladder reads it here, so that the same table means the same everywhere.
+Every function that takes a ladder reads the ladder here, so that the same table means the same everywhere.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ LEAST_COUNT = 1000.0
 MOST_COUNT = 1e30
 """Largest count (assumed); the FLOPs of both at this bound are still finite."""
 RATIO = (1e-2, 1e5)
-"""Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
+"""Range of the median D/N; outside, N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
-"""Median compute over 6·N·D, either way, from which one of the three is warned of: attention and embeddings explain less (assumed)."""
+"""Median factor between compute and 6·N·D, either way, that raises a warning: attention and embeddings explain less (assumed)."""
 VOCABULARY = "vocab_size"
 RUN_NAMES = ("run", "run_name", "run_id")
-"""Columns by which rows may share a training run where there is no `stem`."""
+"""Columns that name the training run of a row if there is no `stem`."""
 LEAST_LOSS = 1e-30
-"""Far below any loss; a fit weighs rows by 1/loss², and sums of these have to fit into float64."""
+"""Smallest loss, far below any real one: a fit weighs rows by 1/loss², and sums of these weights have to fit into float64."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
 MID_RUN = "in mid-schedule: a later row of the same run was kept"
 OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
@@ -60,7 +60,7 @@ ASSUMED = {
     "regret": "every run is tuned (no column regret)",
     "stem": "every row is a training run of its own (no column stem)",
 }
-"""Assumptions where a column is missing."""
+"""Assumption for each missing column."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,11 +68,11 @@ class Runs:
     """Checked rows.
 
     Attributes:
-        rows: those to fit: n_params, n_tokens, further columns asked for, loss, noise (if given), stem; float64 but for the
-            stem, in an order of their own, the index the caller's.
-        left_out: the others, with a `reason`.
-        compute_flops: of `rows`, as the table has it, else 6·N·D.
-        assumptions: what no column states.
+        rows: rows to fit: n_params, n_tokens, further columns asked for, loss, noise (if given), stem; float64 except the
+            stem, sorted by n_params, n_tokens and loss; the index is the caller's.
+        left_out: the other rows, with a `reason`.
+        compute_flops: compute of `rows` from the table's column, else 6·N·D.
+        assumptions: assumptions about the runs that no column states.
     """
 
     rows: pd.DataFrame
@@ -91,10 +91,10 @@ class Runs:
 
 
 def read_table(runs: Table) -> pd.DataFrame:
-    """The table itself, or what is in its file.
+    """Return the table itself, or the contents of its file.
 
     Raises:
-        ValueError: the path is of no known kind, there is no such file, or it can't be read.
+        ValueError: the file is of no known kind, does not exist, or can't be read.
     """
     if isinstance(runs, pd.DataFrame):
         return runs
@@ -114,18 +114,18 @@ def read_table(runs: Table) -> pd.DataFrame:
         raise ValueError(f"{path}: no such file")
     try:
         return _READERS[path.suffix.lower()](path)
-    except Exception as error:  # a broken file's reader raises what it stumbles over
+    except Exception as error:  # readers raise errors of any class for a broken file
         raise ValueError(f"{path}: can't be read as a table: {str(error) or type(error).__name__}") from error
 
 
 def read_runs(runs: Table, columns: Mapping[str, str] = NO_COLUMNS) -> pd.DataFrame:
-    """The table with its columns as they are called here (`scaling.fits.as_found`).
+    """Return the table with columns renamed to ours (`scaling.fits.as_found`).
 
     Args:
         columns: The caller's names of columns, by ours.
 
     Raises:
-        ValueError: as `read_table` and `as_found` raise it.
+        ValueError: for the reasons of `read_table` and `as_found`.
     """
     table = read_table(runs)
     with naming(runs):
@@ -133,15 +133,15 @@ def read_runs(runs: Table, columns: Mapping[str, str] = NO_COLUMNS) -> pd.DataFr
 
 
 def _json_lines(path: Path) -> pd.DataFrame:
-    # pandas' own reader guesses at dates, rounds floats and refuses integers above 2^64.
+    # pandas' reader guesses dates, rounds floats and refuses integers above 2^64.
     with path.open(encoding="utf-8") as lines:
         return pd.DataFrame([json.loads(line) for line in lines if line.strip()])
 
 
 def _separated(path: Path) -> pd.DataFrame:
-    """The table by whichever separator its header has most; between semicolons a comma is a decimal point.
+    """Read a table with the separator that its header has most of; with semicolons, a comma is a decimal point.
 
-    A first line `sep=;`, as Excel takes it, states the separator instead.
+    A first line `sep=;`, as Excel understands it, states the separator instead.
     """
     with path.open(encoding="utf-8-sig") as lines:
         header = next((line for line in lines if line.strip()), "")
@@ -162,7 +162,7 @@ _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
 
 @contextmanager
 def naming(runs: Table) -> Iterator[None]:
-    """Errors about a table that is a file begin with the file's name."""
+    """Prefix errors about a table with its file name, if the table is a file."""
     try:
         yield
     except ValueError as error:
@@ -172,7 +172,7 @@ def naming(runs: Table) -> Iterator[None]:
 
 
 def require_convention(n_params_convention: str) -> None:
-    """Raise ValueError unless it is stated what N counts."""
+    """Raise ValueError unless the caller states what N counts."""
     if not (isinstance(n_params_convention, str) and n_params_convention.strip()):
         raise ValueError(
             "n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings', "
@@ -181,7 +181,7 @@ def require_convention(n_params_convention: str) -> None:
 
 
 def to_nats(loss_unit: str) -> tuple[float, str]:
-    """Factor on losses, and their unit then: bits per token become nats, what is neither stays as it is."""
+    """Return the factor on losses and their resulting unit: bits per token become nats; any other unit stays."""
     if not loss_unit.strip():
         raise ValueError(f"loss_unit must name the unit of the losses, e.g. {NATS!r}, got {loss_unit!r}")
     unit = unit_name(loss_unit)
@@ -189,7 +189,7 @@ def to_nats(loss_unit: str) -> tuple[float, str]:
 
 
 def unit_name(loss_unit: str) -> str:
-    """The unit in full where it is given in another spelling."""
+    """Return the full name of a unit in another spelling; an unknown unit stays."""
     text = loss_unit.strip().lower()
     return next((unit for unit, others in UNITS.items() if text == unit or text in others.split()), loss_unit)
 
@@ -218,7 +218,7 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
 def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str | None) -> Runs:
     """Check a ladder, and leave out what cannot inform the law (its columns: see `fitting.fit`).
 
-    Without a `loss_unit` the losses are taken to be nats per token, and the assumptions say so.
+    Without a `loss_unit` the losses count as nats per token, which the assumptions state.
 
     Raises:
         ValueError: a column is missing or breaks its rule.
@@ -234,7 +234,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     considered = runs[open_]
 
     def floats(name: str, *, inclusive: bool = False) -> Array:
-        values = np.array([or_nan(value) for value in runs[name]])  # what the table itself leaves out need not be sound
+        values = np.array([or_nan(value) for value in runs[name]])  # left-out rows may hold anything
         counted = name in ("n_params", "n_tokens")
         values[open_] = (
             counts(considered, name) if counted else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
@@ -275,7 +275,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
                 *notes,
                 f"{shared.earlier.sum()} rows before the last of their run (column {shared.column}) are left out",
             )
-    tuned = "regret" in runs  # or its best recipe of several: no assumption
+    tuned = "regret" in runs  # with a regret, or with the best of several recipes, nothing is assumed
     if not tuned:
         open_rows = np.flatnonzero(reason == "")
         cells = rows[[name for name in needed if name != "loss"]].iloc[open_rows]
@@ -309,7 +309,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
 
 
 def _stems(runs: pd.DataFrame, considered: pd.DataFrame) -> pd.Series:
-    """The training run of each row, [K]; a run of its own where the table does not say."""
+    """Training run of each row, [K]; each row counts as a separate run if the table has no `stem`."""
     if "stem" not in runs:
         return pd.Series(np.arange(len(runs)))
     if odd := [name for name in runs["stem"] if not pd.api.types.is_hashable(name)]:
@@ -329,7 +329,7 @@ def _unannealed(annealed: pd.Series) -> NDArray[np.bool_]:
 
 
 def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
-    """Reasons why the table itself leaves rows out, "" where it doesn't, [K]."""
+    """Reasons why the table itself leaves rows out, "" for the other rows, [K]."""
     if "left_out" not in runs:
         return np.full(len(runs), "", dtype=object)
     reasons = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]
@@ -339,7 +339,7 @@ def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
 
 
 def _doubts(shared: Checkpoints | None) -> tuple[str, ...]:
-    """Warning where rows seem to share training runs, but may be runs of their own."""
+    """Warning that rows seem to share training runs, if they may also be separate runs."""
     if shared is None or shared.certain:
         return ()
     return (
@@ -351,7 +351,7 @@ def _doubts(shared: Checkpoints | None) -> tuple[str, ...]:
 def _warnings(
     runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str, shared: Checkpoints | None
 ) -> Iterator[str]:
-    """Warnings of columns that seem to hold something else than their name; for the kept rows, as given and as checked."""
+    """Warnings about columns that seem to hold something else than their name, from the kept rows as given and as checked."""
     values = np.stack([rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss")])
     ratio = float(np.median(values[1] / values[0]))
     if not RATIO[0] <= ratio <= RATIO[1]:
@@ -381,8 +381,8 @@ def _warnings(
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
         found = "1 row repeats" if repeated == 1 else f"{repeated} rows repeat"
         yield f"{found} another in every column, as further evidence"
-    with np.errstate(over="ignore"):  # of a loss near the end of float64
-        precise = alike & (np.round(values[2], 3) != values[2])  # rounded, the losses of two seeds may well be equal
+    with np.errstate(over="ignore"):  # a loss may be near the largest float64
+        precise = alike & (np.round(values[2], 3) != values[2])  # rounded losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:
         yield f"{copies - repeated} rows have N, D and loss of another under another name: the same run twice, as further evidence?"
     if "stem" not in runs and shared is None:

@@ -1,9 +1,9 @@
 """Reasons why a forecast is unsupported: one function for forecasts, backtests, next runs, decisions and plans.
 
-A reason is kept if the targets that it flags were missed more often, or by more, than the others. `tests/benchmarks/forecast.py`
-prints both for each reason over the public ladders, one family left out at a time; RESULTS.md has the figures, also of the reasons
-that were dropped because they predicted no miss. Everything is judged from the rows and the forecast's own fits, so the form fitted
-beside them changes nothing. Ranges end where two runs lie, and misfit is a median, so one corrupted row extends no support.
+A reason is kept if forecasts missed the targets that it flags more often, or by more, than other targets.
+`tests/benchmarks/forecast.py` prints both for each reason over the public ladders, one family left out at a time. RESULTS.md has the
+figures, also of dropped reasons, which predicted no miss. Reasons depend only on the rows and the forecast's fits, not on the fitted
+form. Each end of a range takes two runs, and misfit is a median, so one corrupted row extends no support.
 """
 
 import math
@@ -17,31 +17,31 @@ from scaling.fits.ensemble import MAD, Ensemble
 from scaling.forms.law import NATS, compute_flops
 
 MIN_RUNS = 10
-"""Independent runs. Of runs drawn at random of the public ladders, 7 or 8 give errors of 1.8 and 1.7 % where 10 give 1.5 and 12 1.2;
-the 95 % intervals widen with them and hold 93 to 97 % from 7 on (`tests/benchmarks/forecast.py --few-runs`)."""
+"""Fewest independent runs. Runs drawn at random from the public ladders give errors of 1.8 % (7 runs), 1.7 % (8), 1.5 % (10) and
+1.2 % (12); the 95 % intervals widen accordingly and hold 93 to 97 % from 7 on (`tests/benchmarks/forecast.py --few-runs`)."""
 MAX_DECADES_BEYOND = 2.5
-"""Decades of compute above the second largest run: the end of what was tested. From two to 2.5 decades above the largest run 95 %
-intervals held all of 13 held-out runs of finished ladders, but were 42 % wide; the mean error was 5.5 % where it is 1.1 below two
+"""Most decades of compute above the second largest run: the tested range. From two to 2.5 decades above the largest run, 95 %
+intervals held all 13 held-out runs of finished ladders, but were 42 % wide. The mean error was 5.5 %, against 1.1 % below two
 decades (measured)."""
 RATIO_MARGIN = 2.0
-"""Largest factor of D/N beyond what two runs have. Outside, 95 % intervals held 79 %, inside 96 (measured)."""
+"""Largest factor of D/N beyond the range that two runs reach. Outside, 95 % intervals held 79 %, inside 96 % (measured)."""
 MAX_MISFIT = 0.02
-"""Standard deviation, by the median, of log residuals of the forecast's law. Beyond, 95 % intervals held 89 %, below 94; losses in
-mid-schedule have 1.6 to 4.7 %, annealed ones .1 to 2.3 % (measured)."""
+"""Most standard deviation, by the median, of log residuals of the forecast's law. Beyond, 95 % intervals held 89 %, below 94 %.
+Losses in mid-schedule have 1.6 to 4.7 %, annealed losses .1 to 2.3 % (measured)."""
 LEAST_FLOOR = 0.4
-"""E of the forecast's fits over the least loss they give a run. Below, 95 % intervals held 84 %, above 95 (measured, on losses in
-mid-schedule); planted with E at .05 to .6 of it, 90 % intervals held 77 % of 350 sets below .3, 87 % of 188 from there to .4 and 93 %
-of 162 above (`tests/benchmarks/low_floor.py`)."""
+"""Least E of the forecast's fits as a share of the least loss that they give a run. Below, 95 % intervals held 84 %, above 95 %
+(measured, on losses in mid-schedule). On ladders planted with shares of .05 to .6, 90 % intervals held 77 % of 350 sets below .3,
+87 % of 188 from .3 to .4 and 93 % of 162 above (`tests/benchmarks/low_floor.py`)."""
 MOST_NATS = math.log(1e6)
-"""Loss of a uniform guess among a million tokens; a larger one is no loss in nats."""
+"""Loss of a uniform guess among a million tokens; a larger number is no loss in nats."""
 
 
 def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, n_tokens: float) -> dict[str, str]:
-    """Sentences by the short name of the reason; none if a forecast at (N, D) is supported.
+    """Return sentences by the short name of the reason; none if a forecast at (N, D) is supported.
 
     Args:
-        rows: n_params, n_tokens, stem and loss of the runs; of a run that is only planned the loss is not a number.
-        ensemble: the forecast's fits; None where a law has none, and then only what the runs cover is judged.
+        rows: n_params, n_tokens, stem and loss of the runs; the loss of a planned run is NaN.
+        ensemble: the forecast's fits; None if a law has no forecast: then only the range of the runs is checked.
 
     Raises:
         ValueError: N or D is not finite and positive.
@@ -53,7 +53,7 @@ def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, 
 
 
 def few_runs(rows: pd.DataFrame) -> dict[str, str]:
-    """Reason if the rows are of fewer than MIN_RUNS independent runs."""
+    """Reason if the rows come from fewer than MIN_RUNS independent runs."""
     lacking = MIN_RUNS - rows["stem"].nunique()
     if lacking <= 0:
         return {}
@@ -112,6 +112,6 @@ def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str
 
 
 def _within_two(values: Array | pd.Series) -> tuple[float, float]:
-    """Second least and second largest value: what one row alone can't extend."""
+    """Second least and second largest value, which one row alone can't extend."""
     ordered = np.sort(np.asarray(values, np.float64))
     return float(ordered[1]), float(ordered[-2])

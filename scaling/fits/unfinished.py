@@ -1,4 +1,4 @@
-"""Rows without a loss, of runs that crashed, diverged or have not ended: found, left out and named in every table of runs."""
+"""Rows without a loss (of crashed, diverged or unfinished runs), which every table of runs leaves out and names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NO_LOSS = "no loss: the run crashed, diverged or has not ended"
 MOST_WITHOUT_LOSS = 0.5
 """Share of rows without a loss above which the column is taken to be the wrong one (assumed)."""
 MOST_NAMED = 5
-"""Rows that a note names."""
+"""Most rows that a note names."""
 
 
 def finished(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The rows that have a loss in each of these columns; a note in the table's `attrs` names the others.
+    """Return the rows that have a loss in each of these columns; a note in the table's `attrs` names the others.
 
     Raises:
         ValueError: a column is missing, or more than MOST_WITHOUT_LOSS of the rows have no loss in it.
@@ -32,13 +32,13 @@ def finished(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def without_loss(rows: pd.DataFrame, column: str = "loss", among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Numbers of the rows whose cell is empty, NaN or infinite, as losses of crashed runs are exported.
+    """Numbers of the rows whose cell is empty, NaN or infinite; losses of crashed runs are exported like that.
 
     Args:
-        among: [K], the rows that are asked; all of them by default.
+        among: mask [K] of the rows to check; by default all.
 
     Raises:
-        ValueError: they are more than MOST_WITHOUT_LOSS of these.
+        ValueError: more than MOST_WITHOUT_LOSS of the checked rows have no loss.
     """
     empty = np.array([_is_empty(cell) for cell in rows[column]], dtype=bool)
     asked = np.ones(len(rows), dtype=bool) if among is None else among
@@ -52,7 +52,7 @@ def without_loss(rows: pd.DataFrame, column: str = "loss", among: NDArray[np.boo
 
 
 def note_of(rows: pd.DataFrame, without: NDArray[np.intp]) -> tuple[str, ...]:
-    """The sentence that names rows without a loss; none if there are none."""
+    """Return a sentence that names the rows without a loss; none if there are no such rows."""
     if not without.size:
         return ()
     named = ", ".join(row_name(rows, number) for number in without[:MOST_NAMED])
@@ -62,5 +62,5 @@ def note_of(rows: pd.DataFrame, without: NDArray[np.intp]) -> tuple[str, ...]:
 
 def _is_empty(loss: object) -> bool:
     if isinstance(loss, str):
-        return loss.strip().lower() in ("", "nan", "inf", "infinity")  # as wandb writes them into JSON
+        return loss.strip().lower() in ("", "nan", "inf", "infinity")  # wandb writes them so into JSON
     return pd.api.types.is_scalar(loss) and (pd.isna(loss) or loss == math.inf)

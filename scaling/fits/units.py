@@ -1,7 +1,7 @@
 """Check that all losses of a table are in one unit: rows in bits lie above rows in nats by a factor that nothing else has.
 
-One smooth surface through log loss over log N and log D is compared with two that are apart by a constant, each row on the
-nearer one. That tables of one unit are not suspected is tested on every public ladder that the tests have.
+The check compares one smooth surface through log loss over log N and log D with two parallel surfaces, each row on the nearer
+one. Tests show that the check suspects no public ladder of one unit.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ OFFSET = -math.log(math.log(2))
 """Change of log loss from nats to bits, .3665."""
 LEAST_ROWS = 12
 """Fewest rows that distinguish two surfaces of six numbers from one (assumed)."""
-_CLOSE = 0.03  # of OFFSET, within which the distance found must lie (assumed)
-_SPREAD = 0.1  # of OFFSET, which the residuals about two surfaces must not exceed (assumed)
-_BETTER = 3.0  # by which they must be smaller than those about one (assumed)
+_CLOSE = 0.03  # most deviation of the distance found from OFFSET, as a share of OFFSET (assumed)
+_SPREAD = 0.1  # most residual about two surfaces, as a share of OFFSET (assumed)
+_BETTER = 3.0  # least factor by which residuals about one surface are larger (assumed)
 _STARTS, _STEPS = 48, 8
 
 
 def rows_in_bits(n_params: Array, n_tokens: Array, loss: Array) -> NDArray[np.bool_] | None:
-    """Rows that seem to be in bits where the others are in nats; None where all seem to be in one unit.
+    """Return the rows that seem to be in bits while the others are in nats; None if all seem to be in one unit.
 
     Args:
-        n_params, n_tokens, loss: Of K rows, finite and above 0, [K]; rows of a unit need not differ in size from the others.
+        n_params, n_tokens, loss: Columns of K rows, finite and above 0, [K]; both units may occur at the same sizes.
     """
     if len(loss) < LEAST_ROWS:
         return None
-    # By projection off the smooth surface, as in a regression of what is left of each (Frisch and Waugh 1933).
+    # Project off the smooth surface, and regress the remainders on each other (Frisch and Waugh 1933).
     basis = np.linalg.qr(_smooth(np.log(n_params), np.log(n_tokens)))[0]
     target = np.log(loss)
     one = target - basis @ (basis.T @ target)
     firsts = np.unique(np.linspace(2, len(loss) - 2, _STARTS).astype(int))
-    # Rows in bits stand out of the surface, or out of the losses.
+    # Rows in bits have the largest residuals from the surface, or the largest losses.
     ranks = np.stack([np.argsort(np.argsort(-values)) for values in (one, target)])
     above = (ranks[:, None] < firsts[:, None]).reshape(-1, len(loss))
     best, apart, found = math.inf, 0.0, np.zeros(len(loss), bool)
