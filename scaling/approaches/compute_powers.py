@@ -1,8 +1,8 @@
-"""Best parameters and tokens as powers of compute, read off the runs without a law: what approaches 1 and 2 give.
+"""Best parameters and tokens as powers of compute, read off the runs without a law: the result of approaches 1 and 2.
 
     N* = N_ref · (C/C_ref)^a,   D* = D_ref · (C/C_ref)^b     (Hoffmann et al. 2203.15556, sec. 3.1 and 3.2)
 
-They are checks beside the law (`fit`), which uses every run and predicts losses too.
+These are cross-checks. `fit` uses every run and also predicts losses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scaling.serialization import FittedResult, TableLayout
 
 PARAMETERS = ("params_exponent", "tokens_exponent", "n_params_ref", "n_tokens_ref")
 MIN_POINTS = 4
-"""Budgets, or sizes on an envelope, below which a straight line in logarithms cannot be distinguished from a bent one (assumed)."""
+"""Fewest budgets, or sizes on an envelope, that can distinguish a straight line in logarithms from a bent one (assumed)."""
 Powers = tuple[float, float, float, float]
 
 
@@ -35,17 +35,17 @@ class ComputePowers(FittedResult):
 
     Attributes:
         approach: `envelope` (approach 1) or `isoflops` (approach 2).
-        params_exponent, tokens_exponent: a and b.
+        params_exponent, tokens_exponent: exponents a and b.
         n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
         compute_ref: geometric mean of the points' compute, FLOPs.
-        draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; those of isoFLOPs are drawn
-            apart for what so few runs do not show of their errors (`minimizers.bootstrap`).
+        draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; draws of isoFLOPs are widened,
+            as so few runs do not show all of their errors (`minimizers.bootstrap`).
         points: the optima: compute_flops, n_params, n_tokens, loss, and further columns of the approach.
-        rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
-            an envelope's curves.
-        bias: what the approach is estimated to get wrong by itself (see `fit_isoflops`); empty where that isn't known.
+        rows: rows that the optima were read off: n_params, n_tokens, loss, compute_flops (for an isoFLOP, its budget), and the
+            `run` of an envelope's curves.
+        bias: estimated errors of the approach itself (see `fit_isoflops`); empty if they are not known.
         warnings: why the numbers are doubtful; empty if they are not.
-        assumptions: what was taken for granted of the runs, as no column states it.
+        assumptions: assumptions about the runs that no column states.
     """
 
     approach: str
@@ -76,7 +76,7 @@ class ComputePowers(FittedResult):
     def intervals(self, compute_flops: float | None = None, level: float = 0.9) -> pd.DataFrame:
         """Columns estimate, low, high for a and b, and for N* and D* at a budget (at `compute_ref` by default).
 
-        Percentiles over resampled runs: the approach's own bias (`bias`, `warnings`) is not in them.
+        Bounds are percentiles over resampled runs; they leave out the approach's bias (`bias`, `warnings`).
         """
         ratio = (compute_flops or self.compute_ref) / self.compute_ref
         estimate = np.array([getattr(self, name) for name in PARAMETERS])
@@ -87,7 +87,7 @@ class ComputePowers(FittedResult):
         return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
 
     def plot(self) -> Figure:
-        """Draw what the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
+        """Draw the source of the optima: parabolas of loss over N, or curves of loss over compute with their envelope."""
         if self.approach == "envelope":
             return draw_envelope(
                 envelope_data(self.rows, self.points), self.n_params_convention, self.warnings, self.loss_unit
@@ -119,19 +119,19 @@ def powers_through(compute: Array, n_params: Array, n_tokens: Array, compute_ref
 
 
 def require_draws(n_bootstrap: int) -> None:
-    """Raise ValueError unless there are resamplings enough for an interval."""
+    """Raise ValueError unless there are enough resamplings for an interval."""
     if n_bootstrap < 2:
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
 
 def drawn_apart(estimate: Powers, draws: Array, factor: float) -> Array:
-    """Draws [n, 4] so many times as far from the estimate, sizes and tokens in their logarithms."""
+    """Return draws [n, 4] whose distance from the estimate is multiplied by `factor`; sizes and tokens in logarithms."""
     centre = np.array([*estimate[:2], *np.log(estimate[2:])])
     apart = centre + factor * (np.hstack([draws[:, :2], np.log(draws[:, 2:])]) - centre)
     return np.hstack([apart[:, :2], np.exp(apart[:, 2:])])
 
 
 def resampled(n_draws: int, one: Callable[[int], Powers | None]) -> tuple[Array, float]:
-    """`one` of each draw's number, without those that have no answer, and their share."""
+    """Call `one` with the number of each draw; return the answers, and the share of draws without an answer."""
     found = [powers for draw in range(n_draws) if (powers := one(draw)) is not None]
     return np.array(found, np.float64).reshape(-1, len(PARAMETERS)), 1 - len(found) / n_draws

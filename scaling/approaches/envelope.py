@@ -1,9 +1,9 @@
 """Approach 1: the lowest of many loss curves at each compute, and the sizes of the runs that reach it as powers of compute.
 
 Each curve is one run's loss against its compute so far; at every level of compute the run with the lowest loss has the best
-size (Hoffmann et al. 2203.15556, sec. 3.1). Sizes come in steps, the smallest and the largest win where smaller and larger ones
-would, and a curve's end gives its place to another. So only the crossings of two curves on the envelope are used: there the
-best size is taken to be the geometric mean of the two. (Hoffmann et al. use every level.)
+size (Hoffmann et al. 2203.15556, sec. 3.1). But sizes come in steps, the smallest and the largest size win at levels whose best size
+lies beyond them, and another curve takes over where a curve ends. So only the crossings of two curves on the envelope are used:
+the best size at a crossing is assumed to be the geometric mean of the two sizes. (Hoffmann et al. use every level.)
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def fit_envelope(
 
     Args:
         curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
-            (smoothed; a row without one is left out, and named); optional `annealed`. A curve's losses should be what a run of
-            that length ends at: annealed branches, or runs of several lengths; of one cosine run only the end is.
-        loss_unit, columns: as for `fit`; the column `run` may be named, too.
+            (smoothed; a row without a loss is left out, and named); optional `annealed`. A curve's losses should be final losses of
+            runs of that length: annealed branches, or runs of several lengths; a cosine run has only one, at its end.
+        loss_unit, columns: as for `fit`; `columns` may also name the column `run`.
 
     Returns:
-        Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
+        Powers, with `points` one row per crossing; its columns `smaller` and `larger` are the sizes between which N* lies.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a run has no name or several sizes, or `n_bootstrap` is below 2.
@@ -104,7 +104,7 @@ def fit_envelope(
 
 
 def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
-    """Columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
+    """Checked columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
     factor, unit = to_nats(loss_unit)
     found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
     found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}

@@ -1,6 +1,6 @@
 """Figures of approaches 1 and 2, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-The warnings of the fit stand above its panels: approach 2 is biased by itself.
+The fit's warnings are shown above its panels, since approach 2 has a bias.
 """
 
 import math
@@ -32,10 +32,10 @@ _N_POINTS = 49
 
 
 def isoflops_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
-    """Series run, parabola, vertex of each budget: compute_flops, n_params, loss, and of the vertex low and high.
+    """Series run, parabola, vertex of each budget: compute_flops, n_params, loss, and for the vertex low and high.
 
-    A parabola reaches from the smallest to the largest size of its budget; one without a minimum among them has none. `low`
-    and `high` are the 90 % interval of the vertex's N, from its own budget's runs.
+    A parabola extends from the smallest to the largest size of its budget, and is left out if it has no minimum among them. `low`
+    and `high` are the 90 % interval of the vertex's N, from the runs of its budget.
     """
     parts = [rows[["compute_flops", "n_params", "loss"]].assign(series="run")]
     for point in points.itertuples():
@@ -52,7 +52,7 @@ def isoflops_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
 def draw_isoflops(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
 ) -> Figure:
-    """Loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
+    """Draw loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
     from plotly.colors import sample_colorscale
 
     figure = blank()
@@ -82,7 +82,7 @@ def draw_isoflops(
 def envelope_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
     """Series curve, envelope, crossing: run, n_params, compute_flops, loss; the envelope's is the least of all curves.
 
-    A crossing is where the envelope passes from one size to another, which is what the powers go through.
+    At a crossing the envelope passes from one size to another; the powers go through the crossings.
     """
     curves = curves_of(rows)
     lowest = pd.DataFrame({"compute_flops": curves.compute, "loss": curves.loss.min(axis=0)})
@@ -99,7 +99,7 @@ def envelope_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
 def draw_envelope(
     data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
 ) -> Figure:
-    """Loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
+    """Draw loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
     from plotly.colors import sample_colorscale
 
     figure = blank()
@@ -130,7 +130,7 @@ def _warn(figure: Figure, warnings: Sequence[str]) -> None:
 
 
 def _flops(value: float) -> str:
-    """A budget, with a power of ten as figures have it."""
+    """Format a budget, with a power of ten."""
     exponent = math.floor(math.log10(value))
     return f"{value / 10**exponent:.2g}·10<sup>{exponent}</sup>"
 

@@ -1,8 +1,8 @@
 """Approach 2: the best size of each budget from a parabola of loss in log N, and the sizes as a power of compute.
 
-A parabola is the loss near its minimum only. Where the sizes tested reach far from the best one, lie to one side of it, or
-alpha differs from beta, its vertex lies elsewhere, without any noise (Czech et al. 2603.22339): on the Llama 3 runs by enough
-to waste 6.5 % of the target's compute. `fit_isoflops` estimates this for the grids it was given and warns of it; `fit` has no
+A parabola matches the loss near its minimum only. Even without noise, its vertex is off the minimum if the tested sizes reach far from
+the best size, lie to one side of it, or if alpha differs from beta (Czech et al. 2603.22339): on the Llama 3 runs by enough
+to waste 6.5 % of the target's compute. `fit_isoflops` estimates this error for the given grids and warns of it; `fit` has no
 such error.
 """
 
@@ -38,16 +38,16 @@ from scaling.minimizers.bootstrap import stem_weights, widening
 from scaling.quantiles import two_sided
 
 SAME_BUDGET = 0.05
-"""Decades of compute by which neighbours among the runs of one budget may differ."""
+"""Most decades of compute between neighbours among the runs of one budget."""
 MIN_SIZES = 4
-"""Fewest sizes of a budget: three points lie on a parabola whatever their noise."""
+"""Fewest sizes of a budget: three points always lie on a parabola, whatever their noise."""
 MAX_UNANSWERED = 0.05
 TELLING = 0.01
-"""Relative error of N*, here or at ten times the largest budget, from which the bias is warned of."""
+"""Relative error of N*, at the largest budget or at ten times as much, that raises a warning of bias."""
 LEVEL = 0.9
 """Level of the vertices' intervals."""
 OFF_CENTRE = 0.5
-"""Octaves of N from the middle of a budget's sizes to its best one, on average, from which it is warned of."""
+"""Mean distance from the middle of a budget's sizes to its best size, in octaves of N, that raises a warning."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class _Grid:
     """The runs of one budget."""
 
     compute: float
-    rows: NDArray[np.int64]  # indices of its runs
+    rows: NDArray[np.int64]  # indices of the runs
 
     def vertex(self, log_size: Array, loss: Array, weights: Array) -> tuple[float, float, float] | None:
-        """Log of the best size, the loss there and the curvature; None where the parabola has no minimum among the sizes."""
+        """Log of the best size, the loss there and the curvature; None if the parabola has no minimum among the sizes."""
         x, y, root = log_size[self.rows], loss[self.rows], np.sqrt(weights[self.rows])
         middle = float(x.mean())
         curvature, slope, level = np.polyfit(x - middle, y, 2, w=root)
@@ -70,9 +70,9 @@ class _Grid:
         return float(best), float(level - slope**2 / (4 * curvature)), float(2 * curvature)
 
     def interval(self, log_size: Array, loss: Array) -> tuple[float, float]:
-        """Interval of the best size at `LEVEL`; NaN where the runs do not distinguish a parabola from a straight line.
+        """Interval of the best size at `LEVEL`; NaN if the runs do not distinguish a parabola from a straight line.
 
-        The ends are the sizes at which the slope cannot be distinguished from zero, for runs whose errors are alike and independent
+        The interval holds the sizes whose slope cannot be distinguished from zero, for runs with independent errors of equal variance
         (Fieller, JRSS B 16 (1954) 175).
         """
         x, y = log_size[self.rows] - log_size[self.rows].mean(), loss[self.rows]
@@ -80,7 +80,7 @@ class _Grid:
         (a, b, c), dof = np.linalg.lstsq(columns, y)[0], len(x) - 3
         variance = float(np.square(y - columns @ [a, b, c]).sum()) / dof * np.linalg.inv(columns.T @ columns)
         reach = variance * two_sided(LEVEL, dof) ** 2
-        # Of (2·a·x + b)² = the square of t times its standard error.
+        # Coefficients of (2·a·x + b)² = (t · its standard error)².
         square, twice, rest = 4 * (a**2 - reach[0, 0]), 4 * (a * b - reach[0, 1]), b**2 - reach[1, 1]
         if square <= 0:
             return math.nan, math.nan
@@ -102,17 +102,17 @@ def fit_isoflops(
     """Fit N* and D* as powers of compute through the vertices of parabolas.
 
     Args:
-        runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
+        runs: a table or file as for `fit`, with a few budgets of several sizes each; an optional column `compute_flops` has the
             budgets, if they are not 6·N·D.
         loss_unit: as for `fit`.
         max_regret, columns: as for `fit`.
 
     Returns:
         Powers, with `points` one row per budget used (also: off_centre and half_width of its sizes in octaves, curvature per
-        squared e-fold, and n_params_low, …, n_tokens_high, the 90 % interval of its own vertex, NaN where there is none), and
-        `bias`: what these grids do to a noise-free surface of the law fitted to the same runs, relative error of N* at the
-        largest budget (`n_params`) and at ten times it (`n_params_beyond`), error of a (`params_exponent`), and of each the
-        part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
+        squared e-fold, and n_params_low, …, n_tokens_high, the 90 % interval of the budget's vertex, NaN if it has none), and
+        `bias`, the errors that these grids make on the noise-free law fitted to the same runs: relative error of N* at the
+        largest budget (`n_params`) and at ten times as much (`n_params_beyond`), error of a (`params_exponent`), and the part of
+        each that would remain if every grid were centred on its optimum (`…_centred`: from width and alpha ≠ beta).
 
     Raises:
         ValueError: a column is missing or breaks its rule, there are too few points for a law, or `n_bootstrap` is below 2.
@@ -176,7 +176,7 @@ def fit_isoflops(
 
 
 def _grids(compute: Array, n_params: Array) -> tuple[list[_Grid], list[str]]:
-    """Runs of one budget each, and why some are left out."""
+    """Group the runs by budget; return the grids, and why some are left out."""
     order = np.argsort(compute, kind="stable").astype(np.int64)
     ends = np.flatnonzero(np.diff(np.log10(compute[order])) > SAME_BUDGET) + 1
     grids, small = [], []
@@ -204,7 +204,7 @@ def _powers(
 
 
 def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
-    """Factor on the draws that makes up for the degrees of freedom which each budget's parabola takes."""
+    """Factor that widens the draws, to make up for the degrees of freedom that each budget's parabola takes."""
     from scipy.linalg import block_diag
 
     rows = np.concatenate([grid.rows for grid in grids])
@@ -237,7 +237,7 @@ def _middle(sizes: Array) -> float:
 
 
 def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> dict[str, float]:
-    """Errors on the law's own losses at the sizes, tokens being what the budget leaves."""
+    """Errors on the law's losses at these sizes, with the tokens that the budget leaves."""
     tokens = products / sizes
     loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
     moved = [

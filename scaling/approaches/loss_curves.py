@@ -1,4 +1,4 @@
-"""Loss curves of several runs at common levels of compute, and where the best of them changes its size."""
+"""Loss curves of several runs at common levels of compute, and the levels at which the best run's size changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaling.forms.law import compute_flops
 COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
 """Columns of a crossing."""
 LEVELS = 400
-"""Levels of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
+"""Number of levels of compute, evenly spaced in log compute from least to most (1,500 in Hoffmann et al.)."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Curves:
     loss: Array
 
     def crossings(self, chosen: NDArray[np.int64]) -> Array:
-        """Points where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
+        """Points where the best run changes size while both runs continue: compute, N, D, loss, smaller, larger, [n, 6].
 
-        Between the same two sizes curves may cross more than once, by their noise: the mean counts.
+        Noisy curves of the same two sizes may cross more than once: the mean of these crossings counts.
         """
         loss, sizes = self.loss[chosen], self.n_params[chosen]
         best, levels = np.argmin(loss, axis=0), np.arange(len(self.compute) - 1)

@@ -1,4 +1,4 @@
-"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
+"""Figures of the split of compute into size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,22 +34,22 @@ from scaling.quantiles import tails
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
 BEYOND = 10.0
-"""Factor by which figures reach above the largest run's compute."""
-_MARGIN = 1.3  # of the box of N and D around what is shown
+"""Factor by which figures extend beyond the largest run's compute."""
+_MARGIN = 1.3  # margin factor of the box of N and D
 _N_LEVELS, _N_RAYS = 10, 160
-_INSET = 3  # points of 64 from a line's end to its label, else it is cut off
-_HALVINGS = 60  # of a bracket of some tens in log units: to rounding
+_INSET = 3  # points (of 64) from a line's end to its label, which would be cut off at the end
+_HALVINGS = 60  # bisections: a bracket of some tens in log units narrows to rounding
 
 
 def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, **columns: float) -> pd.DataFrame:
     """Series run, contour, frontier, isoflop, target: n_params, n_tokens, compute_flops, loss.
 
-    A contour's points share their `loss`, an isoflop's their `compute_flops`. The losses of contours are about even along
-    the frontier, rounded.
+    The points of a contour share their `loss`, those of an isoflop their `compute_flops`. Contours have rounded losses, about evenly
+    spaced along the frontier.
 
     Args:
         runs: the fitted runs, with these columns.
-        target: another run to show; the figure reaches it, and 10 times the largest run's compute.
+        target: another run to show; the figure extends to this run, and to 10 times the largest run's compute.
     """
     runs = runs[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
@@ -64,7 +64,7 @@ def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, 
     for decade in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1):
         n_params = np.geomspace(*box["n_params"], 64)
         parts.append(_points(law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
-        parts[-1]["compute_flops"] = 10.0**decade  # exactly, as they are grouped by it
+        parts[-1]["compute_flops"] = 10.0**decade  # exact, as isoflops are grouped by this column
     for level in _levels(frontier["loss"].to_numpy()):
         n_params, n_tokens = _contour(law, level, box["n_params"], box["n_tokens"], columns)
         parts.append(_points(law, n_params, n_tokens, columns, "contour").assign(loss=level))
@@ -74,7 +74,7 @@ def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, 
 
 
 def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
-    """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
+    """Draw lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
     from plotly.colors import sample_colorscale
 
     figure = blank()
@@ -108,11 +108,11 @@ def allocation_data(
 ) -> pd.DataFrame:
     """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
 
-    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it.
+    The series is `fitted` up to the largest run's compute, and `extrapolated` from there to 10 times as much.
 
     Args:
-        fits: what the interval is of: several fits and their draws (`Ensemble.moves`), or draws of the law's own parameters.
-        compute_range: of the runs, FLOPs.
+        fits: source of the interval: several fits and their draws (`Ensemble.moves`), or draws of the law's parameters.
+        compute_range: least and largest compute of the runs, FLOPs.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -138,7 +138,7 @@ def allocation_data(
 
 
 def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> Figure:
-    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs."""
+    """Draw a panel for each quantity: the best value against compute with its interval, dashed beyond the runs."""
     titles = {
         "n_params": params_title(n_params_convention, 24),
         "n_tokens": TOKENS,
@@ -168,7 +168,7 @@ def best_sizes(form: Form, draws: Values, flops: Array, columns: Mapping[str, fl
     """N of least loss for J parameter vectors at M budgets, [J, M].
 
     Args:
-        draws: its parameters, [J, 1] each.
+        draws: parameters of the form, [J, 1] each.
         flops: budgets, [M].
     """
     if powers := form.powers(draws):
@@ -185,7 +185,7 @@ def _points(law: Law, n_params: Array, n_tokens: Array, columns: dict[str, float
 
 
 def _levels(losses: Array) -> Array:
-    """Some losses along the frontier, rounded to a tenth or less of their distance."""
+    """Select losses along the frontier, rounded to a tenth of their distance or finer."""
     span = losses.max() - losses.min()
     places = max(0, math.ceil(-math.log10(max(span, 1e-9) / _N_LEVELS)))
     at = np.linspace(0, len(losses) - 1, _N_LEVELS + 2)[1:-1].round().astype(np.int64)
@@ -195,9 +195,9 @@ def _levels(losses: Array) -> Array:
 def _contour(
     law: Law, level: float, n_params: Sequence[float], n_tokens: Sequence[float], columns: dict[str, float]
 ) -> tuple[Array, Array]:
-    """N and D of one loss, N rising, within the box or a little outside.
+    """N and D of one loss, by rising N, within the box or a little outside.
 
-    On a line of equal D/N the loss falls with compute, so that the level is met there at most once.
+    On a line of equal D/N the loss falls with compute, so the line meets the level at most once.
     """
     ends = math.log(n_tokens[1] / n_params[0]) / 2, math.log(n_tokens[0] / n_params[1]) / 2
     half_ratio = np.linspace(*ends, _N_RAYS)

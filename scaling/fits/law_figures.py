@@ -29,7 +29,7 @@ def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
-    """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
+    """Draw actual against predicted loss, and the residuals against compute, coloured by log10 N."""
     figure = stacked(2)
     marker = size_colours(data["n_params"], n_params_convention) | {"size": 6}
     hover = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(data["n_params"], data["n_tokens"], strict=True)]
@@ -50,13 +50,13 @@ def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS
 def frontier_data(
     runs: pd.DataFrame, ensemble: Ensemble, target: Forecast | None = None, level: float = 0.9
 ) -> pd.DataFrame:
-    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
+    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high except for runs.
 
     The frontier is that of the forecast's fits, with the interval of the forecasts along it.
 
     Args:
         runs: the fitted runs, with these columns.
-        target: a forecast to show; the figure reaches its compute, and 10 times the largest run's.
+        target: a forecast to show; the figure extends to its compute, and to 10 times the largest run's.
     """
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
     frontier = ensemble.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
@@ -71,7 +71,7 @@ def frontier_data(
 
 
 def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
-    """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
+    """Draw loss against compute: runs, the best loss of each budget with its interval, the forecast."""
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
     figure = blank()
     add_band(figure, frontier["compute_flops"], frontier["low"], frontier["high"])
@@ -87,8 +87,8 @@ def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
 def backtest_data(predictions: pd.DataFrame, level: float = 0.9) -> pd.DataFrame:
     """One row per cut and held-out run of the default forecast: cut, n_params, n_tokens, compute_flops, loss, predicted.
 
-    `low` and `high` are the interval's ends at the `level`, `within` whether the loss lies between them, `error`, `error_low`
-    and `error_high` the loss and these ends above the forecast in %.
+    `low` and `high` are the interval's bounds at the `level`, and `within` is True if the loss lies between them. `error`, `error_low`
+    and `error_high` are the loss and these bounds in % above the forecast.
     """
     own = predictions[predictions["method"] == DEFAULT]
     names = {f"low_{level:g}": "low", f"high_{level:g}": "high"}
@@ -103,7 +103,7 @@ def backtest_data(predictions: pd.DataFrame, level: float = 0.9) -> pd.DataFrame
 
 
 def draw_backtest(data: pd.DataFrame) -> Figure:
-    """Distance of the measured loss from its forecast, with the forecast's interval: a panel for each cut."""
+    """Draw the distance of the measured loss from its forecast, with the forecast's interval: a panel for each cut."""
     cuts = [part for _, part in data.groupby("cut")]
     titles = [f"fitted below 1/{part['cut'].iloc[0]:g} of the largest compute" for part in cuts]
     figure = stacked(

@@ -23,11 +23,11 @@ def profile_data(
     level: float,
     at: Mapping[str, float],
 ) -> pd.DataFrame:
-    """Series fit, curve, estimate, end, threshold: value, rise, and of all name, level, at, low, high.
+    """Series fit, curve, estimate, end, threshold: value, rise, and in all rows name, level, at, low, high.
 
-    `rise` is 2·(Q(value) − Q(estimate)) over the scale, so that it is compared with Student's t². The curve goes through the
-    fits as the interval's ends were found: its signed root is straight between them over the logarithm of the value.
-    An end that is open has no row.
+    `rise` is 2·(Q(value) − Q(estimate)) over the scale, to be compared with Student's t². The curve interpolates the fits
+    as the search for the interval's bounds does: its signed root is straight between fits over the logarithm of the value.
+    An open bound has no row.
     """
     table = table.sort_values("value")
     fits = np.log(table["value"].to_numpy())
@@ -50,7 +50,7 @@ def profile_data(
 
 
 def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
-    """The rise of the objective over the quantity, the threshold, and the interval, which stands above."""
+    """Draw the rise of the objective over the quantity and the threshold, with the interval in a note above."""
     about = data.iloc[0]
     fits, curve, estimate, ends, threshold = (
         data[data["series"] == name] for name in ("fit", "curve", "estimate", "end", "threshold")
@@ -81,7 +81,7 @@ def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
 
 
 def _interval_note(about: "pd.Series[float]", estimate: float) -> str:
-    """Describe the interval: which end is open, if one is."""
+    """Describe the interval, and name an open bound."""
     low, high = about["low"], about["high"]
     here = f"{about['name']}{' at ' if about['at'] else ''}{about['at']}: {estimate:.4g}, {100 * about['level']:g} %"
     if low > 0 and math.isfinite(high):

@@ -1,6 +1,6 @@
 """Figure of the cost of other sizes than the best: loss over size at fixed budgets, with the band of sizes that are nearly as good.
 
-Two functions, as for every figure: `sizes_data` computes a DataFrame, `draw_sizes` draws it with plotly.
+As for every figure there are two functions: `sizes_data` computes a DataFrame, `draw_sizes` draws it with plotly.
 """
 
 import math
@@ -13,7 +13,7 @@ from scaling.drawing import ALONE, COLOURS, STAR, Figure, add, blank, log_axis, 
 from scaling.forms.law import NATS, Law
 from scaling.forms.spending import Spending
 
-_SHOWN = 4.0  # times as much worse as the band's ends are the ends of the curve
+_SHOWN = 4.0  # loss above the best at the curve's ends, over that at the band's ends
 _N_POINTS = 97
 _LABEL = 24  # pixels of height for a budget in the legend
 
@@ -21,15 +21,15 @@ _LABEL = 24  # pixels of height for a budget in the legend
 def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> pd.DataFrame:
     """Series size, band, best at each budget: compute_flops, n_params, n_tokens, loss, above (its share above the best's).
 
-    `size` is the curve, to where the loss is 4 times as far above the best as in the band; `band` the part of it with a
-    loss at most `within` above the best, with the ends that `decide` gives it.
+    `size` is the curve, up to a loss 4 times as far above the best as at the ends of the band. `band` is the part of the curve with a
+    loss at most `within` above the best, with the same ends as in `decide`.
 
     Args:
         compute_flops: budgets C = 6·N·D.
-        within: of the loss, e.g. .005 for half a percent.
+        within: share of the loss, e.g. .005 for half a percent.
 
     Raises:
-        ValueError: there is no budget, one is not finite and positive, or `within` is not above 0.
+        ValueError: there is no budget, a budget is not finite and positive, or `within` is not above 0.
     """
     if not len(compute_flops):
         raise ValueError("compute_flops must name at least one budget, got none")
@@ -53,7 +53,7 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
 
 
 def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> Figure:
-    """A curve for each budget, its flat part thick, its best size a star."""
+    """Draw a curve for each budget, with its flat part thick and its best size as a star."""
     figure = blank()
     for i, (flops, part) in enumerate(data.groupby("compute_flops")):
         colour = COLOURS[(i + 2) % len(COLOURS)]

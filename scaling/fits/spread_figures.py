@@ -14,21 +14,21 @@ from scaling.forms.law import NATS, Law
 from scaling.forms.powers import Joint
 
 COEFFICIENTS = ("A", "B")
-"""Parameters left out of the pairs: each all but follows its exponent."""
+"""Parameters left out of the pairs, since their exponents almost determine them."""
 LEVEL = 0.9
 """Share of the draws within the ellipse."""
-_MOST_NAMES = 4  # of which all pairs are shown: six panels
-_LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmic
+_MOST_NAMES = 4  # most parameters shown in pairs: six panels
+_LOG_SPREAD = 2.0  # ratio of largest to smallest draw above which an axis is logarithmic
 
 
 def parameters_data(law: Law, drawn: Array) -> pd.DataFrame:
     """Series draw, estimate, ellipse of each pair: pair (its number), x_name, y_name, x, y, x_log, y_log, level.
 
     The pairs are of the first four parameters, without A and B if others remain. The ellipse has the centre and covariance of the
-    draws, in logarithms where `x_log` or `y_log` is true, and is of the size that holds 90 % of them, the `level`.
+    draws, in logarithms where `x_log` or `y_log` is true, and a size that holds 90 % of the draws, the `level`.
 
     Args:
-        drawn: parameters of its refits, [n_draws, n_parameters], in the form's order.
+        drawn: parameters of the law's refits, [n_draws, n_parameters], in the form's order.
     """
     names = list(law.parameters)
     chosen = [name for name in names if name not in COEFFICIENTS]
@@ -46,7 +46,7 @@ def parameters_data(law: Law, drawn: Array) -> pd.DataFrame:
 
 
 def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
-    """A panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
+    """Draw a panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
     pairs = [part for _, part in data.groupby("pair")]
     n_columns = min(2, len(pairs))
     n_rows = -(-len(pairs) // n_columns)
@@ -68,7 +68,7 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
         for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
             is_log = first[f"{axis}_log"]
             values = np.log10(part[axis]) if is_log else part[axis]
-            # Else the ellipse may touch the frame; of exact runs all refits are one point.
+            # Keep the ellipse off the frame; for exact runs all refits are one point.
             margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
             ends = [values.min() - margin, values.max() + margin]
             scale = {"type": "log" if is_log else "linear", "range": ends}
@@ -77,10 +77,10 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
 
 
 def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataFrame:
-    """Loss of the forecast's run by every fit behind it: name, loss, and of the forecast low, high, level.
+    """Loss of the forecast's run by every fit behind the forecast: name, loss, and for the forecast low, high, level.
 
-    Series variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), law (the
-    fit's own), forecast.
+    The series are variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), law (the
+    fitted law), forecast.
     """
     at = target.n_params, target.n_tokens
     rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
@@ -96,7 +96,7 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
 
 
 def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
-    """A strip for each fit: its loss against the forecast and its interval."""
+    """Draw a strip for each fit: its loss against the forecast and the forecast's interval."""
     figure, data = blank(), data.assign(lines=data["name"].map(_on_lines))
     target = data[data["series"] == "forecast"]
     low, high = target["low"].item(), target["high"].item()
@@ -129,12 +129,12 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
 
 
 def _on_lines(name: str) -> str:
-    """A fit's name broken into lines, so that its figure has room for more than names on a narrow page."""
+    """Break a fit's name into lines, so that the figure has room for more than names on a narrow page."""
     return "<br>".join(wrap(name, 22))
 
 
 def _ellipse(points: Array, level: float) -> Array:
-    """Ellipse around points [n, 2], by their covariance, so large that it holds a share of them; [97, 2]."""
+    """Ellipse around points [n, 2], [97, 2]: shape by their covariance, size such that it holds the share `level` of them."""
     centre, covariance = points.mean(axis=0), np.cov(points.T)
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
