@@ -4,7 +4,7 @@
     backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
     decide(fit, Budget.of_dollars(…))        the size and tokens for what can be spent     -> Decision
     next_runs(fit, n_params, n_tokens, …)    what to train next for a surer forecast       -> NextRuns
-    simulate(ladder_design(…), law, …)       what a ladder's forecasts would be worth      -> Simulation
+    simulate(ladder_design(…), law, …)       how good a ladder's forecasts would be        -> Simulation
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
@@ -19,10 +19,10 @@
     compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
-    pareto_front(rows)                       the runs of which none is cheaper and better  -> DataFrame
-    fit_response(rows, box=SearchBox(…))     loss over all of them, across scales: search  -> ResponseSurface
+    pareto_front(rows)                       the runs that no run beats in cost and loss   -> DataFrame
+    fit_response(rows, box=SearchBox(…))     loss over hyperparameters and scales, for searches -> ResponseSurface
 
-Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
+The library uses numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
 """
 
 from scaling.approaches.compute_powers import ComputePowers

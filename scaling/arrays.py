@@ -1,4 +1,4 @@
-"""Arrays as the signatures name them, in float64 and in int64."""
+"""Types of arrays in signatures: float64 and int64."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -13,25 +13,25 @@ OTHER_NAMES = {
     "n_tokens": "d tokens num_tokens tokens_seen total_tokens train_tokens training_tokens",
     "loss": "final_loss val_loss eval_loss test_loss validation_loss",
 }
-"""Names under which other tables have a column, capitals and punctuation aside."""
+"""Names of our columns in other tables, without capitals and punctuation."""
 _NEAR = {"n_params": "param|size|weight", "n_tokens": "token|flop|compute", "loss": "loss|bpb|nll|entropy|bits_per"}
-"""What the name of a column that may be meant contains."""
+"""Patterns in the name of a column that may be meant by a missing one."""
 
 
 COLUMNS = "columns"
-"""Key of `DataFrame.attrs` of the names of all columns in the caller's table."""
+"""Key of `DataFrame.attrs` for the names of all columns in the caller's table."""
 FOUND_AS = "found_as"
-"""Key of `DataFrame.attrs` under which a table carries the names that its renamed columns had."""
+"""Key of `DataFrame.attrs` for the former names of renamed columns."""
 DROP = ": drop such rows"
 LEAVE_OUT = DROP + ", or give the reason in a column left_out"
-"""Advice about rows without a value."""
+"""Advice on rows without a value."""
 
 
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    """The values in float64.
+    """Return the values in float64.
 
     Raises:
-        ValueError: one is no number, or not finite and above 0; the first such one is named.
+        ValueError: a value is no number, or not finite and above 0; the message names the first.
     """
     given = np.asarray(values)
     try:
@@ -45,7 +45,7 @@ def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def require_filled(rows: pd.DataFrame, column: str) -> None:
-    """Raise ValueError if a row has no value in the column; the first such row is named."""
+    """Raise ValueError, which names the first such row, if a row has no value in the column."""
     missing = rows[column].isna().to_numpy()
     if missing.any():
         raise ValueError(
@@ -55,7 +55,7 @@ def require_filled(rows: pd.DataFrame, column: str) -> None:
 
 
 def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
-    """The column as strings.
+    """Return the column as strings.
 
     Raises:
         ValueError: a value is missing.
@@ -65,7 +65,7 @@ def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
 
 
 def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
-    """Raise ValueError unless every column is there; the message suggests which one may be meant under another name."""
+    """Raise ValueError unless every column is there; the message suggests columns that may be meant under another name."""
     missing = [column for column in columns if column not in rows.columns]
     if missing:
         got = rows.attrs.get(COLUMNS, [str(column) for column in rows.columns])
@@ -94,17 +94,17 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
 
 
 def plain(name: str) -> str:
-    """A column's name in small letters, with underscores for punctuation."""
+    """Return a column's name in small letters, with underscores for punctuation."""
     return re.sub(r"\W+", "_", name.strip()).lower()
 
 
 def numbers(
     rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False, remedy: str = DROP
 ) -> NDArray[np.float64]:
-    """The column in float64; `remedy` is what the error says of empty values.
+    """Return the column in float64; `remedy` is the error's advice on empty values.
 
     Raises:
-        ValueError: a value is no finite number, or not above `minimum` (or equal to it, if `inclusive`).
+        ValueError: a value is no finite number, or not above `minimum` (if `inclusive`: below `minimum`).
     """
     values = _floats(rows, column)
     above = values >= minimum if inclusive else values > minimum
@@ -120,7 +120,7 @@ def numbers(
 
 
 def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
-    """The column `loss` of a sweep in float64, NaN where the run diverged (null, NaN or infinite).
+    """Return the column `loss` of a sweep in float64, NaN for diverged runs (null, NaN or infinite).
 
     Raises:
         ValueError: a finite loss is not above 0.
@@ -136,10 +136,10 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
-    """The column `seed`, 0 in each row where the table has none: equal settings are then further seeds.
+    """Return the column `seed`; without this column 0 in each row, and equal settings count as further seeds.
 
     Raises:
-        ValueError: a seed is missing, or two rows have one seed and the same settings: one run twice is no evidence of noise.
+        ValueError: a seed is missing, or two rows have one seed and the same settings: a repeated row is no evidence of noise.
     """
     if "seed" not in rows:
         return np.zeros(len(rows), np.int64)
@@ -156,25 +156,25 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
 
 
 def column_name(rows: pd.DataFrame, column: str) -> str:
-    """A column as messages name it, with the name that it had in the caller's table."""
+    """Return a column's name for messages, with its name in the caller's table."""
     found = rows.attrs.get(FOUND_AS, {}).get(column)
     return column if found in (None, column) else f"{found} (read as {column})"
 
 
 def renamed(rows: pd.DataFrame, found: str, column: str) -> pd.DataFrame:
-    """The table with a column under another name, and a note of the one that it had."""
+    """Return the table with a renamed column, and a note of the former name."""
     table = rows.rename(columns={found: column})
     table.attrs[FOUND_AS] = {**rows.attrs.get(FOUND_AS, {}), column: found}
     return table
 
 
 def row_name(rows: pd.DataFrame, number: int) -> str:
-    """The caller's name of a row, as Python has it: numpy's own integers show their type."""
+    """Return the caller's name of a row as a Python object's repr, since numpy's integers would show their type."""
     return repr(rows.index[[number]].tolist()[0])
 
 
 def or_nan(value: object) -> float:
-    """A cell as a number; NaN if it is none."""
+    """Return a cell as a number, NaN if it is no number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

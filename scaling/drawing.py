@@ -1,4 +1,4 @@
-"""Parts of all figures: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles."""
+"""Parts of all figures: colours that are visible on light and dark pages, bands and error bars, panels, titles."""
 
 import textwrap
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,12 +25,12 @@ GREY = "#bbbbbb"
 BAND = "rgba(42, 120, 142, 0.28)"
 STAR = {"symbol": "star", "size": 13, "color": COLOURS[5], "line": {"color": EDGE, "width": 1}}
 _PANEL, _AROUND = 230, 140
-"""Pixels of height of a panel, and of the titles and the legend around all of them."""
+"""Pixels of height of a panel, and of the titles and the legend around all panels."""
 _FEW_DECADES = 3.5
 ALONE, _LINE = 420, 14
-"""Pixels of height of a figure of one panel, and of a line of a note."""
+"""Pixels of height of a figure with one panel, and of a line of a note."""
 _NOTE_WIDTH = 58
-"""Characters of such a line, which fit on a telephone."""
+"""Characters in a line of a note, so that the line fits on a telephone."""
 
 
 def add_band(
@@ -41,7 +41,7 @@ def add_band(
     name: str = "90 % interval",
     **place: Any,
 ) -> None:
-    """Shade what lies between two lines; `place` is the panel (row, col) and whether the legend shows it."""
+    """Shade the area between two lines; `place` is the panel (row, col) and whether the legend shows the band."""
     figure.add_scatter(
         x=pd.concat([x, x[::-1]]),
         y=pd.concat([high, low[::-1]]),
@@ -61,30 +61,30 @@ def blank() -> Figure:
 
 
 def add(figure: Figure, table: pd.DataFrame, x: str, y: str, bars: Literal["", "x", "y"] = "", /, **looks: Any) -> None:
-    """Draw two columns of a table, with `error_bars` along an axis if one is named; looks and place are plotly's."""
+    """Draw two columns of a table, with `error_bars` along an axis if `bars` names one; looks and place are plotly's."""
     if bars:
         looks[f"error_{bars}"] = error_bars(table, x if bars == "x" else y)
     figure.add_scatter(x=table[x], y=table[y], **looks)
 
 
 def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:
-    """Error bars from a value to the columns `low` and `high`; none where an end is not known."""
+    """Error bars from a value to the columns `low` and `high`; none for an unknown bound."""
     ends = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
     return {side: length.where(np.isfinite(length)) for side, length in ends.items()}
 
 
 def stacked(n_panels: int, **options: Any) -> Figure:
-    """Panels below each other: side by side they have no room for their titles on a telephone."""
+    """Figure with panels below each other: side by side, a telephone has no room for their titles."""
     from plotly.subplots import make_subplots
 
     gap = {"vertical_spacing": 0.06 if options.get("shared_xaxes") else 0.34 / n_panels}
     figure = make_subplots(rows=n_panels, **(gap | options))
-    figure.update_annotations(font_size=12)  # of the panels' titles
+    figure.update_annotations(font_size=12)  # the panels' titles
     return figure.update_layout(height=_AROUND + _PANEL * n_panels)
 
 
 def add_note(figure: Figure, text: str) -> None:
-    """Write a note above the panels, in lines that fit on a telephone; the figure grows by them."""
+    """Write a note above the panels, in lines that fit on a telephone; the figure grows by these lines."""
     note = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
     # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
     place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
@@ -99,14 +99,14 @@ def loss_title(loss_unit: str) -> str:
 
 
 def params_title(n_params_convention: str, width: int = 34) -> str:
-    """Title of an axis of N, in lines of so many characters: a telephone has room for 34, a panel above others for 24."""
+    """Title of an axis of N, in lines of `width` characters: a telephone has room for 34, one panel of several for 24."""
     return "<br>".join(textwrap.wrap(f"parameters N ({n_params_convention})", width))
 
 
 def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
-    """Layout of an axis that shows these values: powers of ten, and twice and five times these where there are few.
+    """Layout of an axis that shows these values, with ticks at powers of ten, and if these are few at twice and five times them.
 
-    Within one power of ten plotly draws half as many ticks again as `nticks`; four leave room for their labels on a telephone.
+    Within one power of ten plotly draws one and a half times `nticks` ticks; four leave room for their labels on a telephone.
     """
     decades = float(np.log10(values.max() / values.min()))
     steps: dict[str, Any] = {"nticks": 4} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
@@ -114,13 +114,13 @@ def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
 
 
 def parameter_title(name: str, loss_unit: str) -> str:
-    """Title of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
+    """Title of an axis of a law's parameter, or of another quantity that `ScalingFit.profile` accepts."""
     exponents = {"params_exponent": "exponent a of N* ∝ C^a", "tokens_exponent": "exponent b of D* ∝ C^b"}
     return {"E": f"E ({loss_unit})", "loss": loss_title(loss_unit), **exponents}.get(name, name)
 
 
 def size_colours(n_params: "pd.Series[float]", n_params_convention: str) -> dict[str, Any]:
-    """Look of markers: the logarithm of N by colour, with its scale."""
+    """Look of markers that show the logarithm of N by colour, with a colour bar."""
     counted = "<br>".join(textwrap.wrap(f"({n_params_convention})", 12, break_long_words=False))
     return {
         "color": np.log10(n_params),

@@ -1,4 +1,4 @@
-"""Errors of `scaling` for right arguments without a usable answer."""
+"""Errors of `scaling` for valid arguments without a usable answer."""
 
 
 class ScalingError(Exception):
@@ -9,4 +9,4 @@ class ScalingError(Exception):
 
 
 class TooFewRunsError(ValueError):
-    """Too few runs of a table differ for the form to be fitted, though each is right by itself."""
+    """Too few runs of a table differ for a fit of the form, though each run is valid by itself."""

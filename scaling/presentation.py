@@ -26,11 +26,11 @@ def span(low: float, high: float, digits: int = 3) -> str:
 
 
 def counted(n_params_convention: str) -> str:
-    """Format what N counts."""
+    """Describe what N counts."""
     return n_params_convention or "what N counts is not stated"
 
 
 def lines(rows: dict[str, str]) -> str:
-    """Label and text per line, the texts aligned."""
+    """Format a label and a text per line, with aligned texts."""
     width = max(map(len, rows)) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in rows.items())

@@ -1,10 +1,10 @@
-"""Ends of intervals: the probabilities below them, and the standard deviations that they lie from the middle."""
+"""Bounds of intervals: the probabilities below them, and their distance from the middle in standard deviations."""
 
 import math
 
 
 def tails(level: float) -> tuple[float, float]:
-    """Probability below either end of an equal-tailed interval.
+    """Probabilities below the two bounds of an equal-tailed interval.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -15,7 +15,7 @@ def tails(level: float) -> tuple[float, float]:
 
 
 def two_sided(level: float, dof: float = math.inf) -> float:
-    """Standard deviations from the middle of an interval to its ends: Student's t, or normal without degrees of freedom."""
+    """Standard deviations from the middle of an interval to its bounds: Student's t with `dof`, by default normal."""
     from scipy.special import ndtri, stdtrit
 
     _, high = tails(level)

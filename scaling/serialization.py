@@ -1,7 +1,7 @@
 """Results as JSON and back, by one cattrs converter: a field's annotation states what its type alone does not.
 
-JSON has no word for NaN and infinity: both become null. `OrNan` and `OrInfinite` annotate numbers, `TableLayout` the columns, that are
-read back from null as such.
+JSON has no NaN and infinity: both become null. `OrNan` and `OrInfinite` annotate the numbers that null is read back as; so does
+`TableLayout` for columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TableLayout:
     Attributes:
         orient: as in `DataFrame.to_dict`; `tight` keeps the index.
         index: name of the column that becomes the index again.
-        nulls: numbers that null is read back as, by column; NaN in all others.
+        nulls: numbers that null is read back as, by column; NaN in all other columns.
     """
 
     orient: Literal["index", "list", "records", "tight"]
@@ -46,13 +46,13 @@ class TableLayout:
     nulls: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self, table: pd.DataFrame) -> Any:
-        """The table in JSON's types."""
+        """Convert the table to JSON's types."""
         flat = table.reset_index() if self.index else table
         known = flat.notna() & flat.map(lambda value: value not in (math.inf, -math.inf)).astype(bool)
         return flat.astype(object).where(known, None).to_dict(self.orient)
 
     def from_json(self, data: Any) -> pd.DataFrame:
-        """The inverse of `to_json`; columns without any value, which have lost their type, become numbers."""
+        """Invert `to_json`; columns without any value, which have lost their type, become numbers."""
         table = pd.DataFrame.from_dict(data, orient="tight") if self.orient == "tight" else pd.DataFrame(data)
         unknown = [name for name in table if table[name].dtype == object and table[name].isna().all()]
         table = table.astype(dict.fromkeys(unknown, np.float64)).fillna(dict(self.nulls))
@@ -65,7 +65,7 @@ class JsonResult(Result):
     DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, null for numbers that are not finite; `from_dict` restores it."""
+        """JSON-ready dict, with null for numbers that are not finite; `from_dict` restores the result."""
         fields: dict[str, Any] = converter.unstructure(self)
         return {name: converter.unstructure(getattr(self, name)) for name in self.DERIVED} | fields
 
@@ -75,7 +75,7 @@ class JsonResult(Result):
 
 
 class FittedResult(JsonResult):
-    """Base of fits that may be doubtful: `warnings` are the reasons, empty if there is none."""
+    """Base of fits that may be doubtful: `warnings` are the reasons, empty if there are none."""
 
     warnings: tuple[str, ...]
 
@@ -107,7 +107,7 @@ def _is_saved(kind: Any) -> bool:
 
 
 def _resolved(kind: Any) -> Any:
-    """The class, its fields' annotations evaluated: cattrs leaves `Annotated` out where it does so itself."""
+    """Return the class with its fields' annotations evaluated: cattrs drops `Annotated` when it evaluates them."""
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         each.type = hints[each.name]
@@ -123,7 +123,7 @@ converter.register_unstructure_hook_factory(
     _is_saved, lambda kind: make_dict_unstructure_fn(_resolved(kind), converter)
 )
 converter.register_structure_hook_factory(_is_saved, lambda kind: make_dict_structure_fn(_resolved(kind), converter))
-for _plain in (bool, int, float, str):  # as they are: 5 of a float stays 5
+for _plain in (bool, int, float, str):  # unchanged: a float field's 5 stays 5
     converter.register_structure_hook(_plain, lambda value, _: value)
 converter.register_unstructure_hook(float, _finite_or_none)
 converter.register_structure_hook_func(
@@ -137,7 +137,7 @@ converter.register_unstructure_hook_factory(_annotated_with(TableLayout), lambda
 converter.register_structure_hook_func(
     _annotated_with(TableLayout), lambda data, hint: get_args(hint)[1].from_json(data)
 )
-converter.register_unstructure_hook_factory(  # JSON's keys are strings
+converter.register_unstructure_hook_factory(  # keys in JSON are strings
     _keyed_by_numbers, lambda hint: lambda by_number: [[key, converter.unstructure(v)] for key, v in by_number.items()]
 )
 converter.register_structure_hook_func(

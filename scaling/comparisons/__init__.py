@@ -1,1 +1,1 @@
-"""Runs held against each other beside the noise of their seeds."""
+"""Comparisons of runs in view of the noise of their seeds."""

@@ -2,11 +2,11 @@
 
     log loss_ij = level + trial_i + seed_j + error_ij,    error_ij ~ N(0, sigma²),    trial_i ~ N(0, (rho·sigma)²)
 
-Two kinds of luck flatter a winner (the winner's curse). A trial leads its search partly because its seed was kind: the
-runs that chose the finalists are therefore not among the rows, and repeats start from fresh seeds. And the least of several
-measured means is too low, the more so the less the trials differ: so the trials' levels are drawn together as far as the
-noise allows (shrinkage, e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6), with rho not estimated
-but averaged over, as three trials hardly determine it. Every statement about the trials comes from this one posterior: a t
+Two kinds of luck flatter a winner (the winner's curse). First, a trial leads its search partly because its seed was kind. So the
+rows exclude the runs that chose the finalists, and repeats start from fresh seeds. Second, the least of several measured means is
+too low, the more so the less the trials differ. So the trials' levels are shrunk towards each other as far as the noise
+allows (e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6). rho is averaged over rather than
+estimated, as three trials hardly determine it. Every statement about the trials comes from this one posterior: a t
 distribution for each rho, mixed by how well each rho explains the means.
 """
 
@@ -28,14 +28,14 @@ from scaling.quantiles import tails
 from scaling.serialization import JsonResult, OrNan, TableLayout
 
 N_DRAWS = 20_000
-"""Draws of the posterior; a probability of being best is known to ± .004."""
+"""Draws of the posterior; they give a probability of being best to ± .004."""
 RHO = 2 * np.tan(np.pi / 2 * (np.arange(128) + 0.5) / 128)
-"""Ratios of the trials' spread to the noise of one run, of equal weight beforehand: half-Cauchy of scale 2, so that equal
-trials and trials far apart are both thought possible. Chosen on planted sets of four trials over three seeds: the winner's
-loss is then wrong on average by −.30 (equal trials), +.06 (a spread like the noise), +.15 (three times) and +.05 (ten times)
-standard deviations of one run; its measured mean by −.59, −.29, −.09 and −.06."""
+"""Ratios of the trials' spread to the noise of one run, with equal prior weights: a half-Cauchy prior of scale 2, which allows for
+equal trials and for trials far apart. Chosen on planted sets of four trials over three seeds: the winner's loss is then wrong on
+average by −.30 (equal trials), +.06 (a spread like the noise), +.15 (three times) and +.05 (ten times) standard deviations of one
+run; its measured mean is wrong by −.59, −.29, −.09 and −.06."""
 ROUNDING = 1e-9
-"""Least standard deviation of log loss that is believed; equal losses would otherwise be known without any error."""
+"""Least standard deviation of log loss; otherwise equal losses would have no error at all."""
 COLUMNS = (
     "loss",
     "low",
@@ -53,22 +53,22 @@ UNKNOWN = {"low": -math.inf, "high": math.inf, "difference_low": -math.inf, "dif
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finalists(JsonResult):
-    """The finalists with intervals, the winner, and those that cannot be distinguished from it.
+    """The finalists with intervals, the winner, and the trials that cannot be distinguished from the winner.
 
     Attributes:
         trials: one row per trial, best first, index `trial`:
             `loss`, `low`, `high`: expected loss over seeds, nats per token, and its interval;
-            `difference`, `difference_low`, `difference_high`: to the winner's;
-            `p_best`: probability of being the best of these; NaN if not known;
-            `measured`: plain mean loss of its finished runs; `n_runs`, `n_diverged`.
-            Unknown ends are infinite. A trial of which a run diverged is not compared: `loss` is what the survivors
-            measured, and `p_best` 0.
+            `difference`, `difference_low`, `difference_high`: difference from the winner's loss;
+            `p_best`: probability of being the best of these trials; NaN if not known;
+            `measured`: plain mean loss of the finished runs; `n_runs`, `n_diverged`.
+            Unknown bounds are infinite. A trial with a diverged run is not compared: its `loss` is the mean of the
+            other runs, and `p_best` is 0.
         winner: the trial of least expected loss.
-        near_tie: the trials that cannot be distinguished from it: the fewest that, with the winner, hold the best one with
-            probability `level`. Empty if the winner alone does.
+        near_tie: trials that cannot be distinguished from the winner: the fewest that, with the winner, include the best
+            trial with probability `level`. Empty if the winner alone does.
         noise: standard deviation of log loss of one run about trial + seed; NaN if not known.
         dof: degrees of freedom of `noise`.
-        reasons: what is missing or doubtful.
+        reasons: reasons why the comparison is incomplete or doubtful.
     """
 
     winner: Any
@@ -121,7 +121,7 @@ class Finalists(JsonResult):
 
     @property
     def about(self) -> str:
-        """The winner, the noise, the verdict: a line each."""
+        """Lines about the winner, the noise and the verdict."""
         noise = f"{self.noise:.3%} of the loss, {self.dof:g} degrees of freedom" if self.dof else "not known"
         return lines(
             {
@@ -139,19 +139,19 @@ class Finalists(JsonResult):
 def compare_finalists(
     rows: pd.DataFrame, level: float = 0.9, seed: int = 0, *, noise: tuple[float, float] | None = None
 ) -> Finalists:
-    """Name the best of the finalists, and those that cannot be distinguished from it.
+    """Name the best of the finalists, and the trials that cannot be distinguished from it.
 
     Args:
         rows: one row per run: `trial`, `seed`, `loss` (nats per token; NaN if diverged). The seeds are the same for all
-            trials, some runs may be missing; the runs by which the finalists were chosen must not be among them.
-        level: of the intervals, and the probability from which the winner is clear.
-        seed: of the draws; the same seed gives the same answer.
+            trials; some runs may be missing. Leave out the runs that chose the finalists.
+        level: probability of the intervals, and the probability above which the winner is clear.
+        seed: seed of the draws; the same seed gives the same answer.
         noise: standard deviation of log loss between runs of shared seeds and its degrees of freedom, known from
-            elsewhere (`seed_noise(…).prior`); pooled with the rows' own, so it must hold for these trials too.
+            other runs (`seed_noise(…).prior`); it is pooled with the rows' noise, so it must hold for these trials too.
 
-    Measured on planted sets of three or five trials over three seeds, their spread from half the noise of a run to 25 times
-    it: 90 % intervals hold 88 to 95 % of the true differences and 90 to 96 % of the true losses, and the winner is the best as
-    often as stated (within 7 %, half of it chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
+    Measured on planted sets of three or five trials over three seeds, with spreads from half the noise of a run to 25 times
+    the noise: 90 % intervals hold 88 to 95 % of the true differences and 90 to 96 % of the true losses, and the winner is the best
+    as often as stated (within 7 %, half of which is chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a trial has two runs with one seed, or `level` or `noise` is
@@ -206,7 +206,7 @@ def compare_finalists(
 def _describe(
     fitted: TwoWay, sum_of_squares: float, dof: float, ends: tuple[float, float], generator: np.random.Generator
 ) -> pd.DataFrame:
-    """Columns loss, low, high, difference_low, difference_high, p_best, a row per trial of the fit; `ends` as probabilities."""
+    """Columns loss, low, high, difference_low, difference_high, p_best, a row per trial; `ends` are the bounds' probabilities."""
     n_trials, n_seeds = len(fitted.settings), len(fitted.seeds)
     if n_trials == 1:
         effects, draws = fitted.settings, np.zeros((N_DRAWS, 1))
@@ -220,7 +220,7 @@ def _describe(
     summary["difference_low"], summary["difference_high"] = summary["loss"].iloc[winner] * np.expm1(differences)
     summary["p_best"] = np.bincount(draws.argmin(axis=1), minlength=n_trials) / len(draws)
     if n_seeds > 1:
-        # The seeds are few of many: their mean differs from that of all seeds by their spread over the root of their number.
+        # The mean of these few seeds differs from the mean of all seeds by the seeds' spread over the root of their number.
         error = math.sqrt(float(np.sum(fitted.seeds**2)) / (n_seeds - 1) / n_seeds)
         level_draws = fitted.level + error * generator.standard_t(n_seeds - 1, len(draws))
         summary["low"], summary["high"] = np.exp(np.quantile(level_draws[:, None] + draws, ends, axis=0))
@@ -233,11 +233,11 @@ def _posterior(
     """Mean [I] and draws [N_DRAWS, I] of the trials' levels about their mean, nats of log loss.
 
     Along the axes of the unit covariance the means are independent: c_k | sigma, rho ~ N(0, sigma²·(spread_k + rho²)).
-    With 1/sigma² a priori for the variance, p(rho | rows) ∝ ∏ (spread_k + rho²)^-½ · q^-(dof + I − 1)/2, with
+    With the prior 1/sigma² of the variance, p(rho | rows) ∝ ∏ (spread_k + rho²)^-½ · q^-(dof + I − 1)/2, with
     q = sum_of_squares + Σ c_k² / (spread_k + rho²), and sigma² | rho, rows = q / chi² of dof + I − 1.
     """
     spread, axes = np.linalg.eigh(fitted.unit_covariance)
-    spread, axes = spread[1:], axes[:, 1:]  # the first is the constant, along which nothing was fitted
+    spread, axes = spread[1:], axes[:, 1:]  # without the first, the constant, along which nothing was fitted
     c = axes.T @ fitted.settings
     width = spread + RHO[:, None] ** 2
     q = sum_of_squares + np.sum(c**2 / width, axis=1)
@@ -291,7 +291,7 @@ def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -
 
 
 def draw_finalists(data: pd.DataFrame) -> Figure:
-    """Each trial's loss with its interval; the text is the probability that it is the best."""
+    """Draw each trial's loss with its interval; the text is the probability that the trial is the best."""
     figure = blank()
     for name, colour in (("winner", COLOURS[0]), ("near-tie", COLOURS[3]), ("other", GREY)):
         part = data[data["series"] == name]
@@ -301,7 +301,7 @@ def draw_finalists(data: pd.DataFrame) -> Figure:
         looks = {"mode": "markers+text", "textposition": "middle right", "marker": {"color": colour, "size": 10}}
         add(figure, part.astype({"trial": str}), "trial", "loss", "y", name=name, text=text, **looks)
     order = data["trial"].astype(str).tolist()
-    ends = [-0.4, len(order) - 0.25]  # else the last one's text is cut off
+    ends = [-0.4, len(order) - 0.25]  # room for the last text
     figure.update_xaxes(title="trial", type="category", categoryorder="array", categoryarray=order, range=ends)
     figure.update_yaxes(title=LOSS)
     return figure

@@ -1,9 +1,9 @@
-"""Noise between runs that differ only by their seed, in which every comparison of hyperparameters is made.
+"""Noise between runs that differ only by their seed, which limits every comparison of hyperparameters.
 
     log loss_ij = setting_i + seed_j + error_ij
 
-A seed fixes the initial values and the order of the data, which settings share, so part of the noise moves all settings
-alike and cancels between them. Only what is left, the error, blurs which one is best.
+A seed fixes the initial values and the order of the data. Settings share these, so part of the noise moves all settings
+alike and cancels between them. Only the rest, the error, obscures which setting is best.
 """
 
 import math
@@ -28,11 +28,11 @@ class TwoWay:
 
     Attributes:
         level: mean of the fitted table, over all I settings and J seeds.
-        settings: each setting's level minus the mean one, [I].
-        unit_covariance: of `settings` for noise 1, [I, I].
-        seeds: each seed's level minus the mean one, [J].
+        settings: each setting's level minus the mean level, [I].
+        unit_covariance: covariance of `settings` for noise 1, [I, I].
+        seeds: each seed's level minus the mean level, [J].
         dof: degrees of freedom of the residuals.
-        connected: whether every setting can be compared with every other through seeds that they share; if not, the
+        connected: True if every setting can be compared with every other through shared seeds; if not, the
             differences mean nothing.
     """
 
@@ -49,7 +49,7 @@ def fit_two_way(settings: NDArray[np.int64], seeds: NDArray[np.int64], y: Array)
     """Fit K values `y` with the codes of their settings and seeds, each [K], from 0; any cells may be missing."""
     n_settings, n_seeds = int(settings.max()) + 1, int(seeds.max()) + 1
     design = np.hstack([settings[:, None] == np.arange(n_settings), seeds[:, None] == np.arange(n_seeds)]).astype(float)
-    # The design lacks one rank, as a constant may go from seeds to settings; what is read off below does not depend on it.
+    # The design lacks one rank, as a constant can move from seeds to settings; the results below do not depend on it.
     inverse = np.linalg.pinv(design.T @ design, hermitian=True)
     coefficients = inverse @ design.T @ y
     residual = y - design @ coefficients
@@ -72,11 +72,11 @@ class SeedNoise(JsonResult):
     """Standard deviations of log loss between seeds.
 
     Attributes:
-        sd: of one run about setting + seed: what is left when two settings are compared on the same seeds; NaN if no
-            seeds are shared.
+        sd: standard deviation of one run about setting + seed: the noise in a comparison of two settings on the same seeds;
+            NaN if no seeds are shared.
         dof: degrees of freedom of `sd`.
-        total: of one run about its setting's mean: what another seed changes.
-        total_dof: runs beyond the first of each setting. Shared seeds make them fewer in effect.
+        total: standard deviation of one run about its setting's mean: the effect of another seed.
+        total_dof: number of runs beyond the first of each setting; with shared seeds the effective number is smaller.
     """
 
     sd: OrNan
@@ -88,7 +88,7 @@ class SeedNoise(JsonResult):
 
     @property
     def prior(self) -> tuple[float, float]:
-        """(sd, dof) as `compare_finalists(noise=…)` takes it: of the paired noise, of the total one if it is not known."""
+        """(sd, dof) for `compare_finalists(noise=…)`: of the paired noise, or of the total noise if the paired is not known."""
         return (self.sd, self.dof) if self.dof else (self.total, self.total_dof)
 
     def __str__(self) -> str:
@@ -107,16 +107,16 @@ class SeedNoise(JsonResult):
 def seed_noise(
     rows: pd.DataFrame, settings: Sequence[str], *, blocks: Sequence[str] = (), max_excess: float = MAX_EXCESS
 ) -> SeedNoise:
-    """Pool the noise between seeds over all settings that were run with several.
+    """Pool the noise between seeds over all settings that were run with several seeds.
 
-    Only settings near the best of their block are used, as noise grows towards the rates at which runs diverge, and a
-    setting with a diverged run is not used at all.
+    Only settings near the best of their block are used, as noise grows towards the rates at which runs diverge. Settings
+    with a diverged run are not used.
 
     Args:
         rows: one row per run: the columns named in `settings` and `blocks`, `seed`, `loss` (nats per token; NaN if diverged).
-        settings: columns whose values make two runs equal but for the seed, e.g. `("rate",)`.
+        settings: columns such that runs with equal values differ only by the seed, e.g. `("rate",)`.
         blocks: columns within which a seed's level is shared, e.g. `("width",)`: another width has other initial values.
-        max_excess: how far a setting's mean log loss may lie above the least of its block.
+        max_excess: most distance of a setting's mean log loss above the least of its block.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or a setting has two runs with one seed.

@@ -1,7 +1,7 @@
-"""Accelerators by name, and what a budget on one of them is worth: FLOPs, device-hours, dollars, days on so many devices.
+"""Accelerators by name, and budgets on them in FLOPs, device-hours, dollars or days on a number of devices.
 
-Peaks are the vendors' dense figures, FLOP/s of one device with fp32 sums; where a datasheet states the rate of sparse
-matrices, half of it. Memory is in bytes, 1e9 to the GB.
+Peaks are the vendors' dense figures, FLOP/s of one device with fp32 sums; if a datasheet states the rate of sparse
+matrices, the peak is half of that rate. Memory is in bytes, 1e9 to the GB.
 
 | name | bf16, fp8 (TFLOP/s) | memory | source |
 | --- | --- | --- | --- |
@@ -20,8 +20,8 @@ matrices, half of it. Memory is in bytes, 1e9 to the GB.
 | TPU v6e | 918 | 32 GB | Google Cloud, "TPU v6e", system architecture, read November 2026 |
 
 The share of the peak that training reaches (MFU, Chowdhery et al. 2204.02311, app. B) is assumed to be 40 %: Llama 3 405B
-reached 38–43 % on H100s (Grattafiori et al. 2407.21783, table 4), PaLM 46 % on TPU v4. **Prices are assumed**, round dollars
-per device-hour as one might have paid for a long rental in 2026, quoted by nobody: put your own in with `replace`,
+reached 38–43 % on H100s (Grattafiori et al. 2407.21783, table 4), PaLM 46 % on TPU v4. **Prices are assumed**: round dollars
+per device-hour, plausible for a long rental in 2026, but no vendor's quotes. Set your prices with `replace`,
 
     mine = dataclasses.replace(accelerator("H100 SXM"), dollars_per_hour=1.85, mfu=0.47)
 """
@@ -34,15 +34,15 @@ from scaling.checks import positive
 from scaling.presentation import Result, lines
 
 ASSUMED_MFU = 0.40
-"""Share of the peak of the precision trained in; see the head of this file."""
+"""Share of the peak of the training precision; see the head of this file."""
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
 
 
 def require_positive(name: str, value: float) -> float:
-    """The value, if it is finite and above 0.
+    """Return the value if it is finite and above 0.
 
     Raises:
-        ValueError: it is not, or is no number.
+        ValueError: the value is not finite and above 0, or is no number.
     """
     positive(name, value)
     return value
@@ -50,14 +50,14 @@ def require_positive(name: str, value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Result):
-    """One device to train or serve on.
+    """One device for training or serving.
 
     Attributes:
         peak_flops: dense FLOP/s by precision.
-        memory_bytes: of one device.
-        dollars_per_hour: of one device; assumed where it is ours.
+        memory_bytes: memory of one device.
+        dollars_per_hour: price of one device; assumed for `ACCELERATORS`.
         mfu: share of the peak that training reaches, above 0, at most 1.
-        precision: trained in, one of those in `peak_flops`.
+        precision: training precision, a key of `peak_flops`.
 
     Raises:
         ValueError: a number breaks its rule, or the precision has no peak.
@@ -86,12 +86,12 @@ class Accelerator(Result):
 
     @property
     def flops_per_second(self) -> float:
-        """FLOP/s that one device is taken to reach: peak × MFU."""
+        """FLOP/s that one device is assumed to reach: peak × MFU."""
         return self.peak_flops[self.precision] * self.mfu
 
     @property
     def dollars_per_flop(self) -> float:
-        """Price of one FLOP that counts."""
+        """Price of one FLOP at this MFU."""
         return self.dollars_per_hour / (self.flops_per_second * SECONDS_PER_HOUR)
 
     def __str__(self) -> str:
@@ -125,14 +125,14 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _known("TPU v6e", 918, 32, 1.80),
     )
 }
-"""Accelerators by name; sources and what is assumed at the head of this file."""
+"""Accelerators by name; the head of this file has sources and assumptions."""
 
 
 def accelerator(device: Accelerator | str) -> Accelerator:
-    """One of `ACCELERATORS` by its name; an accelerator is returned as it is.
+    """Return the accelerator of this name in `ACCELERATORS`, or the accelerator given.
 
     Raises:
-        ValueError: no such name; the message suggests similar ones.
+        ValueError: the name is unknown; the message suggests similar names.
     """
     if isinstance(device, Accelerator):
         return device
@@ -146,15 +146,15 @@ def accelerator(device: Accelerator | str) -> Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Result):
-    """Compute to spend, and on what: `Budget(compute_flops=1e24)`, or from hours, dollars or a deadline.
+    """Compute to spend and its devices: `Budget(compute_flops=1e24)`, or from hours, dollars or a deadline.
 
     Attributes:
-        accelerator: on which, also by its name; without one there are no hours and no dollars.
-        n_devices: how many; without, there are no days.
-        terms: the budget as it was stated.
+        accelerator: the device, also by its name; hours and dollars are known only with an accelerator.
+        n_devices: number of devices; days are known only with this number.
+        terms: the budget as the user stated it.
 
     Raises:
-        ValueError: a number is not finite and above 0, the devices are not a whole number, or there is no such accelerator.
+        ValueError: a number is not finite and above 0, `n_devices` is no whole number, or the accelerator is unknown.
     """
 
     compute_flops: float
@@ -171,7 +171,7 @@ class Budget(Result):
 
     @classmethod
     def of_gpu_hours(cls, hours: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
-        """Device-hours, whatever the number of devices."""
+        """Budget of device-hours, for any number of devices."""
         device, hours = accelerator(device), require_positive("hours", hours)
         flops = hours * SECONDS_PER_HOUR * device.flops_per_second
         return cls(
@@ -183,14 +183,14 @@ class Budget(Result):
 
     @classmethod
     def of_dollars(cls, dollars: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
-        """Dollars at the device's price."""
+        """Budget of dollars at the device's price."""
         device, dollars = accelerator(device), require_positive("dollars", dollars)
         flops = dollars / device.dollars_per_flop
         return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=f"${dollars:,.10g} for {device}")
 
     @classmethod
     def of_days(cls, days: float, device: Accelerator | str, n_devices: int) -> "Budget":
-        """A deadline: so many days on so many devices, all of the time."""
+        """Deadline: all of `n_devices` for a number of days."""
         device, days = accelerator(device), require_positive("days", days)
         flops = days * HOURS_PER_DAY * SECONDS_PER_HOUR * n_devices * device.flops_per_second
         terms = f"{days:.6g} days of {n_devices:,} × {device}"

@@ -1,4 +1,4 @@
-"""Decide size and tokens: one verb for every kind of budget and limit.
+"""Decide size and tokens, with one verb for every kind of budget and limit.
 
     decide(fit, Budget(compute_flops=1e24))                            least loss for the compute
     decide(fit, Budget.of_dollars(2e6, "H100 SXM"))                    … for dollars, device-hours, days on so many devices
@@ -8,12 +8,12 @@
     decide(fit, budget, memory=MemoryLimit.serving("H100 SXM"))        … within a memory
     decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
     decide(fit, budget, sizes=configs)                                 … among shapes that can be built
-    decide(fit, budget, tokens_per_param=20)                           … at this D/N, where the runs do not tell the best one
+    decide(fit, budget, tokens_per_param=20)                           … at this D/N, if the runs do not identify the best D/N
 
-They combine. The answer prints the decision, its intervals, and what was assumed.
+Limits combine. The answer prints the decision, its intervals, and its assumptions.
 
-A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders that errs less
-than the one form fitted, and so a decision and its forecast agree. `decide(fit.law, …)` takes the one form.
+A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders the mean errs less
+than the fitted form alone, and decision and forecast agree. `decide(fit.law, …)` decides by the fitted form alone.
 """
 
 import math
@@ -38,11 +38,11 @@ from scaling.presentation import counted
 from scaling.quantiles import tails
 
 SANE_RATIO = (0.5, 2e4)
-"""Assumed: tokens per parameter outside which a law alone warns."""
+"""Range of tokens per parameter outside which a law alone warns (assumed)."""
 USEFUL_EPOCHS = 40.0
-"""Epochs at which a repeat was found to be worth nothing any more (Muennighoff et al. 2305.16264, fig. 1)."""
+"""Epochs from which a further repeat was found to be useless (Muennighoff et al. 2305.16264, fig. 1)."""
 PLATEAU = 0.25
-"""Assumed: of the budget; if less comes within the tolerance of the loss, most of the compute is wasted."""
+"""Share of the budget below which reaching the loss within the tolerance means that most compute is wasted (assumed)."""
 
 
 def decide(
@@ -62,28 +62,28 @@ def decide(
     level: float = 0.9,
     **columns: float,
 ) -> Decision:
-    """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
+    """Find the best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Args:
         law: a fit, which also gives intervals, or a law alone.
-        budget: of training and serving together; a number is FLOPs.
-        loss: to reach with the least compute, in the law's unit, instead of a budget.
+        budget: compute of training and serving together; a number is FLOPs.
+        loss: loss to reach with the least compute, in the law's unit, instead of a budget.
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
-        serving_price: what a FLOP of serving costs in FLOPs of training: the ratio of price over MFU, which is above 1
-            where answers are made one token at a time.
-        unique_tokens: in the corpus. A law that knows nothing of repeats sees each once: D is at most so many.
-        max_epochs: most times that each is seen, for a law with the column `unique_tokens`.
+        serving_price: cost of a FLOP of serving in FLOPs of training: the ratio of price over MFU, above 1 if answers are
+            generated token by token.
+        unique_tokens: unique tokens in the corpus. Under a law without repeats each is seen once: D is at most this number.
+        max_epochs: most times that each token is seen, for a law with the column `unique_tokens`.
         memory: limits that the model must fit into.
-        sizes: what N can be: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
-        tokens_per_param: D/N, stated rather than decided; of `sizes` the nearest is taken. It wants a budget.
-        deadline: most that the training alone may take, serving left out: `Budget.of_days`.
-        tolerance: of the band of near-optimal sizes, a share of the loss.
+        sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        tokens_per_param: D/N, stated rather than decided; with `sizes`, the nearest size is taken. This needs a budget.
+        deadline: limit of the training alone, without serving: `Budget.of_days`.
+        tolerance: width of the band of near-optimal sizes, as a share of the loss.
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
-        ScalingError: nothing meets the conditions: the loss is out of reach, or reached where no law was fitted, or serving
-            alone costs the budget; or the fit's runs do not tell the best D/N (`scaling.fits.identification`): two runs that
-            would are named.
+        ScalingError: nothing meets the conditions: the loss is out of reach, or reached below all fitted compute; or serving
+            alone uses up the budget; or the fit's runs do not identify the best D/N (`scaling.fits.identification`): then the
+            message names two runs that would.
     """
     if (budget is None) == (loss is None):
         raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
@@ -171,7 +171,7 @@ def _sizes(sizes: Iterable[Any] | None) -> dict[float, Any] | None:
         raise ValueError("sizes must hold at least one size, got none")
     by_size = {
         _number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)
-    }  # of equals the first
+    }  # the first of equal sizes wins
     for size in by_size:
         require_positive("sizes", size)
     return by_size
@@ -242,7 +242,7 @@ def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> floa
 def _near(
     spending: Spending, values: Mapping[str, Array], answer: pd.Series, budget: float, tolerance: float
 ) -> pd.DataFrame:
-    """The ends of the band of near-optimal sizes with the best between them, or all of the sizes that lie in it."""
+    """Bounds of the band of near-optimal sizes with the best between them, or all of `sizes` in the band."""
     best, loss = float(answer["n_params"]), float(answer["loss"])
     if spending.sizes is None:
         low, high = spending.band(values, best, budget, loss * (1 + tolerance))
@@ -256,7 +256,7 @@ def _near(
 
 
 def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Series:
-    """The best N under each fit that the forecast is a mean of, and under the one form fitted."""
+    """Best N under each fit in the forecast's mean, and under the fitted form alone."""
     laws = {**fit.ensemble.variants, f"{fit.law.form.name} alone": fit.law}
     found = [
         replace(spending, form=law.form).best(
@@ -292,7 +292,7 @@ def _warnings(
     budget: float,
     tolerance: float,
 ) -> tuple[str, ...]:
-    """Warnings about the answer itself; its forecast has its own."""
+    """Warnings about the answer itself; the forecast has further reasons."""
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
     warnings: list[str] = []
     if fit and forecast is None:

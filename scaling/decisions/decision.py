@@ -18,26 +18,26 @@ class Decision(Result):
     """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Attributes:
-        law: by which it was decided; it states what N counts and what the loss is in.
-        loss: the law's at (N, D), in its unit.
-        served_tokens: over the model's life.
-        serving_price: of a FLOP of serving, in FLOPs of training.
-        unique_tokens: in the corpus, None if not given.
-        budget: what was to be spent, or the least that reaches the loss.
-        target_loss: the loss asked for, None if a budget was given.
-        config: the configuration chosen, where some were given.
-        stated_ratio: D/N asked for, None where it was decided.
-        near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the ends of the
-            band with the best between them, or all of the sizes given that lie in it.
-        tolerance: of that band, a share of the loss.
-        intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss, as
-            `scaling.decisions.intervals` finds them; None for a law alone.
-        size_by_fit: the best N by each fit that the forecast is a mean of and by the one form fitted, or None: how far the
-            form decides.
-        forecast: of the run decided on, or None; its loss is the decision's.
-        limits: what holds the answer back, such as memory or data; empty if the budget alone does.
-        warnings: why the answer may mean little, beside the forecast's own reasons.
-        assumptions: what was taken for granted.
+        law: the law behind the decision; it states what N counts, and the unit of the loss.
+        loss: loss by the law at (N, D), in its unit.
+        served_tokens: tokens served over the model's life.
+        serving_price: price of a FLOP of serving, in FLOPs of training.
+        unique_tokens: unique tokens in the corpus, None if not given.
+        budget: budget to spend, or the least compute that reaches the loss.
+        target_loss: the requested loss, None if a budget was given.
+        config: the chosen configuration, if configurations were given.
+        stated_ratio: D/N that the caller stated, None if it was decided.
+        near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the bounds of the
+            band with the best between them, or all given sizes in the band.
+        tolerance: width of this band, as a share of the loss.
+        intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss, by
+            `scaling.decisions.intervals`; None for a law alone.
+        size_by_fit: best N by each fit in the forecast's mean and by the fitted form alone, or None: shows how far the
+            form matters.
+        forecast: forecast of the chosen run, or None; its loss is the decision's.
+        limits: limits that bind the answer, such as memory or data; empty if only the budget does.
+        warnings: why the answer may mean little, in addition to the forecast's reasons.
+        assumptions: assumptions behind the answer.
     """
 
     law: Law
@@ -68,7 +68,7 @@ class Decision(Result):
 
     @property
     def epochs(self) -> float | None:
-        """Times that each unique token is seen, None if their number was not given."""
+        """Times that each unique token is seen, None if the number of unique tokens was not given."""
         return None if self.unique_tokens is None else self.n_tokens / self.unique_tokens
 
     @property
@@ -78,12 +78,12 @@ class Decision(Result):
 
     @property
     def serving_flops(self) -> float:
-        """2·N for each token served, at the price of FLOPs of training."""
+        """2·N for each served token, converted to FLOPs of training by `serving_price`."""
         return FLOPS_PER_PARAM_SERVED * self.serving_price * self.n_params * self.served_tokens
 
     @property
     def total_flops(self) -> float:
-        """Training and serving; less than the budget where something else holds the answer back."""
+        """FLOPs of training and serving; less than the budget if another limit binds."""
         return self.training_flops + self.serving_flops
 
     @property
@@ -91,14 +91,14 @@ class Decision(Result):
         return replace(self.budget, compute_flops=self.total_flops, terms="")
 
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
-        """Decision priced on other devices, as many if no number is given."""
+        """Price the decision on other devices, by default on as many."""
         budget = replace(
             self.budget, accelerator=accelerator(device), n_devices=n_devices or self.budget.n_devices, terms=""
         )
         return replace(self, budget=budget)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: numbers, cost, band, intervals, and what was assumed."""
+        """JSON-ready numbers, cost, band, intervals, and assumptions."""
         numbers = ("n_params", "n_tokens", "loss", "training_flops", "serving_flops", "epochs", "target_loss")
         cost = ("gpu_hours", "dollars", "days")
         rest = ("size_by_fit", "forecast", "limits", "warnings", "assumptions")

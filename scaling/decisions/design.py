@@ -1,12 +1,12 @@
-"""Information of the runs made about one forecast, linearised, and what further runs would add.
+"""Linearised information that finished runs give about one forecast, and that further runs would add.
 
-The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = Σ j jᵀ/v + P over the runs made, j
-the gradient of a run's log loss, v its variance and P the prior's precision. A further run takes (gᵀSj)² / (v + jᵀSj) off the
-variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj) (Bayesian linear design: Chaloner and Verdinelli 1995, sec. 2;
+The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = Σ j jᵀ/v + P over the finished runs, j
+the gradient of a run's log loss, v its variance and P the prior's precision. A further run reduces the variance gᵀSg at the target
+by (gᵀSj)² / (v + jᵀSj), and S becomes S − Sj jᵀS / (v + jᵀSj) (Bayesian linear design: Chaloner and Verdinelli 1995, sec. 2;
 the update is Sherman and Morrison's).
 
-v = sigma² + (1 %·h)², sigma the residual of the fit and h the decades of compute from the run up to the target: the form is not
-the truth, and the further below the target a run lies, the less it informs about it.
+v = sigma² + (1 %·h)², with sigma the residual of the fit and h the decades of compute from the run up to the target. As the form is
+not exact, a run informs less about the target the further below the target it lies.
 """
 
 import math
@@ -27,21 +27,21 @@ from scaling.forms.powers import JointPowers
 from scaling.minimizers.bootstrap import noise_weights
 
 MISFIT_PER_DECADE = 0.01
-"""Standard deviation of log loss that is added for each decade between a run and the target (public ladders)."""
+"""Standard deviation of log loss added for each decade between a run and the target (from public ladders)."""
 Criterion = Literal["variance", "variance per FLOP"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Design:
-    """Posterior of the base fit's parameters, linearised, and what it implies for the target.
+    """Linearised posterior of the base fit's parameters, and the resulting variance at the target.
 
     Attributes:
-        law: the base fit at the runs made, for its gradients elsewhere.
-        theta: its estimate, [P].
-        covariance: of theta, [P, P].
+        law: the form bound to the finished runs, for gradients at other (N, D).
+        theta: estimate of the base fit, [P].
+        covariance: covariance of theta, [P, P].
         target: gradients of the log loss at the targets, [T, P].
         noise: standard deviation of a log loss.
-        target_flops: compute of the target, of several the geometric mean.
+        target_flops: compute of the target; for several targets the geometric mean.
     """
 
     law: JointPowers
@@ -53,7 +53,7 @@ class Design:
 
     @classmethod
     def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
-        """Build it from the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
+        """Build the design from the forecast's fits, their rows (n_params, n_tokens, loss), and one or several targets."""
         law = JointPowers.at(
             rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
         )
@@ -77,18 +77,18 @@ class Design:
         return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
 
     def noise_variance(self, compute: ArrayLike, weights: ArrayLike = 1.0) -> Array:
-        """Variance of the log loss of a run of this compute, FLOPs, and weight, as evidence for the target."""
+        """Variance of a run's log loss as evidence for the target, by the run's compute in FLOPs and its weight."""
         below = np.maximum(np.log10(self.target_flops / np.asarray(compute, np.float64)), 0)
         return np.asarray(self.noise**2 / np.asarray(weights) + (MISFIT_PER_DECADE * below) ** 2)
 
     def gains(self, gradient: Array, noise_variance: Array) -> Array:
-        """Reduction of the variance at the target by each run, [K, P] and [K], [K]."""
+        """Reduction of the variance at the target by each run, [K], from gradients [K, P] and variances [K]."""
         known = gradient @ self.covariance
         total = noise_variance + np.einsum("ki,ki->k", known, gradient)
         return np.asarray((((self.target @ known.T) ** 2).mean(axis=0)) / total)
 
     def with_run(self, gradient: Array, noise_variance: float) -> "Design":
-        """Design once a run, [P], is made."""
+        """Design after a further run, whose gradient is [P]."""
         known = self.covariance @ gradient
         covariance = self.covariance - np.outer(known, known) / (noise_variance + gradient @ known)
         return replace(self, covariance=(covariance + covariance.T) / 2)
@@ -101,7 +101,7 @@ class Design:
         affordable: float,
         criterion: Criterion = "variance",
     ) -> Iterator[tuple[int, "Design"]]:
-        """Runs of K, [K] each, one by one while one can be paid for: its index, and what will be known with it."""
+        """Choose among K runs one by one while a run is affordable; yield its index, and the design with that run."""
         gradient = gradient_of(self.law, self.theta, n_params, n_tokens)
         noise_variance = self.noise_variance(compute_flops(n_params, n_tokens))
         design, left, open_ = self, affordable, np.ones(len(cost), dtype=bool)
@@ -114,7 +114,7 @@ class Design:
 
 
 def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
-    """The base fit's numbers in the coordinates of the form at the rows."""
+    """Parameters of the base fit in the coordinates of the form bound to the rows."""
     E, A, B, alpha, beta, g = next(iter(ensemble.variants.values())).parameters.values()
     log_n, log_d = law.terms.centre
     return np.array(
@@ -123,7 +123,7 @@ def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
 
 
 def gradient_of(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """Slopes of the log loss in theta at other (N, D), [K, P]."""
+    """Gradients of the log loss by theta at other (N, D), [K, P]."""
     x, y = (
         np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
         for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)

@@ -1,4 +1,4 @@
-"""Intervals of a decision: what else would have been decided, had the runs or the fit been others."""
+"""Intervals of a decision: the decisions that other runs or another fit would give."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,16 +24,16 @@ def by_forecast(
     loss: float | None,
     forecast: Forecast,
 ) -> pd.DataFrame:
-    """Estimate, low, high of `QUANTITIES` for what was decided by the forecast's mean.
+    """Estimate, low, high of `QUANTITIES` for a decision by the forecast's mean.
 
-    The loss is the forecast's own. Sizes and tokens are moved as the choice of fit and of runs moves them (`Ensemble.moves`).
-    To reach a loss, the compute is that at which the forecast's interval begins and ends, and sizes and tokens reach from the
-    one's to the other's at least.
+    The interval of the loss is the forecast's. Sizes and tokens move with the choice of fit and of runs (`Ensemble.moves`).
+    If a loss is to be reached, the bounds of compute are those at which the bounds of the forecast's interval reach this loss, and
+    the intervals of sizes and tokens include the best sizes and tokens at both bounds.
 
     Args:
-        values: the mean's parameters, [1, 1] each.
-        loss: to be reached, or None for a budget.
-        forecast: of what was decided, at the level wanted.
+        values: parameters of the mean, [1, 1] each.
+        loss: loss to be reached, or None for a budget.
+        forecast: forecast of the decision, at the level of the intervals.
     """
     each = replace(spending, form=Joint())
 
@@ -71,10 +71,10 @@ def by_forecast(
 def by_refits(
     fit: ScalingFit, spending: Spending, answer: pd.Series, loss: float | None, budget: float, level: float
 ) -> pd.DataFrame:
-    """Intervals over the bootstrap of a law that has no forecast; infinite where refits never reach the loss."""
+    """Intervals over the bootstrap of a law that has no forecast; infinite if refits never reach the loss."""
     values, count = fit.law.form.stacked(fit.draws), len(fit.draws)
     budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
     found = spending.answers(values, budgets).to_numpy()
-    # Ends are draws themselves: between two infinite ones there is nothing to interpolate.
+    # Bounds are draws themselves, as one can't interpolate between two infinite draws.
     low, high = np.quantile(found, tails(level), axis=0, method="nearest")
     return pd.DataFrame({"estimate": answer.to_numpy(float), "low": low, "high": high}, index=[*QUANTITIES])

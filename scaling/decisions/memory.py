@@ -1,4 +1,4 @@
-"""The largest model that fits into memory, in training and where it is served; every byte is an argument."""
+"""The largest model that fits into memory, in training and in serving; every byte is an argument."""
 
 from dataclasses import dataclass
 
@@ -6,24 +6,24 @@ from scaling.decisions.accelerators import Accelerator, accelerator, require_pos
 from scaling.presentation import Result
 
 TRAINING_BYTES = 16.0
-"""A parameter under Adam in mixed precision: 2 for it, 2 for its gradient, 12 for its fp32 copy and two moments
+"""Bytes per parameter under Adam in mixed precision: 2 for the parameter, 2 for its gradient, 12 for its fp32 copy and two moments
 (Rajbhandari et al. 1910.02054, sec. 3.1)."""
 SERVING_BYTES = 2.0
-"""A parameter in bf16."""
+"""Bytes per parameter in bf16."""
 SHARE = 0.7
-"""Assumed: of a device's memory, what may be taken; the rest is for activations, or the cache of keys and values."""
+"""Share of a device's memory that the model may take (assumed); the rest is for activations, or the cache of keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit(Result):
-    """Limit of so many bytes for each parameter, spread evenly over devices.
+    """Limit by the bytes that each parameter needs, spread evenly over devices.
 
     Attributes:
-        what: is done with the model, such as "training".
-        memory_bytes: of one device.
-        bytes_per_param: taken by a parameter and what belongs to it.
-        n_devices: over which one copy is spread.
-        share: of the memory that may be taken, above 0, at most 1.
+        what: use of the model, such as "training".
+        memory_bytes: memory of one device.
+        bytes_per_param: bytes of a parameter with its gradient and state.
+        n_devices: devices that share one copy.
+        share: share of the memory that the model may take, above 0, at most 1.
 
     Raises:
         ValueError: a number breaks its rule.
@@ -50,7 +50,7 @@ class MemoryLimit(Result):
         bytes_per_param: float = TRAINING_BYTES,
         share: float = SHARE,
     ) -> "MemoryLimit":
-        """Parameters, gradients and the optimiser's state, all sharded over the devices (ZeRO-3, FSDP)."""
+        """Limit in training: parameters, gradients and optimiser state, all sharded over the devices (ZeRO-3, FSDP)."""
         return cls(
             what="training",
             memory_bytes=accelerator(device).memory_bytes,
@@ -68,7 +68,7 @@ class MemoryLimit(Result):
         bytes_per_param: float = SERVING_BYTES,
         share: float = SHARE,
     ) -> "MemoryLimit":
-        """Parameters alone, on the devices of one replica."""
+        """Limit in serving: parameters alone, on the devices of one replica."""
         return cls(
             what="serving",
             memory_bytes=accelerator(device).memory_bytes,
@@ -79,7 +79,7 @@ class MemoryLimit(Result):
 
     @property
     def max_params(self) -> float:
-        """Parameters of the largest model that fits, all of them counted."""
+        """Parameters of the largest model that fits, with every parameter counted."""
         return self.share * self.memory_bytes * self.n_devices / self.bytes_per_param
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""The next runs of a ladder: those that make the forecast of one target most certain for what they cost.
+"""The next runs of a ladder: affordable runs that make the forecast of one target most certain.
 
-Chosen one by one by the variance that they take off the linearised forecast (`scaling.decisions.design`) among those that can still be
-paid for. That needs no losses, so a batch is chosen before any of it is made; after it, fit again and ask again. On
-public pools it reached a given error with about half of the FLOPs that a choice at random takes (tests/benchmarks/next_run.py).
+Runs are chosen one by one among the affordable ones, by the reduction of the linearised forecast's variance
+(`scaling.decisions.design`). The choice needs no losses, so a batch is chosen before any of its runs; afterwards fit and choose again.
+On public pools it reached a given error with about half of the FLOPs of a random choice (tests/benchmarks/next_run.py).
 """
 
 import itertools
@@ -28,21 +28,21 @@ from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, TableLayout
 
 WORTH = 0.02
-"""Assumed: a run that takes less than this share off the interval's variance, s², is not worth its place in a queue. The fit's
-residual and a floor stay in s² whatever runs are added (`scaling.fits.forecast`)."""
+"""Least share of the interval's variance s² that a run must remove to be advised (assumed). The fit's residual and a floor stay in
+s² whatever runs are added (`scaling.fits.forecast`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextRuns(JsonResult):
-    """Runs to make next, in the order in which they were chosen.
+    """Next runs, in the order of their choice.
 
     Attributes:
-        runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
+        runs: rows of the chosen candidates, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
             parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
-            run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
-        now: the forecast of the target as the fit stands; it states what N counts.
-        reasons: why the forecast would still be unsupported once these runs are made, by the function that judges it then
-            (`scaling.fits.support`); what the fits will say of the runs is taken as it is now.
+            run's loss is as the form expects; if the form fails, the next fit's interval is wider, see RESULTS.md).
+        now: forecast of the target by the present fit; it states what N counts.
+        reasons: why the forecast would still be unsupported after these runs (`scaling.fits.support`); for reasons that depend
+            on the fits, the present fits are used.
     """
 
     runs: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
@@ -56,17 +56,17 @@ class NextRuns(JsonResult):
 
     @property
     def width_now(self) -> float:
-        """Full width of the interval over the forecast, before them."""
+        """Full width of the interval over the forecast, before these runs."""
         return (self.now.high - self.now.low) / self.now.loss
 
     @property
     def width_then(self) -> float:
-        """Expected full width of the interval after them."""
+        """Expected full width of the interval over the forecast, after these runs."""
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
 
     @property
     def about(self) -> str:
-        """The target, its interval now and then, and why there are no more runs."""
+        """Lines about the target, its interval before and after the runs, and why there are no more runs."""
         counts = counted(self.now.n_params_convention)
         target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
         n_more = f"{len(self.runs)} more run{'s' * (len(self.runs) != 1)}"
@@ -101,11 +101,11 @@ def next_runs(
     """Choose the runs that shrink the variance of one forecast most.
 
     Args:
-        affordable_flops: what the runs may cost together.
-        candidates: one row per run that could be made: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is
-            made at most once. By default `candidate_runs`.
-        width: stop as soon as the expected full width of the interval over the forecast is no more than this, and the
-            forecast would be within what was tested.
+        affordable_flops: most FLOPs that the runs may cost together.
+        candidates: one row per possible run: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is chosen at
+            most once. By default `candidate_runs`.
+        width: stop as soon as the expected full width of the interval over the forecast is at most this, and the
+            forecast would be supported.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -163,7 +163,7 @@ def next_runs(
 def _bring_support(
     rows: pd.DataFrame, size: Array, tokens: Array, n_params: float, n_tokens: float
 ) -> NDArray[np.bool_]:
-    """Candidates two of which, with the same N and D, would leave fewer reasons against what the runs cover, [K]."""
+    """Mask [K] of the candidates of which two runs would leave fewer reasons about the range of the runs."""
     beside_number = {"few runs"}
     now = unsupported(rows, None, n_params, n_tokens).keys() - beside_number
     if not now:
@@ -175,7 +175,7 @@ def _bring_support(
 def _picks(
     design: Design, size: Array, tokens: Array, cost: Array, affordable: float, helps: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Design]]:
-    """The greedy choice; its first two are among those that bring support, as ranges end where two runs lie."""
+    """Choose greedily; the first two runs are among those that bring support, as two runs extend a supported range."""
     first = np.flatnonzero(helps & (cost <= affordable / 2))
     taken: list[int] = []
     for index, after in itertools.islice(design.greedy(size[first], tokens[first], cost[first], affordable), 2):
@@ -190,14 +190,14 @@ def _picks(
 def candidate_runs(
     fit: ScalingFit, n_params: float, n_tokens: float, *, affordable_flops: float, per_decade: int = 6
 ) -> pd.DataFrame:
-    """Runs that could be made: sizes from the smallest fitted to the target's, each with ratios D/N as the fit has them.
+    """Return possible runs: sizes from the smallest fitted to the target's, each with several D/N in the fit's range.
 
     Args:
-        fit: of the runs made so far; D/N is taken within its range and up to twice above it, but no lower than 2 and no
-            higher than 500 unless the target lies there: far-out runs seem the most informative, and there the form fails first.
-        n_params, n_tokens: the target; no candidate is of more compute, nor of less than the smallest run.
-        affordable_flops: most that one run may cost.
-        per_decade: sizes in each decade; of ratios, D/N, half as many.
+        fit: fit of the finished runs; D/N extends over the fit's range and up to twice above, but not below 2 and not
+            above 500 unless the target's does: extreme runs seem the most informative, but there the form fails first.
+        n_params, n_tokens: the target; no candidate has more compute than the target, or less than the smallest run.
+        affordable_flops: most FLOPs that one run may cost.
+        per_decade: number of sizes in each decade; D/N has half as many values in each decade.
 
     Returns:
         Columns n_params, n_tokens, cost_flops.
@@ -222,7 +222,7 @@ def candidate_runs(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Later(Ensemble):
-    """The fits as they will be: their spread is taken to shrink as the linearised standard deviation does."""
+    """Forecast's fits after further runs: their spread is assumed to shrink like the linearised standard deviation."""
 
     share: float
 
@@ -243,7 +243,7 @@ def _full_width(scale: float, level: float) -> float:
 
 
 def _with_run(rows: pd.DataFrame, n_params: float, n_tokens: float) -> pd.DataFrame:
-    """The rows with a further run, whose loss is not known."""
+    """Return the rows with one more run, whose loss is unknown."""
     added = pd.DataFrame({"n_params": [n_params], "n_tokens": [n_tokens], "stem": [f"next {len(rows)}"]})
     return pd.concat([rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
 

@@ -1,11 +1,11 @@
-"""Try a ladder before paying for it: plant a surface, draw the runs' losses, fit them, and see what the forecasts are worth.
+"""Simulation of a ladder before it is trained: plant a surface, draw the runs' losses, fit them, and check the forecasts.
 
     design = ladder_design(np.geomspace(2e7, 4e8, 5), [10, 20, 40, 80], schedule="branches")
     simulate(design, law, n_params=7e9, n_tokens=2e11)
 
-The law is a guess at the surface: an earlier fit's, or a published one; try more than one, and one of another form than the
-forecast's to see what misfit does. A log loss is drawn as log L(N, D) + stem + seed noise, both normal: runs of one stem
-share the first, as branches of one training run do.
+The law is a guess at the surface: from an earlier fit, or a published law. Try more than one, and one of another form than the
+forecast's to see the effect of misfit. A log loss is drawn as log L(N, D) + stem noise + seed noise, both normal. Runs of one stem
+share the stem noise, like branches of one training run.
 """
 
 import math
@@ -23,7 +23,7 @@ from scaling.forms.law import Law, compute_flops
 from scaling.presentation import Result, counted, lines
 
 COOLDOWN = 0.2
-"""Share of a run's tokens in which its rate falls: assumed, as Hägele et al. (2405.18392) find 10–20 % enough."""
+"""Share of a run's tokens in its cooldown (assumed, as Hägele et al. 2405.18392 find 10–20 % enough)."""
 Schedule = Literal["runs", "branches"]
 
 
@@ -33,12 +33,12 @@ class Simulation(Result):
 
     Attributes:
         design: the runs, with `cost_flops`.
-        law: the planted surface; it states what N counts and what the loss is in.
-        truth: its loss at the target.
+        law: the planted surface; it states what N counts, and the unit of the loss.
+        truth: loss of this surface at the target.
         noise, stem_noise: standard deviations of log losses, by run and by stem.
         trials: a row for each draw: loss (forecast), error (log forecast − log truth), width (full, over the forecast), held
-            (whether the interval holds the truth), supported, size_error (of log N of the best size at the target's compute).
-        reasons: why the forecasts are outside what was tested, the most frequent first.
+            (True if the interval holds the truth), supported, size_error (error of the best size's log N at the target's compute).
+        reasons: why the forecasts are unsupported, the most frequent reason first.
     """
 
     design: pd.DataFrame = field(repr=False)
@@ -123,9 +123,9 @@ def simulate(
         design: a row per run: `n_params`, `n_tokens`; optional `stem` (runs branched from one training share it) and
             `cost_flops` (6·N·D otherwise).
         law: the planted surface, of any form in N and D.
-        noise: standard deviation of a run's log loss from seed to seed; .00015–.0006 were seen in large runs, more in small.
-        stem_noise: the same of what the runs of a stem share.
-        n_trials: how many draws; each takes as long as a fit and a forecast.
+        noise: standard deviation of a run's log loss from seed to seed; large runs have .00015–.0006, small runs more.
+        stem_noise: standard deviation of the noise in log loss that the runs of a stem share.
+        n_trials: number of draws; each takes as long as a fit and a forecast.
 
     Raises:
         ValueError: an argument breaks its rule, or the design can't be fitted.
@@ -157,7 +157,7 @@ def simulate(
     for _ in range(n_trials):
         shared = stem_noise * generator.standard_normal(stems.max() + 1)[stems]
         drawn = runs.assign(loss=np.exp(expected + shared + noise * generator.standard_normal(len(runs))))
-        # The forecast's fits have draws of their own; those of the law itself are not looked at.
+        # Few draws suffice: the forecast's fits are drawn separately, and the law's draws are not used.
         fitted = fit(drawn, n_params_convention="as planned", n_bootstrap=20)
         forecast = fitted.forecast(n_params, n_tokens, level)
         records.append(
@@ -193,19 +193,19 @@ def ladder_design(
     cooldown: float = COOLDOWN,
     max_flops: float | None = None,
 ) -> pd.DataFrame:
-    """Every size with every ratio D/N, each as a run of its own or as branches of one training per size.
+    """Design with every size at every D/N, either as separate runs or as branches of one training per size.
 
-    Under "branches" a size is trained once at a constant rate to (1 − cooldown) of its longest D; each D is a branch that
-    leaves it at (1 − cooldown)·D and takes cooldown·D further tokens. So a size costs (1 − c)·D_max + c·ΣD tokens instead of
+    Under "branches" a size is trained once at a constant rate to (1 − cooldown) of its longest D. Each D is a branch that
+    starts at (1 − cooldown)·D and takes cooldown·D further tokens. So a size costs (1 − c)·D_max + c·ΣD tokens instead of
     ΣD, and its losses share a stem.
 
     Args:
         schedule: "runs" or "branches".
         cooldown: share of a run's tokens, above 0, below 1.
-        max_flops: runs with more than this in 6·N·D are left out.
+        max_flops: most 6·N·D of a run; larger runs are left out.
 
     Returns:
-        Columns n_params, n_tokens, stem, cost_flops (what a run adds to those before it), by size and ratio.
+        Columns n_params, n_tokens, stem, cost_flops (cost of a run in addition to earlier runs), by size and ratio.
 
     Raises:
         ValueError: an argument breaks its rule, or nothing is left.
@@ -240,13 +240,13 @@ def ladder_design(
 def isoflop_design(
     compute: Iterable[float], n_sizes: int, *, spread: float = 10.0, tokens_per_param: float = 20.0
 ) -> pd.DataFrame:
-    """Design of so many sizes at each compute, spread evenly in log N around the one of the given D/N.
+    """Design of `n_sizes` sizes at each compute, spread evenly in log N around the size of the given D/N.
 
     Args:
         compute: FLOPs of each curve.
-        n_sizes: on a curve, at least 2.
+        n_sizes: number of sizes on a curve, at least 2.
         spread: largest over smallest size of a curve.
-        tokens_per_param: D/N of its middle.
+        tokens_per_param: D/N of the curve's middle.
 
     Returns:
         Columns n_params, n_tokens, stem, cost_flops.

@@ -1,1 +1,1 @@
-"""Metrics of tasks, by way of a loss."""
+"""Metrics of tasks, predicted from a loss."""

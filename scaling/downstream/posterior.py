@@ -1,9 +1,9 @@
-"""Posterior of a sigmoid's four numbers: which of them a few losses leave open, and how far.
+"""Posterior of a sigmoid's four numbers, which shows how far a few losses leave them open.
 
-Midpoint and logarithm of the width are taken on a grid, under a flat prior between their bounds; floor and ceiling, in which the
-metric is linear, are drawn from their Student distribution at each point, within their own bounds, and the scatter from its
-inverse chi-squared one (Gelman et al., Bayesian Data Analysis, 3rd ed., sec. 14.2). Unlike refits under resampled rows it knows the
-values that fit as well but were not the best.
+Midpoint and logarithm of the width are taken on a grid, under a flat prior between their bounds. At each point, floor and ceiling,
+in which the metric is linear, are drawn from their Student distribution within their bounds, and the scatter from its inverse
+chi-squared distribution (Gelman et al., Bayesian Data Analysis, 3rd ed., sec. 14.2). Unlike refits under resampled rows, the
+posterior includes values that fit nearly as well as the best.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 
 N_GRID = 41
-"""Points of an axis."""
+"""Grid points of an axis."""
 N_ROUNDS = 6
-"""Times that the grid may close in on what has weight."""
-_PER_POINT = 8  # draws of floor and ceiling
-_NEGLIGIBLE = 1e-4  # of the largest weight
+"""Most times that the grid narrows to the points with weight."""
+_PER_POINT = 8  # draws of floor and ceiling per grid point
+_NEGLIGIBLE = 1e-4  # share of the largest weight below which a point is left out
 _EXACT = 1e-24  # sum of squares of a fit without residuals, in the metric's unit squared
 
 
@@ -36,10 +36,10 @@ def draw(
     """Draw (floor, ceiling, midpoint, width), [n_draws, 4], and the standard deviation of a row, [n_draws].
 
     Args:
-        loss, value, weights: rows, [K]; a weight is the number of independent rows that one stands for.
-        best: the least squares, [4]; always a point of the grid.
-        bounds: of the four, [4] each.
-        held: which of floor and ceiling are given, [2].
+        loss, value, weights: rows, [K]; a weight is the number of independent rows that a row stands for.
+        best: the least-squares estimate, [4]; always a point of the grid.
+        bounds: lower and upper bounds of the four numbers, [4] each.
+        held: mask of the given ones of floor and ceiling, [2].
     """
     rng = np.random.default_rng(seed)
     lower, upper = np.array(bounds)
@@ -78,7 +78,7 @@ def _linear(
     held: NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> tuple[Array, Array, Array]:
-    """Draws of floor and ceiling [J, _PER_POINT, 2], of the scatter [J, _PER_POINT], and the log density of each at J shapes."""
+    """Draws at J shapes of floor and ceiling [J, _PER_POINT, 2] and of the scatter [J, _PER_POINT], with the draws' log density."""
     from scipy.special import expit
 
     share = expit((shapes[0][:, None] - loss) / shapes[1][:, None])

@@ -2,12 +2,12 @@
 
     metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
 
-(Bhagia et al. 2412.04403, the OLMo ladder, its second step.) Fitted by scipy's bounded least squares; intervals by draws of the
-posterior (`scaling.downstream.posterior`), with the scatter of a run. `scaling.downstream.two_step` goes from (N, D) to
-the metric by way of the task's loss.
+This is the second step of the OLMo ladder (Bhagia et al. 2412.04403). The sigmoid is fitted by scipy's bounded least squares;
+intervals come from draws of the posterior (`scaling.downstream.posterior`), with the scatter of a run.
+`scaling.downstream.two_step` predicts the metric from (N, D) through the task's loss.
 
-A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
-fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
+A metric that is positive and falls to a floor like a loss (bits per byte, perplexity's logarithm, the share of wrong answers) is
+fitted by `fit` itself: pass it as `loss`, and its unit as `loss_unit`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from scaling.serialization import FittedResult
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6
 MAX_WIDTHS = 10.0
-"""Width of the sigmoid, in spans of the fitted losses, above which it is a straight line."""
+"""Width of the sigmoid, in spans of the fitted losses, above which the sigmoid is a straight line."""
 PERCENT = 100.0
-"""Largest value of a metric from which a floor or ceiling below 1 is taken for a share by mistake."""
+"""Largest value of a metric from which a floor or ceiling below 1 counts as a share given by mistake."""
 MIN_RISE = 3.0
-"""Standard deviations of the residual by which the fitted metric must rise for the sigmoid to be distinguished from a constant."""
-_WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' span, where the fit begins
+"""Least rise of the fitted metric, in standard deviations of the residual, that distinguishes the sigmoid from a constant."""
+_WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # starts, in spans of the losses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,14 +43,14 @@ class DownstreamLaw(FittedResult):
     """A sigmoid of loss.
 
     Attributes:
-        metric: the name of what it predicts.
-        floor, ceiling: its values at high and at low loss, in the metric's unit.
-        midpoint, width: where it is half-way, and how steeply it gets there, in the loss's unit.
-        held: which of the four were given, not fitted.
+        metric: name of the metric.
+        floor, ceiling: values at high and at low loss, in the metric's unit.
+        midpoint, width: loss at half-way, and width of the transition, in the loss's unit.
+        held: names of the numbers that were given, not fitted.
         most: the metric's largest possible value.
-        residual: standard deviation of the residuals, a degree of freedom taken off for each fitted number.
-        draws: the four, drawn from their posterior, [n_draws, 4].
-        scatters: standard deviation of a run about the sigmoid, of each draw, [n_draws].
+        residual: standard deviation of the residuals, with one degree of freedom less for each fitted number.
+        draws: draws of the four numbers from their posterior, [n_draws, 4].
+        scatters: standard deviation of a run about the sigmoid, for each draw, [n_draws].
     """
 
     metric: str
@@ -68,19 +68,19 @@ class DownstreamLaw(FittedResult):
     warnings: tuple[str, ...]
 
     def predict(self, loss: ArrayLike) -> Array:
-        """The metric at a loss, of its shape."""
+        """Metric at a loss, of the same shape."""
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
 
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Interval of the metric of one run of this loss, between 0 and `most`: percentiles over the draws, with scatter.
+        """Interval of the metric of one run with this loss, between 0 and `most`: percentiles over the draws, with scatter.
 
         Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them: 90 % intervals hold 82 to 94 % of further
-        runs, 90 % in the mean (tests/benchmarks/interval_coverage.py).
+        runs, on average 90 % (tests/benchmarks/interval_coverage.py).
         """
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Interval where the loss itself is uncertain: one loss for each draw, [n_draws], or several, [n_draws, n]."""
+        """Interval for an uncertain loss: one loss for each draw, [n_draws], or several, [n_draws, n]."""
         ends, each = tails(level), losses.reshape(len(self.draws), -1)
         values = _sigmoid(self.draws.T[:, :, None], each)[..., None]
         errors = np.random.default_rng(seed).standard_normal((*each.shape, 20))
@@ -118,16 +118,16 @@ def fit_downstream(
     """Fit a metric that rises as the loss falls.
 
     Args:
-        rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
-            (rows of one training run, which count as fewer the more their residuals agree; without it each row is a run of its own).
-        chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the mean of the rows if not given.
-        ceiling: fitted between that mean and `most` if not given.
-        most: the metric's largest possible value, 1 of a share, 100 of a percentage.
+        rows: one row per run or checkpoint: `loss` (preferably the task's loss, in any unit) and the metric's column; optional `stem`
+            (rows of one training run count as fewer rows the more their residuals agree; without `stem` each row is a separate run).
+        chance: the floor in the metric's unit, e.g. .25 for four choices; by default fitted between 0 and the mean of the rows.
+        ceiling: the ceiling in the metric's unit; by default fitted between that mean and `most`.
+        most: the metric's largest possible value, 1 for a share, 100 for a percentage.
         n_draws: draws of the posterior, from which intervals come.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares
-            where the metric is a percentage.
+            while the metric is a percentage.
         ScalingError: there are fewer than six rows.
     """
     require_columns(rows, ("loss", metric))
@@ -199,9 +199,9 @@ def _jacobian(theta: Array, loss: Array) -> Array:
 def _bounds(
     loss: Array, value: Array, low: float, top: float, floor_held: bool, ceiling_held: bool
 ) -> tuple[Array, Array]:
-    """Bounds of (floor, ceiling, midpoint, width); what is held has a hair's breadth.
+    """Bounds of (floor, ceiling, midpoint, width); held numbers have almost equal bounds.
 
-    The mean of the metric parts floor from ceiling. Its extremes would not do: noise takes them beyond both, the farther
+    The mean of the metric separates floor from ceiling. Its extremes would not do: noise takes them beyond both, the farther
     the more rows there are.
     """
     reach, hair = float(np.ptp(loss)), 1e-9 * (top - low)
@@ -222,7 +222,7 @@ def _starts(loss: Array, bounds: tuple[Array, Array]) -> list[Array]:
 
 
 def _fitted(loss: Array, value: Array, start: Array, bounds: tuple[Array, Array]) -> tuple[Array, float]:
-    """The least squares from one start, and their sum."""
+    """Least-squares estimate from one start, and its sum of squares."""
     from scipy.optimize import least_squares
 
     lower, upper = bounds
@@ -274,6 +274,6 @@ def _warnings(
 
 
 def _falls(loss: Array, value: Array) -> bool:
-    """Test by a straight line, for as many standard errors as are asked of a rise."""
+    """Whether the metric falls as the loss falls, by a straight line, by more than MIN_RISE standard errors."""
     correlation = float(np.corrcoef(loss, value)[0, 1])
     return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

@@ -1,7 +1,7 @@
 """Downstream metric from (N, D) in two steps: N, D → the task's loss, by a law; the task's loss → the metric, by a sigmoid.
 
-After Bhagia et al. 2412.04403 (the OLMo ladder). The task's loss is that of the right answers' text; the first step is `fit`, whose
-forecast brings its own interval, the second `fit_downstream`.
+The method is that of Bhagia et al. 2412.04403 (the OLMo ladder). The task's loss is the loss on the right answers' text. The first
+step is `fit`, whose forecast has an interval; the second is `fit_downstream`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from scaling.presentation import counted, lines
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult
 
-_PER_DRAW = 20  # errors of the loss's forecast that each draw of the sigmoid is met with
+_PER_DRAW = 20  # errors of the loss's forecast for each draw of the sigmoid
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskForecast(JsonResult):
-    """The metric of a run that was not made.
+    """Forecast of a future run's metric.
 
     Attributes:
-        loss: the forecast of the task's loss, with its own interval and support.
-        reasons: why it is doubtful, those of the loss's forecast included; empty if it is not.
+        loss: the forecast of the task's loss, with its interval and support.
+        reasons: why the forecast is doubtful, including the reasons of the loss's forecast; empty if it is not.
     """
 
     metric: str
@@ -72,14 +72,14 @@ class TwoStep(JsonResult):
     task: DownstreamLaw
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """The metric at the law's own task loss, of the broadcast shape."""
+        """Metric at the task loss by the law, of the broadcast shape."""
         return self.task.predict(self.loss.predict(n_params, n_tokens))
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> TaskForecast:
-        """The metric of one run: the loss's forecast with its error, through the draws of the sigmoid, with its scatter.
+        """Forecast the metric of one run: the loss's forecast with its error, through the draws of the sigmoid, with its scatter.
 
         Raises:
-            ValueError, ScalingError: as `ScalingFit.forecast`.
+            ValueError, ScalingError: for the reasons of `ScalingFit.forecast`.
         """
         ahead = self.loss.forecast(n_params, n_tokens, level)
         deviation = ahead.log_scale * interval_factor(level) / two_sided(level)
@@ -120,22 +120,22 @@ def fit_two_step(
 ) -> TwoStep:
     """Fit the task's loss in N and D, and the metric in the task's loss.
 
-    The second step knows nothing of N and D, so it is fitted to every row, also to those that the first leaves out because they
-    lie on another surface of the loss (not annealed, or badly tuned).
+    The second step does not depend on N and D, so it is fitted to every row, also to rows that the first step leaves out because
+    they lie on another surface of the loss (not annealed, or badly tuned).
 
     Args:
         runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
             column. A row without a task loss is left out, and named.
-        loss_unit: of the task's loss, as for `fit`.
-        checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
-            they belong to one run.
+        loss_unit: unit of the task's loss, as for `fit`.
+        checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from checkpoints of the runs; with
+            `stem` if several belong to one run.
         chance, ceiling, most: as for `fit_downstream`.
-        form: of the first step, Chinchilla's by default.
-        columns: as for `fit`; `task_loss` may be named, too.
-        seed: of the resampling, and of the draws of the second.
+        form: form of the first step, by default Chinchilla's.
+        columns: as for `fit`; `columns` may also name `task_loss`.
+        seed: seed of the first step's resampling and of the second step's draws.
 
     Raises:
-        ValueError, ScalingError: as `fit` and `fit_downstream`.
+        ValueError, ScalingError: for the reasons of `fit` and `fit_downstream`.
     """
     given = read_runs(runs, columns)
     with naming(runs):
@@ -161,7 +161,7 @@ def fit_two_step(
 
 
 def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
-    """The task's loss, times the factor, as the loss."""
+    """Return the table with the task's loss, times the factor, as `loss`."""
     return table.drop(columns="task_loss").assign(loss=factor * numbers(table, "task_loss"))
 
 

@@ -1,4 +1,4 @@
-"""A learning-rate schedule in the terms of the multi-power law, whose equation heads `scaling.schedules.schedule_law`."""
+"""A learning-rate schedule in the terms of the multi-power law (equation at the head of `scaling.schedules.schedule_law`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from scaling.arrays import Array
 
 MAX_KNOTS = 1000
-"""Most changes of the rate that are kept: more are thinned evenly."""
+"""Most changes of the rate that are kept; if there are more, they are thinned evenly."""
 WARMUP_KNOTS = 50
-"""Steps in which the warmup's rise is counted."""
+"""Number of steps into which the warmup's rise is divided."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A schedule, and the places where its loss is wanted.
+    """A schedule, and the K steps at which the loss is predicted.
 
     Attributes:
-        summed: S1 + S_W at the places, [K].
-        since: S_k at the places, [K, knots], 0 where the drop comes later.
+        summed: S1 + S_W at these steps, [K].
+        since: S_k at these steps, [K, knots]; 0 if the drop comes later.
         drops: eta_{k−1} − eta_k, [knots].
         log_rates: log eta_k, [knots].
         peak: highest rate.
@@ -34,7 +34,7 @@ class Curve:
 
     @classmethod
     def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> Curve:
-        """Curve of one run: between rows the rate is straight and drops half-way, and counts with its value after the drop.
+        """Curve of one run: the rate is linear between rows, with its drop placed half-way, and counts with its value after the drop.
 
         Raises:
             ValueError: the first row lies in the warmup, or its rate is 0.
@@ -58,7 +58,7 @@ class Curve:
         summed = np.cumsum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2)
         summed = rates[0] * steps[0] + np.concatenate([[0.0], summed])
         drops, middle = rates[:-1] - rates[1:], (summed[1:] + summed[:-1]) / 2
-        # A rate that ends at 0 counts with half of what it was: the law divides by it.
+        # A rate that drops to 0 counts as half of its previous value, since the law divides by the rate.
         after = np.where(rates[1:] > 0, rates[1:], rates[:-1] / 2)
         changes = (drops != 0) & (after > 0)
         here = np.interp(at, steps, summed)
@@ -71,7 +71,7 @@ class Curve:
         powers = scale * self.summed**-alpha
         x = c * np.exp(-gamma * self.log_rates) * self.since
         kept = (1 + x) ** -beta
-        slope = beta * x * kept / (1 + x)  # of G by log x
+        slope = beta * x * kept / (1 + x)  # derivative of G by log x
         loss_drop = gain * ((1 - kept) @ self.drops)
         by_log_x = gain * (slope @ self.drops)
         jacobian = np.stack(
@@ -90,7 +90,7 @@ class Curve:
 
 
 def peak_and_depth(rates: Array) -> tuple[float, float]:
-    """The highest rate of a curve, and the least as a part of it.
+    """Return the highest rate of a curve, and the least rate as a share of the highest.
 
     Raises:
         ValueError: the rate is 0 in every row.

@@ -3,17 +3,16 @@
     L(t) = L0 + A·(S1(t) + S_W)^−alpha − LD(t),      LD(t) = B·Σ_k (eta_{k−1} − eta_k)·G(eta_k^−gamma · S_k(t))
     S1(t) = Σ_{τ ≤ t} eta_τ,   S_k(t) = Σ_{k ≤ τ ≤ t} eta_τ,   G(x) = 1 − (1 + C·x)^−beta,   S_W the warmup's own sum
 
-(Luo et al. 2503.12811.) The first terms are what a constant rate gives, LD is what its decay gains: fitted to a few
-schedules it predicts others. It does not cover other sizes, batches or peak rates than those of its curves, and
-`unsupported_reasons` states where a schedule lies too far from them. The warmup counts
-as a rise, a drop below 0, which adds little but a constant near B·peak: with it the authors' published numbers give nearly the
-errors that they publish.
+(Luo et al. 2503.12811.) The first terms are the loss at a constant rate; LD is the gain from its decay. Fitted to a few
+schedules, the law predicts others. It does not cover other sizes, batches or peak rates than those of its curves;
+`unsupported_reasons` states how a schedule lies too far from them. The warmup counts as a rise (a negative drop), which adds
+little more than a constant near B·peak: with it the authors' published numbers give nearly the errors that they publish.
 
-Measured on their curves (25M, 100M, 400M parameters; fitted to cosine and constant of 24,000 steps and a two-stage schedule, as
-there; six other schedules, up to three times as long, held out): mean relative error .14, .17, .21 %, R² .9974, .9969, .9966,
-worst .6, .8, .8 % in the mean over schedules; their own numbers, on the same rows, .12, .16, .18 %, .9982, .9975, .9970 and
-.8, 1.0, 1.4 %.
-On the fitted curves our error is about half theirs or less, so three schedules do not determine C, beta and gamma.
+Measured on their curves (25M, 100M, 400M parameters; fitted as in the paper to cosine and constant of 24,000 steps and a two-stage
+schedule; six other schedules, up to three times as long, held out): mean relative error .14, .17, .21 %, R² .9974, .9969, .9966,
+worst error .6, .8, .8 %, averaged over schedules. The authors' numbers give .12, .16, .18 %, .9982, .9975, .9970 and
+.8, 1.0, 1.4 % on the same rows.
+On the fitted curves our error is about half of theirs or less, so three schedules do not determine C, beta and gamma.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "beta": (0.01, 5.0),
     "gamma": (0.01, 3.0),
 }
-"""Wide: theirs lie at L0 2.4–3.0, A .5–.7, alpha .4–.5, B 360–520, C 2.0–2.1, beta .58–.60, gamma .64–.66."""
+"""Wide bounds: Luo et al. find L0 2.4–3.0, A .5–.7, alpha .4–.5, B 360–520, C 2.0–2.1, beta .58–.60, gamma .64–.66."""
 _SCREENED: Mapping[str, tuple[float, ...]] = {
     "alpha": (0.3, 0.5, 0.8),
     "C": (0.3, 2.0, 10.0),
@@ -53,13 +52,13 @@ DELTA = 1e-3
 """Huber threshold on log residuals."""
 N_POLISHED = 3
 MAX_ROWS = 400
-"""Losses of one curve that are fitted: more are thinned evenly."""
+"""Most losses of one curve that are fitted; if there are more, they are thinned evenly."""
 MIN_DROP = 0.1
-"""Part of the highest rate by which some curve's must fall for the second term to be seen."""
+"""Share of the highest rate by which at least one curve's rate must fall to show the second term."""
 MAX_PEAK_RATIO, MAX_STEPS_RATIO, MAX_DEPTH_RATIO = 1.5, 3.1, 2.0
-"""Declared support: a peak rate within this factor of the fitted ones (assumed), at most so many times their steps (measured to
-three, above; the last loss may lie before the end), and a least rate, as a part of the peak, at most this factor below theirs
-(assumed)."""
+"""Declared support: most factor of the peak rate from the fitted peaks (assumed), of the steps over the fitted steps (measured to
+three, above; the last loss may lie before the end), and of the fitted curves' least rate, as a share of the peak, over the
+schedule's (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +66,12 @@ class ScheduleLaw(FittedResult):
     """The law of one model's curves.
 
     Attributes:
-        L0, A, alpha, B, C, beta, gamma: its numbers; rates as they are given, e.g. 3e-4, and steps.
-        warmup_steps: linear, before the highest rate.
+        L0, A, alpha, B, C, beta, gamma: numbers of the law, with rates as given, e.g. 3e-4, and steps as units.
+        warmup_steps: steps of the linear warmup, before the highest rate.
         rms: root mean square of the fitted log residuals.
         runs: names of the fitted curves.
         peaks: least and greatest of the curves' highest rates.
-        deepest: least rate over the highest, of the curve that falls furthest.
+        deepest: smallest ratio of least to highest rate among the curves.
     """
 
     formula: ClassVar[str] = "L0 + A·(S1 + S_W)^−alpha − B·Σ_k (eta_{k−1} − eta_k)·(1 − (1 + C·eta_k^−gamma·S_k)^−beta)"
@@ -95,12 +94,12 @@ class ScheduleLaw(FittedResult):
     warnings: tuple[str, ...]
 
     def predict(self, schedule: pd.DataFrame) -> Array:
-        """Loss, nats per token, at each row of one run's schedule: `step` and `lr`, densely enough to follow the rate.
+        """Loss, nats per token, at each row of one run's schedule: `step` and `lr`, dense enough to follow the rate.
 
         Raises:
             ValueError: a column is missing or breaks its rule, the rows are of several runs, the first step lies in the warmup,
                 or its rate is 0.
-            ScalingError: the law's answer is no loss, as decay gains more than there is.
+            ScalingError: the predicted loss is not above 0, as the decay term exceeds the rest.
         """
         _require_schedule(schedule)
         steps = numbers(schedule, "step")
@@ -134,13 +133,13 @@ class ScheduleLaw(FittedResult):
         return tuple(reasons)
 
     def score(self, curves: pd.DataFrame) -> pd.DataFrame:
-        """Score its predictions of curves: one row per run with mean and worst relative error, R² and the error at the end.
+        """Score the predictions of curves: one row per run with mean and worst relative error, R² and the error at the end.
 
-        R² is NaN where all losses of a run are equal.
+        R² is NaN if all losses of a run are equal.
 
         Raises:
             ValueError: a column is missing or breaks its rule, or a run has no loss.
-            ScalingError: as `predict`.
+            ScalingError: for the reason of `predict`.
         """
         require_columns(curves, ("run", "step", "lr", "loss"))
         curves, records = curves.assign(run=names(curves, "run")), {}
@@ -174,15 +173,15 @@ class ScheduleLaw(FittedResult):
 
 
 def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> ScheduleLaw:
-    """Fit the multi-power law to loss curves of one model under several schedules, a constant and a decaying one at least.
+    """Fit the multi-power law to loss curves of one model under several schedules, at least a constant and a decaying one.
 
-    For fixed alpha, C, beta, gamma it is linear in L0, A and B: a grid of the four is solved in closed form, and the best are
-    polished by scipy's bounded least squares under Huber's function of log residuals, with exact derivatives.
+    For fixed alpha, C, beta, gamma the law is linear in L0, A and B: a grid of the four is solved in closed form, and the best points
+    are polished by scipy's bounded least squares under Huber's function of log residuals, with exact derivatives.
 
     Args:
-        curves: one row per evaluation: `run`, `step`, `lr` (the rate at that step), `loss` (nats per token, smoothed; NaN where
+        curves: one row per evaluation: `run`, `step`, `lr` (the rate at that step), `loss` (nats per token, smoothed; NaN if
             the row states only the rate).
-        warmup_steps: of a linear warmup to the rate of a run's first row, which must lie beyond it.
+        warmup_steps: steps of a linear warmup to the rate of a run's first row, which must lie after the warmup.
 
     Raises:
         ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
@@ -254,7 +253,7 @@ def _minimised(curves: list[Curve], log_loss: Array) -> tuple[Array, bool]:
 
     def residual(theta: Array) -> Array:
         loss = np.concatenate([curve.linearise(theta)[0] for curve in curves])
-        # Where decay gains more than there is, the loss is no loss: it is held just above 0, far from all.
+        # If the decay term exceeds the rest, keep the loss just above 0, far from every measured loss.
         return np.asarray(np.log(np.maximum(loss, 1e-3)) - log_loss)
 
     def jacobian(theta: Array) -> Array:
@@ -280,7 +279,7 @@ def _minimised(curves: list[Curve], log_loss: Array) -> tuple[Array, bool]:
 
 
 def _starts(curves: list[Curve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
-    """The best of a grid of (alpha, C, beta, gamma), with L0, A and B by relative least squares."""
+    """Best points of a grid of (alpha, C, beta, gamma), with L0, A and B by relative least squares."""
     found = []
     inverse = np.exp(-log_loss)
     for point in np.stack(np.meshgrid(*_SCREENED.values(), indexing="ij"), axis=-1).reshape(-1, len(_SCREENED)):

@@ -1,1 +1,1 @@
-"""The loss over hyperparameters and scales at once: what a search knows, and what it tries next."""
+"""The loss over hyperparameters and scales at once: the knowledge of a search, and its next point."""

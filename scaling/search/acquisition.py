@@ -1,4 +1,4 @@
-"""Choice of the next point: expected improvement over the best run so far, maximised by draws from a narrowing neighbourhood."""
+"""Choice of the next point: expected improvement over the best run so far, maximised over draws from a narrowing neighbourhood."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from scaling.search.search_box import SearchBox
 DRAWS = 512
 ROUNDS = 5
 WIDEST, NARROWING = 0.2, 0.4
-"""Points drawn over the whole box, then rounds of half as many about the best one so far, their spread narrowing."""
+"""Points drawn over the whole box, then rounds of half as many about the best point so far, with narrowing spread."""
 SWITCH = 0.1
 """Probability that a draw about a point changes each of its categories."""
 
@@ -20,7 +20,7 @@ Score = Callable[[Array], Array]
 
 
 def log_expected_improvement(mean: Array, std: Array, incumbent: float) -> Array:
-    """Logarithm of E[max(0, incumbent − w)] for normal w, [m], to full precision far below the incumbent's chances.
+    """Logarithm of E[max(0, incumbent − w)] for normal w, [m], with full precision also for tiny chances of improvement.
 
     Jones, Schonlau and Welch (1998), eq. 15, in the logarithmic form of Ament et al. (2310.20708).
     """
@@ -37,7 +37,7 @@ def log_expected_improvement(mean: Array, std: Array, incumbent: float) -> Array
 
 
 def minimise(score: Score, box: SearchBox, generator: np.random.Generator, start: Array) -> Array:
-    """The encoded point [q] of least score among those drawn; `start` [n, q] is tried too."""
+    """Return the encoded point [q] of least score among the drawn points and `start` [n, q]."""
     best = np.concatenate([start, box.place(generator.random((DRAWS, len(box.names))))])
     values = score(best)
     point, least = best[np.argmin(values)], float(values.min())
@@ -50,7 +50,7 @@ def minimise(score: Score, box: SearchBox, generator: np.random.Generator, start
 
 
 def around(point: Array, spread: float, box: SearchBox, generator: np.random.Generator, n: int) -> Array:
-    """Encoded points [n, q] about one; each differs in a part of the coordinates, so that many don't all move at once."""
+    """Draw encoded points [n, q] about `point`; each differs in only a part of the coordinates."""
     d = len(box.bounds)
     moved = generator.random((n, d)) < max(0.5, 2 / max(d, 1))
     out = np.tile(point, (n, 1))

@@ -4,15 +4,15 @@ For a run at u (hyperparameters, the box being the unit cube) and s (log2 of the
 
     w = level_c + stray_c · (z − ½) + q(z) + f(z, s) + noise,    z = u − drift · s
 
-    stray_c   a slope of the cell's own, so that its optimum strays from a straight drift
-    q   a full quadratic with Gaussian coefficients, its squares expected positive; its slopes may change a little with s
+    stray_c   a slope of each cell, by which the cell's optimum strays from a straight drift
+    q   a full quadratic with Gaussian coefficients; those of squares have a positive mean; slopes may change a little with s
     f   a process of covariance (shared² + own² · exp(−|Δs|² / 2 reach²)) · Matérn-5/2(|Δz / lengths|)
 
-Everything linear is integrated out; noise, amplitudes, lengths, reach and drift maximise the posterior density of the
+Everything linear is integrated out; noise, amplitudes, lengths, reach and drift maximise the posterior density given the
 observations (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.7 and 5.4.1), by exact gradients.
 
-Units of w: log loss above the best of its cell. The priors below are assumed, wide, and were set before they were tried
-on any data. Of MISFIT, DRIFT_SPREAD and NOISE_SPREAD other values were tried on Step Law's grid, and none taken for it.
+w is log loss above the best of its cell. The priors below are assumed and wide; they were set before they were tried
+on any data. Other values of MISFIT, DRIFT_SPREAD and NOISE_SPREAD were tried on Step Law's grid, but none was adopted for it.
 """
 
 import math
@@ -28,25 +28,25 @@ NOISE, NOISE_SPREAD = 8e-4, 1.0
 """Median noise of log loss, and the standard deviation of its logarithm: runs of 1e17 to 1e20 FLOPs scatter by .06 %
 (Step Law's table), small proxies by several times as much."""
 BASIN, AMPLITUDE_SPREAD = 0.2, 1.0
-"""Median of the quadratic's scale: w gained from the middle of the box to its edge is a quarter of it."""
+"""Median of the quadratic's scale; w rises by a quarter of this scale from the middle of the box to its edge."""
 SHARED, OWN = 0.02, 0.004
-"""Median amplitudes of what is no quadratic, in all cells and in each."""
+"""Median amplitudes of f, the deviation from a quadratic: its part shared by all cells, and its part of each cell."""
 LENGTH, LENGTH_SPREAD = 0.5, 0.5
 """Median length of Matérn's correlation in box widths for two hyperparameters; it grows as the root of their number."""
 REACH, REACH_SPREAD = 4.0, 0.5
-"""Median octaves of scale over which what is own to a cell stays correlated."""
+"""Median octaves of scale over which the cells' own parts of f stay correlated."""
 DRIFT_SPREAD = 0.05
-"""Standard deviation of the optimum's drift where nothing is stated of it (`SearchBox.drift`), in box widths per octave of
-scale; its mean is none."""
+"""Prior standard deviation of the optimum's drift if `SearchBox.drift` does not state one, in box widths per octave of scale; the
+prior mean is 0."""
 STRAY = 1e-4
-"""Mean log loss, for each number, that a cell's optimum lies off a straight drift, in a basin that is all quadratic: .15 to .2
-octaves of rate or batch, by which optima scatter (`horizon.OPTIMUM_SCATTER`, measured here; `batch.BATCH_SCATTER`), at Step
-Law's .0057 of log loss per octave². Set from these before it was tried on Step Law's 17 cells: there the density of all
-runs is highest, and flat, from 3e-5 to 1e-4, and with any one cell left out from 1e-5 to 1e-4."""
+"""Mean log loss, for each number, that a cell's stray from a straight drift costs in a purely quadratic basin. Optima scatter by .15
+to .2 octaves of rate or batch (`horizon.OPTIMUM_SCATTER`, measured here; `batch.BATCH_SCATTER`), at Step Law's .0057 of log loss
+per octave². The value was set from these numbers before it was tried on Step Law's 17 cells: there the density of all runs is
+highest, and flat, from 3e-5 to 1e-4, and with any one cell left out from 1e-5 to 1e-4."""
 LEVEL = 0.05
-"""Standard deviation of a cell's level: how far the best run may lie above the cell's floor."""
+"""Standard deviation of a cell's level: the distance of its best run above its floor."""
 SLOPES, SQUARES, CROSSES, TILTS = 1.0, 0.7, 0.5, 0.02
-"""Standard deviations of the quadratic's coefficients, relative to its scale; of slopes times octaves last."""
+"""Standard deviations of the quadratic's coefficients, relative to its scale; the last is of slopes times octaves."""
 Points = tuple[Array, Array, Integers, Array]
 """z, s, cell and features of some points."""
 
@@ -56,9 +56,9 @@ class Layout:
     """Layout of the columns of u, and the prior of the drift.
 
     Attributes:
-        n_numeric: the first columns, which are numbers.
-        groups: number of each column's length.
-        n_scales: columns of s.
+        n_numeric: number of the numeric columns, which come first.
+        groups: index of the length that each column uses.
+        n_scales: number of columns of s.
         drifts: prior mean and standard deviation of each numeric column's drift with each scale, box widths per octave.
     """
 
@@ -69,12 +69,12 @@ class Layout:
 
     @property
     def n_lengths(self) -> int:
-        """One for each hyperparameter, a category counting as one."""
+        """Number of lengths: one for each hyperparameter, also for a category."""
         return max(self.groups) + 1
 
     @cached_property
     def prior(self) -> tuple[Array, Array]:
-        """Means and standard deviations of the hyperparameters of the process (logarithms, but for the drift)."""
+        """Prior means and standard deviations of the process's hyperparameters (in logarithms, except for the drift)."""
         scales = np.log([NOISE, BASIN, SHARED, OWN])
         spreads = [NOISE_SPREAD, AMPLITUDE_SPREAD, AMPLITUDE_SPREAD, AMPLITUDE_SPREAD]
         length = math.log(LENGTH * math.sqrt(self.n_lengths / 2))
@@ -95,7 +95,7 @@ class Layout:
 
 
 class Shape(NamedTuple):
-    """The hyperparameters of the process, in their own units; `lengths` [q] by column, `drift` [q, k]."""
+    """Hyperparameters of the process, not in logarithms; `lengths` [q] by column, `drift` [q, k]."""
 
     noise: float
     basin: float
@@ -107,7 +107,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(theta: Array, layout: Layout) -> Shape:
-    """Unpack the vector that is optimised; categories do not drift."""
+    """Unpack the optimised vector; categories do not drift."""
     noise, basin, shared, own = np.exp(theta[:4])
     lengths = np.exp(theta[4 : 4 + layout.n_lengths])[list(layout.groups)]
     drift = np.zeros((len(layout.groups), layout.n_scales))
@@ -149,7 +149,7 @@ def covariance_of(shape: Shape, a: Points, b: Points, layout: Layout) -> Array:
 
 
 def stray_variance(basin: float) -> float:
-    """Variance of a cell's own slope by each number: to ignore a slope a on top of basin · t² costs a² / (4 basin)."""
+    """Variance of a cell's stray slope by each number: to ignore a slope a on top of basin · t² costs a² / (4 basin)."""
     return 4 * STRAY * basin
 
 

@@ -1,11 +1,11 @@
-"""Losses as the surface is fitted to them: log loss above the best of its scale, clipped, of the most informative runs.
+"""Losses in the form that the surface is fitted to: clipped log loss above the best of the scale, for the most informative runs.
 
 With e = log loss − least log loss of its cell (one scale):
 
     w = MAX_EXCESS · (1 − exp(−e / MAX_EXCESS))
 
-Near the best w is e; far up a wall, where nothing is a parabola, all are alike, and a diverged run is one of them. On
-Step Law's grid this searched better than a hard clip and than a logarithm, from which it was chosen there.
+Near the best run w is e. Far up a wall, where the loss is no parabola, all runs have nearly the same w, diverged runs included.
+This form was chosen on Step Law's grid, where searches did better with it than with a hard clip or a logarithm.
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from scaling.arrays import Array, Integers
 from scaling.optima.optimum import MAX_EXCESS
 
 MAX_ROWS, FAR_ROWS = 256, 32
-"""Runs that the process holds at most, and how many of them are far from the best. A fit costs the cube.
+"""Most runs in the process, and how many of them are far from the best. The cost of a fit grows with the cube of the runs.
 
-Of 0, 32 and 64 far ones, 32 did best on Step Law's grid, by little: without any, known walls are forgotten."""
+Of 0, 32 and 64 far runs, 32 did best on Step Law's grid, by little: without any, known walls are forgotten."""
 SOURCE_SHARE = 0.25
-"""Part of MAX_ROWS that runs of other families may take where the family's own fill the rest (assumed)."""
+"""Share of MAX_ROWS for runs of other families if the searched family's runs fill the rest (assumed)."""
 
 
 def clipped_excess(log_loss: Array, cell: Integers) -> Array:
-    """The w of each run, [n]; NaN, a diverged run, lies at MAX_EXCESS."""
+    """Clipped excess w of each run, [n]; a diverged run (NaN) has MAX_EXCESS."""
     w = np.full(len(log_loss), MAX_EXCESS)
     for number in np.unique(cell[np.isfinite(log_loss)]):
         rows = np.flatnonzero((cell == number) & np.isfinite(log_loss))
@@ -32,14 +32,14 @@ def clipped_excess(log_loss: Array, cell: Integers) -> Array:
 
 
 def most_informative(w: Array, cell: Integers, own: NDArray[np.bool_]) -> Integers:
-    """Rows to keep, in the order of the table: all, or MAX_ROWS of them, SOURCE_SHARE of those from sources if there are as many.
+    """Select rows, in the order of the table: all, or MAX_ROWS of them, with SOURCE_SHARE of these for sources.
 
-    The best of every cell, then the second best of each and so on; and of the rest FAR_ROWS, evenly in that order.
+    The best run of every cell comes first, then the second best of each and so on; FAR_ROWS are spread evenly over the rest.
 
     Args:
-        w: Of each run, [n].
-        cell: Number of its scale, [n].
-        own: Whether it is of the family that is searched, [n].
+        w: Clipped excess of each run, [n].
+        cell: Number of the run's scale, [n].
+        own: Whether the run is of the searched family, [n].
     """
     n_sources = min(int((~own).sum()), max(int(SOURCE_SHARE * MAX_ROWS), MAX_ROWS - int(own.sum())))
     shares = ((own, MAX_ROWS - n_sources), (~own, n_sources))

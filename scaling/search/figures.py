@@ -12,9 +12,9 @@ from scaling.optima.optimum import MAX_EXCESS
 from scaling.search.search_box import SearchBox
 
 SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
-"""Colours of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
+"""Colours of a surface, from best to worst: viridis, which is dark near the optimum, so that its white mark is visible."""
 _N_GRID = 49
-_STEP = 0.25  # per cent of the loss from contour to contour
+_STEP = 0.25  # per cent of the loss between contours
 
 
 def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
@@ -25,7 +25,7 @@ def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_importance(data: pd.DataFrame) -> Figure:
-    """Bars with intervals, the most important on top; ticks mark what a column that means nothing reaches."""
+    """Draw bars with intervals, the most important on top; ticks mark the share that an irrelevant column reaches."""
     figure = blank()
     for name, colour in (("significant", COLOURS[2]), ("within noise", GREY)):
         part = data[data["series"] == name]
@@ -53,7 +53,7 @@ def pareto_data(rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_fl
 
 
 def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> Figure:
-    """Loss against cost, the cost logarithmic unless a run was free; the front is drawn as steps."""
+    """Draw loss against cost, logarithmic unless a run was free; the front is drawn as steps."""
     runs, front = (data[data["series"] == name] for name in ("run", "front"))
     figure = blank()
     add(figure, runs, "cost", "loss", mode="markers", name="runs", marker={"color": "grey", "size": 5})
@@ -75,17 +75,17 @@ def response_data(
     over: tuple[str, str] | None = None,
     level: float = 0.9,
 ) -> pd.DataFrame:
-    """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and ends of intervals.
+    """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and bounds of intervals.
 
-    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where losses are distinguished no
-    more. Coordinates that are not shown are the optimum's on the grid, and their own in the runs. Of a scale with many runs
-    those are shown that the surface holds.
+    `above` is log loss above the surface's optimum; it levels off at 5 %, beyond which losses are not distinguished. Coordinates
+    that are not shown have the optimum's values on the grid, and their actual values in the runs. Of a scale with many runs, only
+    the runs in the surface are shown.
 
     Args:
         predict: mean and standard deviation of log loss at points, as `ResponseSurface.predict`.
-        intervals: of its coordinates, at the level.
-        runs: of the scale: coordinates, and `above` as the surface holds it.
-        over: numeric coordinates, for x and y; by default the box's first two.
+        intervals: intervals of the optimum's coordinates, at the level.
+        runs: runs of the scale: coordinates, and `above` as in the surface.
+        over: numeric coordinates for x and y; by default the box's first two.
 
     Raises:
         ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
@@ -118,9 +118,9 @@ def response_data(
 
 
 def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> Figure:
-    """Contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
+    """Draw contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
 
-    `titles` are of the axes, with the units, by coordinate; without one, its name is the title.
+    `titles` are the axes' titles, with units, by coordinate; by default the coordinate's name.
     """
     surface, best = (data[data["series"] == name] for name in ("surface", "optimum"))
     z = 100 * surface.pivot_table(index="y", columns="x", values="above")
@@ -160,7 +160,7 @@ def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -
         name = data[f"{axis}_name"].iloc[0]
         own = f"log2 of {name[5:]}" if name.startswith("log2_") else name
         low, high = data[axis].min(), data[axis].max()
-        margin = 0.02 * (high - low)  # else runs on the bounds are cut in half
+        margin = 0.02 * (high - low)  # room for marks of runs on the bounds
         update(title=(titles or {}).get(name, own), range=[low - margin, high + margin])
     figure.update_layout(showlegend=True)
     return figure

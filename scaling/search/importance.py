@@ -2,15 +2,15 @@
 
     y = level + Σ_j (slope_j · u_j + bend_j · u_j²) + Σ_c level_c[choice] + rest,      u_j in [−1, 1] over the box
 
-The share of a hyperparameter is the variance of its own term, with its values spread evenly over the box, over the variance
-of all terms and of the rest. The rest is what no hyperparameter explains alone: interactions, bends that are no parabola, and
-noise between runs.
+The share of a hyperparameter is the variance of its term, with values spread evenly over the box, over the variance
+of all terms and of the rest. The rest is the part that no hyperparameter explains alone: interactions, bends that are no parabola,
+and noise between runs.
 
-What matters to a person who decides what to search is what leads into the good region and moves the loss there. In plain
-variance a few runs far up the wall would decide alone, so a loss counts in full up to the best fraction `within` of the
-trials, and less and less beyond: the farthest up is at most twice as far from the best as the last that counts in full.
+A user who decides what to search needs the hyperparameters that lead into the good region and move the loss there. In plain
+variance a few runs far up the wall would dominate. So a loss counts in full up to the best fraction `within` of the
+trials, and gradually less beyond: the farthest loss is at most twice as far from the best as the last one that counts in full.
 (Hutter et al. 2014, "An efficient approach for assessing hyperparameter importance", cut the losses off at such a point,
-which forgets the order of what lies above.)
+which discards the order of the losses above.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,23 +33,23 @@ from scaling.search.figures import draw_importance, importance_data
 from scaling.serialization import JsonResult, TableLayout
 
 TRIALS_PER_COEFFICIENT = 2
-"""Trials wanted for each coefficient (assumed): with fewer, what is left over hardly determines the noise of the shares."""
+"""Fewest trials for each coefficient (assumed): with fewer, the residuals hardly determine the noise of the shares."""
 PARABOLA = np.array([[1 / 3, 0.0], [0.0, 4 / 45]])
 """Variance of slope·u + bend·u² with u uniform on [−1, 1]: slope²/3 + 4·bend²/45."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Importance(JsonResult):
-    """Shares of the variance of log loss, with what is known of them.
+    """Shares of the variance of log loss, with intervals and noise.
 
     Attributes:
         table: one row per hyperparameter, the most important first: `share`; `low` and `high`, the interval over trials;
-            `noise`, the share that the same column reaches on average once shuffled; `significant`: `low` lies above it. At a
-            level of .9, one column in hundreds that meant nothing was significant, of those that had 3 % as much variance as all,
-            in 40 trials with 10 % noise, 8 in 10 (measured on planted sets).
+            `noise`, the mean share of the same column after shuffling; `significant`: True if `low` is above `noise`. At a
+            level of .9, one in hundreds of irrelevant columns was significant; of columns with 3 % of the whole variance,
+            in 40 trials with 10 % noise, 8 in 10 were significant (measured on planted sets).
         rest: share that no hyperparameter explains alone: interactions, misfit, noise.
-        within: the best fraction of the trials whose losses count in full.
-        n_trials, n_diverged: trials used, and rows left out as their run diverged.
+        within: the best fraction of the trials, whose losses count in full.
+        n_trials, n_diverged: number of trials used, and number of rows left out because their runs diverged.
     """
 
     rest: float
@@ -61,7 +61,7 @@ class Importance(JsonResult):
 
     @property
     def significant(self) -> list[str]:
-        """The hyperparameters whose share exceeds the noise, the most important first."""
+        """Hyperparameters whose share exceeds the noise, the most important first."""
         return [str(name) for name in self.table.index[self.table["significant"]]]
 
     @property
@@ -71,7 +71,7 @@ class Importance(JsonResult):
         return f"within noise: {', '.join(unclear)}" if unclear else "ok"
 
     def plot(self) -> Figure:
-        """Bars with intervals; those in grey lie within the noise."""
+        """Draw bars with intervals; grey bars lie within the noise."""
         return draw_importance(importance_data(self.table))
 
     def __str__(self) -> str:
@@ -102,20 +102,19 @@ def hyperparameter_importance(
 ) -> Importance:
     """Share of the variance of log loss over the box that each hyperparameter explains alone.
 
-    Shares have the variance taken off that the coefficients' own errors add,
-    and nothing is below zero. Intervals are a bootstrap over trials; beside them stands the share that each column reaches
-    when it is shuffled over the trials.
+    The variance that the coefficients' errors add is subtracted from shares, and no share is below zero. Intervals come from a
+    bootstrap over trials. For comparison the table has the share that each column reaches when it is shuffled over the trials.
 
     Args:
-        rows: one row per finished run: the columns named, `loss` (nats per token; NaN if diverged, and then left out), and
-            if trials were repeated over seeds `trial`: rows of one trial are resampled together. All runs must be
+        rows: one row per finished run: the named columns, `loss` (nats per token; NaN if diverged, and then left out), and
+            `trial` if trials were repeated over seeds: rows of one trial are resampled together. All runs must be
             comparable: one size, one budget.
         coordinates: columns of continuous hyperparameters, in the scale in which they were searched (the unit cube, or
             log2 of a rate): at least three values each.
         categorical: columns of choices, at least two values each.
-        n_bootstrap: refits for the intervals, and for each shuffled column.
-        seed: of both; the same seed gives the same answer.
-        box: least and greatest value that were searched, for each coordinate; where not given, the trials' own.
+        n_bootstrap: number of refits for the intervals, and for each shuffled column.
+        seed: seed of refits and shuffles; the same seed gives the same answer.
+        box: least and greatest searched value of each coordinate; by default those of the trials.
         within: fraction of the trials, 0 < within ≤ 1, whose losses count in full; 1 counts all.
 
     Raises:
@@ -155,8 +154,8 @@ def hyperparameter_importance(
     error = _errors(inverse, rest, terms)
     share, remainder = _shares(_variances(theta, terms) - error, rest)
     refits, _, rests = _fit(design[None], y, stem_weights(trials, n_bootstrap, seed))
-    # Residuals of a fit are smaller than the errors, and so is the spread of refits: made up for as in MacKinnon & White
-    # (1985), HC1. A draw has the estimate's error and its own, so the error is taken off twice.
+    # Residuals of a fit are smaller than the errors, and so is the spread of refits: correct it as MacKinnon & White
+    # (1985) do, HC1. A draw has the estimate's error and its own error, so subtract the error twice.
     refits = theta + np.sqrt(len(y) / (len(y) - n_coefficients)) * (refits - theta)
     draws, _ = _shares(_variances(refits, terms) - 2 * error, rests)
     low, high = np.quantile(draws, ends, axis=0)
@@ -180,7 +179,7 @@ def hyperparameter_importance(
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """The columns of one hyperparameter [K, P], and the matrix [P, P] that makes its variance of its coefficients."""
+    """Columns of one hyperparameter [K, P], and the matrix [P, P] of the quadratic form from its coefficients to its variance."""
 
     columns: Array
     measure: Array
@@ -204,7 +203,7 @@ def _levels(rows: pd.DataFrame, name: str) -> _Block:
     codes, choices = pd.factorize(rows[name], use_na_sentinel=False)
     if len(choices) < 2:
         raise ValueError(f"{name} must take at least 2 values to be compared, got {len(choices)}: leave it out")
-    # The first choice is the level itself; the variance over choices, each as likely, does not depend on which is first.
+    # The first choice is the level itself; the variance over equally likely choices does not depend on which one is first.
     n = len(choices)
     return _Block(
         columns=(codes[:, None] == np.arange(1, n)).astype(np.float64),
@@ -213,9 +212,9 @@ def _levels(rows: pd.DataFrame, name: str) -> _Block:
 
 
 def _compressed(log_loss: Array, within: float) -> Array:
-    """Excess of log loss over the best: as it is up to c, that of the best fraction `within`; c·(2 − c / excess) beyond.
+    """Excess of log loss over the best: unchanged up to c, the excess of the best fraction `within`; c·(2 − c / excess) beyond.
 
-    Beyond c the slope is (c / excess)², what a run that high weighs in `fit_optimum`.
+    Beyond c the slope is (c / excess)², the weight of a run that high in `fit_optimum`.
     """
     excess = log_loss - log_loss.min()
     knee = float(np.quantile(excess, within))
@@ -234,7 +233,7 @@ def _fit(designs: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]
 
 
 def _columns(terms: list[_Block]) -> Iterator[tuple[_Block, slice]]:
-    """Each hyperparameter with its columns in the design, whose first is the level's."""
+    """Yield each hyperparameter with its columns in the design; the first column of the design is the level's."""
     first = 1
     for term in terms:
         last = first + term.columns.shape[1]
@@ -243,7 +242,7 @@ def _columns(terms: list[_Block]) -> Iterator[tuple[_Block, slice]]:
 
 
 def _variances(theta: Array, terms: list[_Block]) -> Array:
-    """Variance over the box of each hyperparameter's term, [J, H], as the coefficients [J, P] have it."""
+    """Variance over the box of each hyperparameter's term, [J, H], from the coefficients [J, P]."""
     own = [np.einsum("jp,pq,jq->j", theta[:, at], term.measure, theta[:, at]) for term, at in _columns(terms)]
     return np.column_stack(own)
 
@@ -264,10 +263,10 @@ def _shares(variances: Array, rest: Array) -> tuple[Array, Array]:
 def _by_chance(
     design: Array, y: Array, trials: NDArray[np.int64], terms: list[_Block], n_draws: int, seed: int
 ) -> Array:
-    """Mean share that each hyperparameter gets once its values are shuffled over the trials, [H].
+    """Mean share that each hyperparameter gets when its values are shuffled over the trials, [H].
 
-    Shuffles that make it move together with another, as few values over few trials do, are left out, as such trials are
-    refused; all of it (1) where no shuffle is left.
+    Shuffles that make it move together with another hyperparameter, as can happen with few values over few trials, are left out,
+    since such trials are refused; the share is 1 if no shuffle is left.
     """
     generator = np.random.default_rng([seed, 1])
     first_row = np.unique(trials, return_index=True)[1]

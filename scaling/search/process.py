@@ -24,12 +24,12 @@ from scaling.search.basin import (
 MISFIT = 0.1
 """Standard deviation of a run's misfit per unit of w: far up a wall a run carries no information about the floor."""
 NOWHERE = 1e10
-"""Stands for an infinite objective, with which the optimiser can't reckon."""
+"""Finite value in place of an infinite objective, which the optimiser can't handle."""
 EXACT = 1e-6
-"""Standard deviation that stands for none."""
+"""Standard deviation in place of 0."""
 MAX_STEPS = 40
 FARTHEST, DRIFT_FARTHEST = 4.0, 10.0
-"""Steps of the optimiser, and how many prior standard deviations it may go: in a narrow box the drift is large."""
+"""Most steps of the optimiser, and its range in prior standard deviations: in a narrow box the drift is large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +37,11 @@ class Observations:
     """Observations that the process is conditioned on.
 
     Attributes:
-        u: encoded hyperparameters, [n, q]; numeric ones first, then categories as one-hot columns.
+        u: encoded hyperparameters, [n, q]; numbers first, then categories as one-hot columns.
         s: log2 of the scales, [n, k].
-        cell: number of the scale of each, [n], from 0.
+        cell: number of each observation's scale, [n], from 0.
         w: log loss above the best of its cell, [n].
-        exact: whether w is to be taken as free of noise, [n].
+        exact: True if w counts as free of noise, [n].
     """
 
     u: Array
@@ -66,7 +66,7 @@ class Process:
 
     @classmethod
     def fit(cls, data: Observations, layout: Layout) -> "Process":
-        """Fit at the hyperparameters of largest posterior density; below three observations at the prior's centre."""
+        """Use the hyperparameters of largest posterior density; with fewer than three observations, the prior's centre."""
         from scipy.optimize import minimize
 
         mean, spread = layout.prior
@@ -76,7 +76,7 @@ class Process:
         def objective(t: Array) -> tuple[float, Array]:
             try:
                 value, gradient = negative_log_density(mean + spread * t, data, layout)
-            except np.linalg.LinAlgError:  # rounding has left no covariance: the line search shall step back
+            except np.linalg.LinAlgError:  # rounding made the covariance indefinite: the line search should step back
                 return NOWHERE, np.zeros_like(t)
             return value, gradient * spread
 
@@ -94,7 +94,7 @@ class Process:
 
     @cached_property
     def shape(self) -> Shape:
-        """The hyperparameters in their own units."""
+        """Hyperparameters, not in logarithms."""
         return shape_of(self.theta, self.layout)
 
     @cached_property
@@ -103,7 +103,7 @@ class Process:
         return negative_log_density(self.theta, self.data, self.layout)[0]
 
     def and_exactly(self, u: Array, s: Array, cell: Integers) -> "Process":
-        """Conditioned as well on runs that are under way, as if they had ended where they are expected to."""
+        """Condition also on running runs, as if they had finished with their expected losses."""
         if not len(u):
             return self
         data, (expected, _) = self.data, self.predict(u, s, cell)
@@ -153,7 +153,7 @@ class Process:
             _, below = negative_log_density(self.theta - direction, self.data, self.layout)
             rows.append((above - below) * spread / (2 * step))
         values, vectors = np.linalg.eigh((np.array(rows) + np.array(rows).T) / 2)
-        # The prior alone has a Hessian of one; where the likelihood bends down at a bound, the prior is what is known.
+        # The prior alone has a Hessian of 1; if the likelihood bends down at a bound, only the prior counts.
         return np.asarray((vectors / np.maximum(values, 1.0)) @ vectors.T)
 
     def redrawn(self, generator: np.random.Generator) -> "Process":
@@ -213,7 +213,7 @@ def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tu
     off = (theta - centre) / spread
     value = (data.w - mean) @ weights / 2 + np.log(np.diag(factor)).sum() + off @ off / 2
 
-    # Backwards from the covariance: slope = d value / d covariance.
+    # Backpropagate from the covariance: slope = d value / d covariance.
     slope = (inverse - np.outer(weights, weights)) / 2
     gradient = np.zeros_like(theta)
     gradient[0] = 2 * shape.noise**2 * np.diag(slope)[~data.exact].sum()

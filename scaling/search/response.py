@@ -1,7 +1,7 @@
-"""Response of the loss to hyperparameters across scales: forecasts of larger runs from smaller ones, and the point to try next.
+"""Response of the loss to hyperparameters across scales: forecasts of larger runs from smaller ones, and the next point to try.
 
-Losses enter as log loss above the best of their scale, clipped (`excess`); what is fitted to them is described in `basin`, how
-in `process`, and what is tried next in `acquisition`.
+Losses enter as clipped log loss above the best of their scale (`excess`). `basin` describes the fitted surface, `process` the fit,
+and `acquisition` the choice of the next point.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,33 +25,33 @@ from scaling.search.search_box import APART, Point, Region, SearchBox, is_within
 from scaling.threads import single_threaded
 
 NEAR, FAR = 0.01, 2.0
-"""Excess of log loss over the surface's minimum beyond which a point must promise more, and by how much in the logarithm of
+"""Excess of log loss over the surface's minimum from which a point counts as far, and the penalty of far points in the logarithm of
 expected improvement.
 
 Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py). FAR is assumed: there 2, 4
-and a refusal of all such points need the same warm evaluations."""
+and a ban on far points need the same warm evaluations."""
 PRIOR_WEIGHT = 10.0
-"""Strength of a user's prior: after n runs of the scale its logarithm counts PRIOR_WEIGHT / (n + 1) (the decay of piBO,
+"""Strength of a user's prior: after n runs of the scale, its logarithm has the weight PRIOR_WEIGHT / (n + 1) (the decay of piBO,
 2204.11051; ten is assumed)."""
 N_DRAWS, N_FUNCTIONS, N_CANDIDATES = 24, 16, 256
-"""Hyperparameters drawn for an optimum's interval, functions drawn for each, points at which each is looked at."""
+"""Draws of the hyperparameters for an optimum's interval, functions drawn for each, points at which each function is evaluated."""
 
 MIN_OWN = 5
-"""Runs of the searched family from which a source can be found to disagree (assumed)."""
+"""Fewest runs of the searched family that can reject a source (assumed)."""
 
 LogPrior = Callable[[pd.DataFrame], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptimum(Result):
-    """The best point at one scale, as far as the surface knows.
+    """The best point at one scale, according to the surface.
 
     Attributes:
         point: a value for each coordinate.
         intervals: equal-tailed interval of each numeric coordinate of the optimum, over posterior draws of the surface.
-        choice_probabilities: for each category, how often each of its values was the best in those draws.
+        choice_probabilities: for each category, the share of these draws in which each value was the best.
         at_edge: numeric coordinates whose optimum lies on the box's bound: the box should be wider there.
-        n_here: finite runs at this very scale; 0: all is extrapolated.
+        n_here: number of finite runs at this scale; 0 means that all is extrapolated.
     """
 
     point: Point
@@ -78,12 +78,12 @@ class ResponseSurface(Result):
     """Log loss over the box and over scales, fitted to all runs at once by `fit_response`.
 
     Attributes:
-        u: encoded coordinates of all runs, diverged ones among them, [n, q].
-        cell: number of the scale of each, [n].
+        u: encoded coordinates of all runs, diverged runs included, [n, q].
+        cell: number of each run's scale, [n].
         centre: mean log2 of the scales, [k].
         cells: scales [C, k], log2, in the order of the process's cell numbers.
-        n_finite: finite runs of each scale.
-        left_out: sources that the surface was not fitted to, as the family's own runs are less likely with them.
+        n_finite: number of finite runs of each scale.
+        left_out: sources that the surface was not fitted to, because the family's runs are less likely with them.
     """
 
     box: SearchBox
@@ -97,7 +97,7 @@ class ResponseSurface(Result):
 
     @property
     def n_runs(self) -> int:
-        """All runs, diverged ones among them."""
+        """Number of all runs, diverged runs included."""
         return len(self.u)
 
     @property
@@ -107,12 +107,12 @@ class ResponseSurface(Result):
 
     @property
     def drift(self) -> pd.DataFrame:
-        """Drift of the optimum per doubling of each scale: numeric coordinates × scales, in their own units."""
+        """Drift of the optimum per doubling of each scale: numeric coordinates × scales, in the coordinates' units."""
         return self._drift.iloc[:, : len(self.box.scales)]
 
     @property
     def offsets(self) -> pd.DataFrame:
-        """Distance of each source's optimum from the family's at the same scale: numeric coordinates × sources, in their own units."""
+        """Distance of each source's optimum from the family's at the same scale: coordinates × sources, in the coordinates' units."""
         return self._drift.iloc[:, len(self.box.scales) :] * APART
 
     @property
@@ -125,8 +125,8 @@ class ResponseSurface(Result):
     def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean and standard deviation, [n] each, of log loss above the best run of the same scale, without noise.
 
-        Clipped smoothly at 5 % (`excess`), and below 0 where better is expected. Without runs at a scale its
-        level is unknown, which the deviation includes: there only differences mean something.
+        The mean is clipped smoothly at 5 % (`excess`), and below 0 if better losses are expected. Without runs at a scale its
+        level is unknown, which the deviation includes: only differences between points of such a scale mean something.
 
         Args:
             points: the box's coordinates and scales.
@@ -139,12 +139,12 @@ class ResponseSurface(Result):
 
     @single_threaded
     def optimum(self, scale: Mapping[str, float] | None = None, *, level: float = 0.9) -> ResponseOptimum:
-        """The best point at a scale, with or without runs there, with an interval over the surface's own uncertainty.
+        """Find the best point at a scale, with or without runs there, with an interval over the surface's uncertainty.
 
-        The interval holds what runs leave open in the drift, the basin's shape and the noise, and how far a cell's optimum
-        strays from a straight drift (`basin.STRAY`); not that the drift might bend. On Step Law's grid nine in ten was 15
-        of 16 for the rate and 13 of 16 for the batch, fitted to all smaller cells; 15 of 17 for either, fitted to all others. `STRAY`
-        was not fitted to that, but its size was known from the same table.
+        The interval includes the uncertainty of the drift, the basin's shape and the noise, and the stray of a cell's optimum
+        from a straight drift (`basin.STRAY`), but not a bend of the drift. On Step Law's grid, 90 % intervals held 15
+        of 16 optima for the rate and 13 of 16 for the batch, fitted to all smaller cells; 15 of 17 for either, fitted to all other
+        cells. `STRAY` was not fitted to this, but its size was known from the same table.
 
         Raises:
             ValueError: a scale is missing or not above 0, or the level is not between 0 and 1.
@@ -175,13 +175,13 @@ class ResponseSurface(Result):
         over: tuple[str, str] | None = None,
         titles: Mapping[str, str] | None = None,
     ) -> Figure:
-        """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
+        """Draw contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
         return draw_response(self.contours(scale, over), titles)
 
     def contours(
         self, scale: Mapping[str, float] | None = None, over: tuple[str, str] | None = None, level: float = 0.9
     ) -> pd.DataFrame:
-        """The table that `plot_contours` draws, see `figures.response_data`.
+        """Table that `plot_contours` draws, see `figures.response_data`.
 
         Raises:
             ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
@@ -204,17 +204,16 @@ class ResponseSurface(Result):
         prior: LogPrior | None = None,
         seed: int = 0,
     ) -> Point:
-        """The point to try next at a scale.
+        """Suggest the next point at a scale; the same arguments give the same point.
 
-        Until the runs made and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
-        from the prior. Then the largest expected improvement on the best that was tried at this scale, or where nothing
-        was, the surface's minimum; what lies further than `NEAR` above that minimum counts less by `FAR`. Where runs of
-        other scales leave categories or ends of ranges untried (`untried`), every second point lies there, until each was
-        tried. The same arguments give the same point.
+        The first points come from a Latin hypercube drawn by `seed`, or from the prior, until the finished and pending runs are two
+        more than the coordinates. Later points have the largest expected improvement on the best point tried at this scale; if none
+        was tried, the point is the surface's minimum. Points more than `NEAR` above this minimum get the penalty `FAR`. If runs of
+        other scales leave categories or ends of ranges untried (`untried`), every second point lies there, until each was tried.
 
         Args:
-            scale: the scale that is searched; may be left out where the box has none.
-            pending: points under way, with the scales as columns: they are taken to end where the surface expects.
+            scale: the searched scale; may be left out if the box has none.
+            pending: running points, with the scales as columns; they are assumed to finish with their expected losses.
             prior: log density of points (a DataFrame of the coordinates), up to a constant; its weight decays.
 
         Raises:
@@ -267,10 +266,10 @@ class ResponseSurface(Result):
         return minimise(score, self.box, generator, start)
 
     def _to_explore(self, here: Array, cell: int) -> list[Region]:
-        """Untried regions, one of which the next point of a scale shall lie in; none: it may lie anywhere.
+        """Untried regions for the next point of a scale; if there are none, the point may lie anywhere.
 
-        Every second point of a scale, from its second on, explores, at most as often as the runs of other scales left
-        regions untried. `here` are the encoded points made and under way at the scale.
+        Every second point of a scale, from its second on, explores, at most once for each region that runs of other scales
+        left untried. `here` are the encoded points of finished and running runs at the scale.
         """
         elsewhere = self.u[self.cell != cell]
         columns = [column for column, *_ in untried(self.box, elsewhere)]
@@ -280,7 +279,7 @@ class ResponseSurface(Result):
         return [region for region in left if region[0] in columns]
 
     def _lowest(self, process: Process, s: Array, cell: int, generator: np.random.Generator) -> Array:
-        """The encoded minimum of the mean."""
+        """Encoded minimum of the mean."""
         best = np.argsort(process.data.w, kind="stable")[:16]
         start = np.clip(process.data.u[best], 0, 1) if len(best) else np.zeros((0, len(self.box.layout.groups)))
         return minimise(lambda u: self._values(process, u, s, cell)[0], self.box, generator, start)
@@ -317,7 +316,7 @@ class ResponseSurface(Result):
         return octaves[0] - self.centre, int(self._cells_of(octaves)[0])
 
     def _cells_of(self, octaves: Array) -> Integers:
-        """Number of each row's scale; below 0, one for each, where there are no runs."""
+        """Number of each row's scale; scales without runs have distinct negative numbers."""
         _, number = np.unique(octaves.round(9), axis=0, return_inverse=True) if octaves.shape[1] else ((), 0)
         out = np.broadcast_to(-1 - np.asarray(number).ravel(), len(octaves)).copy()
         for known, cell in enumerate(self.cells):
@@ -335,12 +334,12 @@ class ResponseSurface(Result):
 
 @single_threaded
 def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
-    """Fit the surface to the runs of all scales; none at all is allowed, and gives what is assumed beforehand.
+    """Fit the surface to the runs of all scales; without any runs the surface is the prior.
 
     Args:
-        rows: the box's coordinates and scales, and `loss` (nats per token; NaN or infinite if diverged); `source` where
+        rows: the box's coordinates and scales, and `loss` (nats per token; NaN or infinite if diverged); `source` if
             the box has sources.
-        box: what is searched. Runs outside its bounds are learnt from too.
+        box: the searched box. Runs outside its bounds are used too.
 
     Raises:
         ValueError: a column is missing or a value breaks its rule.
@@ -373,13 +372,13 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
 
 
 def _fitted(data: Observations, box: SearchBox, of_source: NDArray[np.bool_]) -> tuple[Process, tuple[str, ...]]:
-    """The process of the family and of the sources that make its own runs likelier, and the names of the others.
+    """Fit the process to the family and to the sources that make its runs likelier; return the names of the other sources.
 
-    By Bayes' factor at the fitted hyperparameters, one source after another: log p(own, source) − log p(own) − log p(source).
+    Sources are tested in turn by Bayes' factor at the fitted hyperparameters: log p(own, source) − log p(own) − log p(source).
 
     Args:
-        box: The sources' names.
-        of_source: Whether each observation is of each source, [n, sources].
+        box: Box with the sources' names.
+        of_source: Whether each observation comes from each source, [n, sources].
     """
     own = np.asarray(~of_source.any(axis=1))
     if not box.sources or own.sum() < MIN_OWN:

@@ -1,4 +1,4 @@
-"""Bounds of a search: ranges of numbers, choices of categories, which columns are scales; and the parts that no run has tried."""
+"""Bounds of a search: ranges of numbers, choices of categories, columns of scales; and the parts that no run has tried."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -14,14 +14,14 @@ from scaling.checks import numbers, require_columns
 from scaling.search.basin import DRIFT_SPREAD, Layout
 
 SOURCE, APART = "source", 4.0
-"""Column of a run's source, and the octaves of scale by which a source counts as far away: over so many what is own to a cell
-loses most of its correlation (`basin.REACH`). Set so, and tried on Step Law's grid (tests/benchmarks/search_families.py)."""
+"""Column of a run's source, and the octaves of scale by which a source counts as far away: over this distance the cells' own parts of
+the surface lose most of their correlation (`basin.REACH`). Tried on Step Law's grid (tests/benchmarks/search_families.py)."""
 OFFSET_SPREAD = 0.1
-"""Standard deviation of a source's offset of the optimum, in box widths: twice what is expected of a doubling of scale (assumed)."""
+"""Standard deviation of a source's offset of the optimum, in box widths: twice that of the drift per doubling of scale (assumed)."""
 
 GAP = 1 / 3
-"""Part of a range between its outermost run and its bound from which that end counts as untried; the half at the bound is then
-explored (both assumed)."""
+"""Share of a range between its outermost run and its bound above which this end counts as untried; the half next to the bound is
+then explored (both assumed)."""
 
 Point = dict[str, Any]
 """A value for each coordinate."""
@@ -31,20 +31,20 @@ Region = tuple[int, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBox:
-    """Coordinates of a search, each on the scale on which its effect is even: log2 of a rate or of a batch, a fraction.
+    """Coordinates of a search, each in a unit of even effect: log2 of a rate or of a batch, a fraction.
 
     Attributes:
         bounds: lowest and highest value of each numeric coordinate.
         choices: the values of each category.
         scales: columns of a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
-        sources: names of other families whose runs are learnt from, in a column `source` ("" or no column: the family that is
-            searched). At the same scale the optimum of each lies off the family's by an offset that is estimated.
-        drift: how far a numeric coordinate's optimum is expected to move per doubling of a scale, before any run: mean and
-            standard deviation in the coordinate's own unit. Where nothing is stated, none ± `DRIFT_SPREAD` box widths.
+        sources: names of other families whose runs are used, in a column `source` ("" or no column: the searched
+            family). At the same scale each source's optimum lies off the family's by an offset that is estimated.
+        drift: prior of the move of a numeric coordinate's optimum per doubling of a scale: mean and standard deviation in the
+            coordinate's unit. By default 0 ± `DRIFT_SPREAD` box widths.
 
     Raises:
-        ValueError: there is no coordinate, a name occurs twice, bounds don't rise, a category has no two choices, or a drift
-            is of no such coordinate or scale, or not a finite mean with a deviation above 0.
+        ValueError: there is no coordinate, a name occurs twice, bounds don't rise, a category has fewer than two choices, or a drift
+            names an unknown coordinate or scale, or is not a finite mean with a deviation above 0.
     """
 
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -95,14 +95,14 @@ class SearchBox:
         return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=n_scales, drifts=drifts)
 
     def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
-        """Expected mean and deviation of one drift, in box widths."""
+        """Prior mean and standard deviation of one drift, in box widths."""
         if scale not in (stated := self.drift.get(name, {})):
             return 0.0, DRIFT_SPREAD
         mean, spread = stated[scale]
         return mean / width, spread / width
 
     def encode(self, points: pd.DataFrame) -> Array:
-        """Unit cube for numbers (points outside the box lie outside of it), 0 or √½ for categories, [n, q].
+        """Encode points, [n, q]: numbers in the unit cube (outside for points outside the box), categories as 0 or √½.
 
         Raises:
             ValueError: a column is missing, a number is not finite, or a category has another value.
@@ -120,7 +120,7 @@ class SearchBox:
         return np.column_stack(columns)
 
     def decode(self, u: Array) -> pd.DataFrame:
-        """The inverse of `encode`; the largest of a category's columns gives its value."""
+        """Invert `encode`; the largest of a category's columns gives its value."""
         columns: dict[str, Any] = {
             name: low + u[:, i] * (high - low) for i, (name, (low, high)) in enumerate(self.bounds.items())
         }
@@ -143,7 +143,7 @@ class SearchBox:
         """log2 of the scales, and `APART` for the rows of each source, [n, k].
 
         Raises:
-            ValueError: a column is missing, a scale is not above 0, or a source is none of the box's.
+            ValueError: a column is missing, a scale is not above 0, or a source is unknown to the box.
         """
         require_columns(rows, self.scales)
         given = rows[SOURCE] if SOURCE in rows else pd.Series("", index=rows.index)
@@ -157,7 +157,7 @@ class SearchBox:
 
 
 def untried(box: SearchBox, u: Array) -> list[Region]:
-    """Regions of the box without a run, of encoded runs [n, q]. A range in which no run lies has no ends yet."""
+    """Regions of the box without any of the encoded runs [n, q]. A range without any run has no untried ends yet."""
     regions: list[Region] = []
     for column, values in enumerate(u.T):
         if column >= len(box.bounds):
@@ -176,7 +176,7 @@ def is_within(regions: list[Region], u: Array) -> NDArray[np.bool_]:
 
 
 def moved_into(regions: list[Region], point: Array, box: SearchBox) -> Array:
-    """The nearest point to an encoded one [q] in each region, [n, q]."""
+    """Nearest point to an encoded point [q] in each region, [n, q]."""
     moved = np.tile(point, (len(regions), 1))
     groups = np.array(box.layout.groups)
     for row, (column, low, high) in zip(moved, regions, strict=True):
