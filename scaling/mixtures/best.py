@@ -1,4 +1,4 @@
-"""The best mixture within bounds, and how surely it is known."""
+"""The best mixture within bounds, and its uncertainty."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from scaling.threads import single_threaded
 
 DRAWS = 400
 CANDIDATES = 400
-"""Functions drawn from the posterior, and mixtures among which each one's best is found."""
-_FAR = 3.0  # standard deviations above the best, beyond which a mixture is seldom the best of a function drawn
+"""Number of functions drawn from the posterior, and of mixtures among which each function's best is found."""
+_FAR = 3.0  # standard deviations above the best, beyond which a mixture is seldom a drawn function's best
 _TRIED, _EXCHANGES = 3000, 6
-_WIDEST = 300.0  # its exponential is finite yet
+_WIDEST = 300.0  # most half width of a log interval: its exponential is still finite
 _SHOWN = 0.0005  # least weight that is not printed as 0
 
 
@@ -35,14 +35,15 @@ class BestMixture(JsonResult):
 
     Attributes:
         objective: coefficient of each target that has one.
-        scale: n_params and n_tokens for which it holds, where the law has them.
-        level: of the intervals.
-        table: by domain: weight; low and high, of the best mixtures of functions drawn from the posterior; least and most, the limits;
-            tried, the largest weight in the runs.
+        scale: n_params and n_tokens of the prediction, if the law has them.
+        level: probability of the intervals.
+        table: by domain: weight; low and high, over the best mixtures of functions drawn from the posterior; least and most, the
+            limits; tried, the largest weight in the runs.
         losses: by target with a coefficient: the loss of a run of the mixture, low, high.
-        value: the objective of the mixture; low, high: of a run of it.
-        best_run: row number of the run whose mixture, moved into the limits, the law expects the least objective of.
-        best_run_value: that objective.
+        value: expected objective of the mixture.
+        low, high: interval of the objective of one run of the mixture.
+        best_run: row number of the run whose mixture, moved into the limits, has the least expected objective.
+        best_run_value: expected objective of that mixture.
         unsupported: reasons why intervals at this scale were not validated; empty if they were.
         p_better: probability that the mixture's objective is below that of the best run's mixture, by the draws.
     """
@@ -67,7 +68,7 @@ class BestMixture(JsonResult):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Weights beyond those of the runs, where the law is not supported by any."""
+        """Sentences about weights above all weights of the runs, where no run supports the law."""
         beyond = self.table[self.table["weight"] > self.table["tried"] + 1e-6].to_dict("records")
         return tuple(f"{row['domain']} at {row['weight']:.3f} is beyond the runs' {row['tried']:.3f}" for row in beyond)
 
@@ -77,12 +78,12 @@ class BestMixture(JsonResult):
         return "not supported" if self.unsupported else "look" if self.caveats else "ok"
 
     def plot(self) -> Figure:
-        """Weight of each domain with its interval, beside its limits."""
+        """Draw the weight of each domain with its interval and its limits."""
         return draw_best(self.table, self.level)
 
     @property
     def about(self) -> str:
-        """The objective, and how it compares with the best run."""
+        """Lines about the objective and its comparison with the best run."""
         about = {
             "objective": f"{self.value:.4f}, of a run {self.low:.4f} to {self.high:.4f}",
             "best run": f"row {self.best_run}, expected {self.best_run_value:.4f} within the limits",
@@ -93,7 +94,7 @@ class BestMixture(JsonResult):
         return lines(about)
 
     def __str__(self) -> str:
-        """The mixture, its losses, and how they compare with the best run."""
+        """The mixture, its losses, and the lines of `about`."""
         rows = self.table[(self.table["weight"] >= _SHOWN) | (self.table["high"] >= _SHOWN)]
         rows = rows.sort_values("weight", ascending=False, kind="stable")
         interval = f"{self.level:.0%} interval"
@@ -116,10 +117,10 @@ class BestMixture(JsonResult):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Search:
-    """An objective within limits, and its least point.
+    """An objective within limits, and its minimum.
 
     Attributes:
-        objective: what is minimised.
+        objective: the objective to be minimised.
         low, high: limits of each weight, [m].
         runs: mixtures of the law's runs moved into the limits, [n, m].
         point: the mixture of least objective, [m].
@@ -133,12 +134,12 @@ class Search:
 
     @classmethod
     def of(cls, fit: MixtureLaw, wanted: Wanted, given: Limits) -> Search:
-        """The search that `best_mixture` describes."""
+        """Minimise the objective within the limits, as `best_mixture` describes."""
         coefficients = fit.coefficients(wanted)
         low, high = weight_limits(fit.domains, given)
         n_tokens = given.get("n_tokens")
         if given.get("available_tokens") and "n_tokens" not in fit.varying:
-            n_tokens = None  # for the caps alone
+            n_tokens = None  # used for the caps only
         objective = Objective.of(fit, coefficients, fit.scale(given.get("n_params"), n_tokens))
         runs = nearest(fit.weights, low, high)
         corners = nearest(np.eye(len(low)), low, high)
@@ -146,7 +147,7 @@ class Search:
         return cls(objective=objective, low=low, high=high, runs=runs, point=point)
 
     def candidates(self, generator: np.random.Generator, n: int = CANDIDATES) -> Array:
-        """The least point, then mixtures within the limits that may be better, [p, m]: several exchanges away, or of the runs."""
+        """Return `point`, then mixtures within the limits that may be better, [p, m]: a few exchanges away, or from the runs."""
         others = np.tile(self.point, (_TRIED, 1))
         exchanged = 1 + generator.integers(_EXCHANGES, size=_TRIED)
         for i in range(_EXCHANGES):
@@ -168,12 +169,12 @@ class Search:
 def best_mixture(
     fit: MixtureLaw, objective: Wanted, *, level: float, seed: int, **limits: Unpack[Limits]
 ) -> BestMixture:
-    """The mixture within the limits whose objective the law expects to be least.
+    """Find the mixture within the limits with the least expected objective.
 
-    Its weights' intervals are those of the best mixtures of functions drawn from the posterior, among `CANDIDATES`.
+    The intervals of its weights are over the best mixtures, among `CANDIDATES`, of functions drawn from the posterior.
 
     Raises:
-        ValueError: an unknown name, or a value that breaks its rule.
+        ValueError: a name is unknown, or a value breaks its rule.
         ScalingError: no mixture is within the limits.
     """
     search = Search.of(fit, objective, limits)
@@ -187,7 +188,7 @@ def best_mixture(
     ends = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0)
     value = float(wanted.mean(point[None])[0])
     half = wanted.widening(level) * float(wanted.deviation(point[None])[0]) / value
-    half = min(half, _WIDEST)  # of the logarithm
+    half = min(half, _WIDEST)  # half width in the logarithm
     table = pd.DataFrame(
         {
             "domain": fit.domains,

@@ -11,7 +11,7 @@ _ROW, _AROUND = 24, 160
 
 
 def draw_effects(effects: pd.DataFrame) -> Figure:
-    """Map of the relative change of each loss (rows) by each domain's data (columns)."""
+    """Draw a map of the relative change of each loss (rows) by each domain's data (columns)."""
     largest = 100 * float(np.abs(effects.to_numpy()).max())
     figure = blank()
     figure.add_heatmap(
@@ -37,11 +37,11 @@ def draw_effects(effects: pd.DataFrame) -> Figure:
 
 
 def draw_best(table: pd.DataFrame, level: float) -> Figure:
-    """Weight of each domain with its interval, largest first, and its limits where it has some.
+    """Draw the weight of each domain with its interval, largest first, and its limits if it has any.
 
     Args:
         table: domain, weight, low, high, least, most.
-        level: of the intervals.
+        level: probability of the intervals.
     """
     rows = table.sort_values("weight", kind="stable")
     figure = blank()

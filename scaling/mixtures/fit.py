@@ -1,4 +1,4 @@
-"""The law of each domain's loss over mixture weights, and over size and length where the runs differ in them."""
+"""The law of each domain's loss over mixture weights, and over size and length if the runs differ in them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from scaling.presentation import lines, span
 from scaling.threads import single_threaded
 
 RUNS_PER_DOMAIN = 2.0
-"""Runs for each domain below which the law is doubtful (assumed)."""
+"""Fewest runs per domain; with fewer the law is doubtful (assumed)."""
 LEAST_ORDER = 0.5
-"""Rank correlation of left-out runs below which a target is doubtful (assumed)."""
+"""Least rank correlation of left-out runs; below, a target is doubtful (assumed)."""
 STEP = 0.1
-"""Share of the mean mixture that gives way to one domain in the table of effects."""
+"""Share of the mean mixture that is replaced by one domain in the table of effects."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class MixtureFit(MixtureLaw):
 
     @cached_property
     def quality(self) -> pd.DataFrame:
-        """By target, of runs left out one at a time: error (root mean square, as a share of the loss) and order (Spearman)."""
+        """Table by target, from runs left out one at a time: error (root mean square, share of the loss) and order (Spearman)."""
         rows = {}
         for name, own in self.left_out.groupby("domain", sort=False):
             error = float(np.sqrt((np.log(own["predicted"] / own["loss"]) ** 2).mean()))
@@ -48,7 +48,7 @@ class MixtureFit(MixtureLaw):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons for which the law is doubtful."""
+        """Reasons why the law is doubtful."""
         n, m = self.weights.shape
         few = [f"{n} runs for {m} domains: fewer than {RUNS_PER_DOMAIN:g} for each"] if n < RUNS_PER_DOMAIN * m else []
         poor = self.quality.index[~(self.quality["order"] >= LEAST_ORDER)]
@@ -61,7 +61,7 @@ class MixtureFit(MixtureLaw):
 
     @cached_property
     def effects(self) -> pd.DataFrame:
-        """Relative change of each target's loss (index) where .1 of the runs' mean mixture gives way to one domain (columns)."""
+        """Relative change of each target's loss (index) if one domain (columns) replaces .1 of the runs' mean mixture."""
         mean = self.weights.mean(axis=0)
         mixtures = np.concatenate([mean[None], (1 - STEP) * mean + STEP * np.eye(len(mean))])
         values = self.means(mixtures, self.scale())
@@ -70,12 +70,12 @@ class MixtureFit(MixtureLaw):
     def best(
         self, objective: Objective = None, *, level: float = 0.9, seed: int = 0, **limits: Unpack[Limits]
     ) -> BestMixture:
-        """The mixture of least objective within limits (`scaling.mixtures.best.best_mixture`, also for what is raised).
+        """Find the mixture of least objective within limits (`scaling.mixtures.best.best_mixture`, also for the errors raised).
 
         Args:
-            objective: one target, weights of several, or None: the mean of all targets' losses.
-            level: of the intervals.
-            seed: of the draws.
+            objective: one target, weights of several, or None for the mean of all targets' losses.
+            level: probability of the intervals.
+            seed: seed of the draws.
             limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.simplex.Limits`).
         """
         return best_mixture(self, objective, level=level, seed=seed, **limits)
@@ -83,23 +83,23 @@ class MixtureFit(MixtureLaw):
     def next_mixtures(
         self, n: int = 4, objective: Objective = None, *, seed: int = 0, **limits: Unpack[Limits]
     ) -> NextMixtures:
-        """The n mixtures to train next (`scaling.mixtures.following.following_mixtures`, also for what is raised).
+        """Choose the n mixtures to train next (`scaling.mixtures.following.following_mixtures`, also for the errors raised).
 
         Args:
-            n: how many runs.
-            objective: of the mixture that is looked for.
-            seed: of the outcomes.
-            limits: of that mixture, as of `best`.
+            n: number of runs.
+            objective: objective of the best mixture, as for `best`.
+            seed: seed of the simulated outcomes.
+            limits: limits of the best mixture, as for `best`.
         """
         return following_mixtures(self, n, objective, seed=seed, **limits)
 
     def plot(self) -> Figure:
-        """The table of effects as a map: which domain's data lowers which loss."""
+        """Draw the table of effects as a map: which domain's data lowers which loss."""
         return draw_effects(self.effects)
 
     @property
     def about(self) -> str:
-        """Basis of the law."""
+        """Lines about the runs, scales and status of the law."""
         scale = {name: span(self.scales[name].min(), self.scales[name].max()) for name in self.varying}
         about = {
             "runs": f"{len(self.weights)} over {len(self.domains)} domains",
@@ -112,7 +112,7 @@ class MixtureFit(MixtureLaw):
         return lines(about)
 
     def __str__(self) -> str:
-        """A line for each target, and what the law rests on."""
+        """A line for each target, and the lines of `about`."""
         effects = self.effects
         shown = pd.DataFrame(
             {
@@ -132,18 +132,18 @@ class MixtureFit(MixtureLaw):
 def fit_mixture(
     runs: Table, *, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS, columns: Mapping[str, str] = NO_COLUMNS
 ) -> MixtureFit:
-    """Fit each domain's loss over mixture weights, and over N and D where the runs differ in them.
+    """Fit each domain's loss over mixture weights, and over N and D if the runs differ in them.
 
     Args:
         runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per finished run:
             `weight_DOMAIN` for every domain (summing to 1 within .01), `loss_DOMAIN` for every held-out set (finite, above 0, in one
-            unit; a run that lacks one is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. Other
-            columns are left alone.
-        weight_prefix, loss_prefix: beginnings of the names, where the table has others.
-        columns: names of the table's columns, by ours; a `loss` is the one target, and of rows that share a `run` the last counts.
+            unit; a run that lacks a loss is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. Other
+            columns are ignored.
+        weight_prefix, loss_prefix: prefixes of the columns' names, if the table has other prefixes.
+        columns: names of the table's columns, by ours; `loss` names the only target, and the last row of each `run` counts.
 
     Raises:
-        ValueError: a column is missing, or a value breaks its rule; the file, column, row and value are named.
+        ValueError: a column is missing, or a value breaks its rule; the message names file, column, row and value.
     """
     table = read_mixtures(runs, weight_prefix, loss_prefix, columns)
     at = inputs(table.weights, table.scales, table.weights, table.scales)
@@ -163,7 +163,7 @@ def fit_mixture(
 
 
 def _order(predicted: pd.Series[float], loss: pd.Series[float]) -> float:
-    """Rank correlation; NaN where the predictions are all the same."""
+    """Rank correlation; NaN if all predictions or all losses are equal."""
     return float(predicted.corr(loss, method="spearman")) if min(np.ptp(predicted), np.ptp(loss)) > 0 else np.nan
 
 

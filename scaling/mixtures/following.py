@@ -1,4 +1,4 @@
-"""The mixtures to train next: those after which the best mixture is expected to be better, for each FLOP."""
+"""The mixtures to train next: the runs that improve the best mixture most, in expectation and per FLOP."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from scaling.threads import single_threaded
 
 CANDIDATES = 200
 OUTCOMES = 128
-"""Mixtures that are weighed, and outcomes of each run over which the best mixture is averaged."""
+"""Number of candidate mixtures, and of outcomes of each run over which the best mixture is averaged."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextMixtures(JsonResult):
-    """Runs to make, the most useful first; each is chosen as if those before it had ended as expected.
+    """Next runs, the most useful first; each is chosen as if earlier ones had finished with their expected losses.
 
     Attributes:
         objective: coefficient of each target that has one.
-        scale: n_params and n_tokens at which the objective is meant, where the law has them.
-        value: objective of the best mixture today.
-        spread: its standard deviation, of the law alone.
+        scale: n_params and n_tokens of the objective, if the law has them.
+        value: objective of the present best mixture.
+        spread: standard deviation of this objective by the law, without a run's noise.
         runs: in order: a weight for each domain; n_params, n_tokens and flops as far as the runs have them; gain, the expected fall of
-            the best mixture's objective by this run; spread, after it.
+            the best mixture's objective by this run; spread after the run.
     """
 
     objective: dict[str, float]
@@ -44,7 +44,7 @@ class NextMixtures(JsonResult):
 
     @property
     def about(self) -> str:
-        """The best objective today, and what a gain is."""
+        """Lines about the present best objective and the meaning of a gain."""
         about = {"best today": f"{self.value:.4f}, uncertain by {self.spread:.2g}"}
         about["gain"] = "expected fall of the best mixture's objective by the run" + (
             "; chosen by gain for each FLOP" if "flops" in self.runs else ""
@@ -52,7 +52,7 @@ class NextMixtures(JsonResult):
         return lines(about)
 
     def __str__(self) -> str:
-        """Each run's largest weights, and what it is worth."""
+        """Table of the runs with their largest weights and gains, and the lines of `about`."""
         weights = self.runs[[name for name in self.runs if name.startswith("weight_")]]
         shown = self.runs.drop(columns=list(weights)).copy()
         for name in shown:
@@ -66,14 +66,14 @@ class NextMixtures(JsonResult):
 def following_mixtures(
     fit: MixtureLaw, n: int, objective: Wanted, *, seed: int, **limits: Unpack[Limits]
 ) -> NextMixtures:
-    """The n runs after which the best mixture is expected to be better, by the knowledge gradient for correlated beliefs.
+    """Choose the n runs that should improve the best mixture most, by the knowledge gradient for correlated beliefs.
 
-    A run of mixture q and size moves the objective's mean at every mixture p. Its gain is min E[f(p)] − E[min E[f(p) | run]]
-    (Frazier, Powell & Dayanik 2009), over outcomes of its losses; where the runs differ in compute it is divided by the run's
+    A run of a mixture and size moves the objective's mean at every mixture p. Its gain is min E[f(p)] − E[min E[f(p) | run]]
+    (Frazier, Powell & Dayanik 2009), over outcomes of its losses; if the runs differ in compute, the gain is divided by the run's
     6·N·D. Sizes and lengths are those of the law's runs.
 
     Raises:
-        ValueError, ScalingError: as `best_mixture`, or n is below 1.
+        ValueError, ScalingError: for the reasons of `best_mixture`, or n is below 1.
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
@@ -117,7 +117,7 @@ def _has_compute(fit: MixtureLaw) -> bool:
 
 
 def _flops(fit: MixtureLaw, sizes: pd.DataFrame, size: Array) -> Array:
-    """Compute of each possible run; 1 where the table does not tell it."""
+    """Compute of each possible run; 1 if the table lacks N or D."""
     if not _has_compute(fit):
         return np.ones(len(size))
     columns = [sizes[name] if name in sizes else fit.scales[name].iloc[0] for name in ("n_params", "n_tokens")]

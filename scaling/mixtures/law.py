@@ -1,4 +1,4 @@
-"""Loss of each target over mixture weights and scale: predictions with intervals, judged by runs left out."""
+"""Loss of each target over mixture weights and scale: predictions with intervals, calibrated on runs left out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
 
 Objective = str | Mapping[str, float] | None
-"""What is minimised: one target, a weighted sum of several, or (None) the mean of all."""
+"""Quantity to minimise: one target, a weighted sum of several, or (None) the mean of all."""
 SAME_SCALE = 1.01
-"""Factor within which two sizes are one, for rounding."""
-_LEAST_SPREAD = 1e-3  # of w^.4, where a domain's weight hardly differs between runs
+"""Factor within which two sizes count as equal, because of rounding."""
+_LEAST_SPREAD = 1e-3  # added to the spread of w^.4, which may be near 0 for a domain
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,14 +29,14 @@ class MixtureLaw(JsonResult):
     """Law of each target's loss over the mixture.
 
     Attributes:
-        domains: of the weights, m names in alphabetical order.
-        targets: of the losses, k names in alphabetical order.
-        weights: of the runs, [n, m].
-        losses: [n, k], in the table's unit.
+        domains: names of the weights, m in alphabetical order.
+        targets: names of the losses, k in alphabetical order.
+        weights: mixtures of the runs, [n, m].
+        losses: losses of the runs, [n, k], in the table's unit.
         scales: n_params and n_tokens of the runs, as far as given.
         numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.process`).
-        expected, deviations: of g given the other runs, [judged, k], in the rows of `judged_rows`.
-        notes: rows of the table that were left out, and columns that were read under another name.
+        expected, deviations: mean and standard deviation of g given the other runs, [judged, k], in the rows of `judged_rows`.
+        notes: notes on rows of the table that were left out, and on columns that were read under another name.
     """
 
     domains: tuple[str, ...]
@@ -51,18 +51,18 @@ class MixtureLaw(JsonResult):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Which of n_params and n_tokens differ between runs, and the law therefore has."""
+        """Names of n_params and n_tokens that differ between runs, and so are inputs of the law."""
         return varying(self.scales)
 
     @cached_property
     def processes(self) -> tuple[Process, ...]:
-        """One for each target."""
+        """Processes, one for each target."""
         at = self.inputs(self.weights, self.scales)
         return tuple(Process.of(at, loss, own) for loss, own in zip(self.losses.T, self.numbers, strict=True))
 
     @cached_property
     def left_out(self) -> pd.DataFrame:
-        """Each run beside its prediction from the others: row, domain, loss, predicted, z (in standard deviations of g)."""
+        """Each run's loss and its prediction from the other runs: row, domain, loss, predicted, z (in standard deviations of g)."""
         rows, tables = judged_rows(len(self.losses)), []
         for i, (name, process) in enumerate(zip(self.targets, self.processes, strict=True)):
             z = (process.response[rows] - self.expected[:, i]) / self.deviations[:, i]
@@ -72,10 +72,10 @@ class MixtureLaw(JsonResult):
         return pd.concat(tables, ignore_index=True)
 
     def scale(self, n_params: float | None = None, n_tokens: float | None = None) -> dict[str, float]:
-        """Size and length of a prediction, as far as the law has them: those given, or the runs' largest.
+        """Size and length of a prediction, as far as the law has them: the given values, or by default the runs' largest.
 
         Raises:
-            ValueError: one is not positive, or given though the runs do not differ in it.
+            ValueError: a value is not positive, or is given although the runs do not differ in it.
         """
         for name, value in {"n_params": n_params, "n_tokens": n_tokens}.items():
             if value is None:
@@ -89,7 +89,7 @@ class MixtureLaw(JsonResult):
         return {name: given[name] or float(self.scales[name].max()) for name in self.varying}
 
     def unsupported(self, scale: Mapping[str, float]) -> tuple[str, ...]:
-        """Reasons why intervals at a size and length were not validated: beyond the runs', or too few runs so large."""
+        """Reasons why intervals at a size and length were not validated: outside the runs' range, or with too few runs so large."""
         found = []
         for name in self.varying:
             runs, value = self.scales[name].to_numpy(), scale[name]
@@ -105,7 +105,7 @@ class MixtureLaw(JsonResult):
         return tuple(found)
 
     def inputs(self, weights: Array, scales: pd.DataFrame | Mapping[str, float]) -> Inputs:
-        """Mixtures [p, m] at one scale or at one for each, as the processes take them."""
+        """Convert mixtures [p, m], at one scale or one scale each, to inputs of the processes."""
         return inputs(weights, scales, self.weights, self.scales)
 
     def means(self, weights: Array, scale: Mapping[str, float]) -> Array:
@@ -124,16 +124,17 @@ class MixtureLaw(JsonResult):
     ) -> pd.DataFrame:
         """Loss of one run of each mixture on each target: mixture (number), domain, loss, low, high, unsupported (reasons, or empty).
 
-        The interval's width is that which holds for `level` of the runs left out one at a time, over their standard deviations.
+        The interval's width in standard deviations is the one that holds `level` of the runs left out one at a time.
 
         Args:
-            weights: by domain (those left out are 0), a DataFrame, or an array in the order of `domains`. A DataFrame may have
-                n_params and n_tokens of each run.
-            n_params, n_tokens: of all runs; by default the largest of the law's. Only where the runs differ in them.
-            level: of the interval.
+            weights: weights by domain (0 for missing domains), a DataFrame, or an array in the order of `domains`. A DataFrame
+                may have n_params and n_tokens of each run.
+            n_params, n_tokens: size and length of all predicted runs, allowed only if the law's runs differ in them; by default
+                the largest of the law's runs.
+            level: probability of the interval.
 
         Raises:
-            ValueError: an unknown domain, weights that are negative or do not sum to 1, or a bad level or scale.
+            ValueError: a domain is unknown, weights are negative or do not sum to 1, or the level or scale is invalid.
         """
         mixtures = as_weights(weights, self.domains)
         scales = self._scales(weights if isinstance(weights, pd.DataFrame) else None, len(mixtures), n_params, n_tokens)
@@ -152,7 +153,7 @@ class MixtureLaw(JsonResult):
     def _scales(
         self, table: pd.DataFrame | None, n: int, n_params: float | None, n_tokens: float | None
     ) -> pd.DataFrame:
-        """Size and length of each of n mixtures: the table's own, those given, or the largest of the runs."""
+        """Size and length of each of n mixtures: from the table, from the arguments, or else the largest of the runs."""
         given = {"n_params": n_params, "n_tokens": n_tokens}
         own = {} if table is None else {name: numbers(table, name) for name in SCALES if name in table}
         if both := [name for name in own if given[name] is not None]:
@@ -163,7 +164,7 @@ class MixtureLaw(JsonResult):
         return pd.DataFrame(rows, index=range(n))
 
     def widening(self, target: str, level: float) -> float:
-        """Standard deviations within which `level` of the runs left out lie: the conformal quantile (Barber et al. 1905.02928)."""
+        """Standard deviations that hold `level` of the runs left out: the conformal quantile (Barber et al. 1905.02928)."""
         z = self.left_out.loc[self.left_out["domain"] == target, "z"].abs()
         return quantile_of(z.to_numpy(), level)
 
@@ -171,7 +172,7 @@ class MixtureLaw(JsonResult):
         """Weight of each target in the objective, [k].
 
         Raises:
-            ValueError: an unknown target, or a coefficient that is negative; or all are 0.
+            ValueError: a target is unknown, a coefficient is negative or not finite, or all are 0.
         """
         if objective is None:
             return np.full(len(self.targets), 1 / len(self.targets))
@@ -186,7 +187,7 @@ class MixtureLaw(JsonResult):
 def inputs(
     weights: Array, scales: pd.DataFrame | Mapping[str, float], of_runs: Array, run_scales: pd.DataFrame
 ) -> Inputs:
-    """Mixtures [p, m] at one scale or at one for each, in the units of the runs."""
+    """Convert mixtures [p, m], at one scale or one scale each, to the units of the runs."""
     columns = []
     for name in varying(run_scales):
         own = np.log(run_scales[name].to_numpy())
@@ -204,7 +205,7 @@ def varying(scales: pd.DataFrame) -> tuple[str, ...]:
 
 
 def quantile_of(z: Array, level: float) -> float:
-    """The (n + 1)·level-th of n absolute values, or the largest.
+    """Return the (n + 1)·level-th of n absolute values, or the largest.
 
     Raises:
         ValueError: `level` does not lie between 0 and 1.

@@ -1,4 +1,4 @@
-"""A weighted sum of losses over mixtures: its mean, its uncertainty, and how runs not yet made would change it."""
+"""A weighted sum of losses over mixtures: its mean, its uncertainty, and the effect of future runs on it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from scaling.arrays import Array
 from scaling.mixtures.law import MixtureLaw, quantile_of
 from scaling.mixtures.process import Inputs, Process
 
-_JITTER = 1e-6  # of the correlation, so that it has a root
+_JITTER = 1e-6  # added to the correlation's diagonal, so that it has a Cholesky root
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Objective:
-    """Σ coefficient · loss at one scale, of the targets that have a coefficient.
+    """Σ coefficient · loss at one scale, over the k' targets with a coefficient above 0.
 
     Attributes:
         fit: the law.
-        coefficients: of all targets, [k].
-        scale: size and length at which it is meant.
-        processes: of the targets with a coefficient; with further runs than the law's, once some are chosen.
+        coefficients: coefficients of all targets, [k].
+        scale: size and length of the objective.
+        processes: processes of the targets with a coefficient; they include future runs once some are chosen.
     """
 
     fit: MixtureLaw
@@ -34,7 +34,7 @@ class Objective:
 
     @classmethod
     def of(cls, fit: MixtureLaw, coefficients: Array, scale: Mapping[str, float]) -> Objective:
-        """The objective by the law's own runs."""
+        """Objective by the law's runs."""
         chosen = tuple(p for p, c in zip(fit.processes, coefficients, strict=True) if c > 0)
         return cls(fit=fit, coefficients=coefficients, scale=scale, processes=chosen)
 
@@ -53,9 +53,9 @@ class Objective:
         return np.asarray(np.sum(parts, axis=0))
 
     def deviation(self, weights: Array, *, of_run: bool = True) -> Array:
-        """Standard deviation [p], first order in each g, of a run's objective or of the law's alone.
+        """Standard deviation [p], to first order in each g, of a run's objective (`of_run`) or of the law's mean.
 
-        Targets err together, with the correlation of their left-out runs.
+        Errors of targets are correlated like the errors of left-out runs.
         """
         at = self.at(weights)
         parts = []
@@ -67,7 +67,7 @@ class Objective:
 
     @cached_property
     def correlation(self) -> Array:
-        """Between the targets' errors in left-out runs, [k', k']."""
+        """Correlation of the targets' errors in left-out runs, [k', k']."""
         z = self._z
         scaled = z / np.sqrt((z**2).mean(axis=0))
         return np.asarray(scaled.T @ scaled / len(z))
@@ -79,8 +79,8 @@ class Objective:
         return np.asarray(wide[np.array(self.fit.targets)[self._chosen]])
 
     def widening(self, level: float) -> float:
-        """Standard deviations within which the objective of `level` of the left-out runs lies."""
-        # An error of g moves the loss by exp(g), the loss above its floor.
+        """Standard deviations that hold the objective of `level` of the left-out runs."""
+        # An error of g moves the loss by exp(g), the loss above the floor, times the error.
         sizes = self._shares * (np.exp(self.fit.expected) * self.fit.deviations)[:, self._chosen]
         spread = np.sqrt(np.einsum("ni,ij,nj->n", sizes, self.correlation, sizes))
         return quantile_of(np.abs((sizes * self._z).sum(axis=1)) / spread, level)
@@ -90,22 +90,22 @@ class Objective:
         return self.coefficients > 0
 
     def draws(self, weights: Array, n: int, generator: np.random.Generator) -> Array:
-        """The objective of mixtures [p, m] in functions drawn from the posterior, [n, p]; targets are correlated as their errors."""
+        """Objective of mixtures [p, m] in functions drawn from the posterior, [n, p]; targets are correlated like their errors."""
         at, total = self.at(weights), np.zeros((n, len(weights)))
         normal = self.normal((n, len(weights)), generator)
         for i, (c, p) in enumerate(zip(self._shares, self.processes, strict=True)):
-            values, axes = np.linalg.eigh(p.covariance(at, at))  # differences of large numbers: some come out below 0
+            values, axes = np.linalg.eigh(p.covariance(at, at))  # differences of large numbers: some are below 0
             shift = normal[..., i] @ (axes * np.sqrt(np.maximum(values, 0.0))).T
             total += c * p.loss(p.mean(at) + shift)
         return total
 
     def normal(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-        """Standard normal numbers of such a shape for each target, [..., k'], correlated as the targets' errors are."""
+        """Standard normal numbers of this shape for each target, [..., k'], correlated like the targets' errors."""
         roots = np.linalg.cholesky(self.correlation + _JITTER * np.eye(len(self.processes)))
         return generator.standard_normal((*shape, len(roots))) @ roots.T
 
     def moves(self, weights: Array, runs: Inputs) -> Array:
-        """Change of the objective's mean at mixtures [p, m] by one run, for each standard deviation of its loss: [runs, k', p]."""
+        """Change of the objective's mean at mixtures [p, m] by one run, per standard deviation of its loss, [runs, k', p]."""
         at = self.at(weights)
         out = []
         for c, p in zip(self._shares, self.processes, strict=True):
@@ -115,5 +115,5 @@ class Objective:
         return np.stack(out, axis=1)
 
     def and_run(self, run: Inputs) -> Objective:
-        """The objective once a run is made that ends where it expects."""
+        """Objective after a further run with the expected losses."""
         return replace(self, processes=tuple(process.and_at(run) for process in self.processes))

@@ -2,14 +2,14 @@
 
     g = log(L - E)        g = a + b·s + f(x, s) + noise        x_j = w_j^.4 / l_j        s = log N, log D
 
-f is a sum of a linear function of x and of a smooth one (squared exponential); each domain has a length l_j of its own. Linear in
-g, with x = w, would be the exponential law of 2403.16952; powers of the weights are those of 2507.09404; the smooth part takes up
-what neither form has. Over scale, level and mixture dependence are linear in log N and log D: the covariance is
+f is the sum of a linear and a smooth function of x (squared exponential); each domain j has a length l_j. A linear g with x = w
+would be the exponential law of 2403.16952; the powers of weights follow 2507.09404; the smooth part takes up the rest. Level and
+mixture dependence are linear in log N and log D: the covariance is
 
     (v·exp(-|x - x'|²/2) + u·(1 + x·x'))·(1 + Σ_q c_q s_q s'_q) + Σ_q b_q s_q s'_q + r·exp(Σ_q d_q s_q)·[same run]
 
-E is `FLOOR` of the least loss. Lengths and variances maximise the posterior density (Rasmussen & Williams 2006, sec. 5.4.1). On
-RegMix's 512 runs the density of a loss rises by 75 nats from the power .6 to .4, and a third predicts no better.
+E is the share `FLOOR` of the least loss. Lengths and variances maximise the posterior density (Rasmussen & Williams 2006, sec.
+5.4.1). On RegMix's 512 runs the density of a loss rises by 75 nats from the power .6 to .4; the power 1/3 predicts no better.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from scaling.arrays import Array, Integers
 
 POWER = 0.4
 FLOOR = 0.5
-"""Share of the least loss that no mixture removes (measured here: between 0 and .7 RegMix's losses are predicted alike)."""
+"""Share of the least loss that no mixture removes (measured here: predictions of RegMix's losses hardly differ between 0 and .7)."""
 LENGTH, LENGTH_SPREAD = 1.0, 0.8
-"""Prior of the log lengths, in standard deviations of x_j: common to the domains, and their spread about it (assumed)."""
+"""Prior of the log lengths (lengths in standard deviations of x_j): mean over the domains, and spread of the domains (assumed)."""
 MOST_ROWS = 256
-"""Rows that lengths and variances are fitted to: RegMix's 512 take 7 times as long for a mean order of .9931, not .9929."""
+"""Most rows that lengths and variances are fitted to: RegMix's 512 take 7 times as long for a mean order of .9931, not .9929."""
 JITTER = 1e-5
 _STEPS = 40
-_LARGEST = 300.0  # response; its loss is finite yet, far outside of the runs too
+_LARGEST = 300.0  # largest response g, so that the loss stays finite also far from the runs
 FOLDS = 3
-"""Parts of the runs whose left-out predictions use lengths and variances fitted to the others."""
+"""Number of parts of the runs; predictions of a part use lengths and variances fitted to the others."""
 _VARIANCES, _OF_SCALE = (0.0, -3.0, -3.0), (-2.0, 0.0, 0.0)
-"""Logarithms of the variances v, u and r, then of c and b, and d itself, at the start, in units of the responses' variance."""
+"""Start of the fit: logarithms of the variances v, u and r, then of c and b, and d itself, in units of the responses' variance."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Where runs lie: x without its lengths [n, m], and the standardised logarithms of what varies in scale [n, q]."""
+    """Inputs of runs: x without its lengths [n, m], and the standardised logarithms of the varying scales [n, q]."""
 
     x: Array
     s: Array
@@ -50,11 +50,11 @@ class Process:
     """The process of one loss, conditioned on its runs.
 
     Attributes:
-        at: the n runs.
+        at: inputs of the n runs.
         response: g = log(L - floor), [n].
         floor: E.
-        line: coefficients of the trend a + b·s that is taken off the responses, [1 + q].
-        spread: standard deviation of what is left, the unit of the variances.
+        line: coefficients of the trend a + b·s that is subtracted from the responses, [1 + q].
+        spread: standard deviation of the remainder, the unit of the variances.
         numbers: logarithms of m inverse lengths, v, u, r, q of c, q of b; then q of d.
     """
 
@@ -67,7 +67,7 @@ class Process:
 
     @classmethod
     def of(cls, at: Inputs, loss: Array, numbers: Array) -> Process:
-        """The process of losses [n] with known lengths and variances."""
+        """Process of losses [n] with known lengths and variances."""
         floor = FLOOR * float(loss.min())
         response = np.log(loss - floor)
         line = np.asarray(np.linalg.lstsq(_design(at.s), response)[0])
@@ -76,13 +76,13 @@ class Process:
 
     @classmethod
     def fitted(cls, at: Inputs, loss: Array) -> Process:
-        """The process whose lengths and variances suit the losses [n] best."""
+        """Fit lengths and variances to the losses [n]."""
         m, q = at.x.shape[1], at.s.shape[1]
         start = np.array([*[-LENGTH] * m, *_VARIANCES, *np.repeat(_OF_SCALE, q)])
         return cls.of(at, loss, start).refitted(fitted_rows(len(loss)))
 
     def refitted(self, rows: Integers) -> Process:
-        """The process with the lengths and variances that suit these rows best."""
+        """Return the process with lengths and variances fitted to these rows."""
         from scipy.optimize import minimize
 
         part, target = Inputs(x=self.at.x[rows], s=self.at.s[rows]), self._standard[rows]
@@ -111,7 +111,7 @@ class Process:
         return np.asarray(np.linalg.inv(kernel))
 
     def noise(self, at: Inputs) -> Array:
-        """Variance of a run's g about the law at each point; beyond the runs' scales that of the nearest."""
+        """Variance of a run's g about the law at each point; beyond the runs' scales the variance at the nearest scale."""
         return self.spread**2 * _noise(at, self.numbers)
 
     @cached_property
@@ -119,7 +119,7 @@ class Process:
         return np.asarray(self._inverse @ self._standard)
 
     def loss(self, g: Array) -> Array:
-        """The losses that responses stand for."""
+        """Convert responses g to losses."""
         return np.asarray(self.floor + np.exp(np.minimum(g, _LARGEST)))
 
     def mean(self, at: Inputs) -> Array:
@@ -144,9 +144,9 @@ class Process:
         return self.response - self.spread * self._solved * variance, self.spread * np.sqrt(variance)
 
     def cross_fitted(self) -> tuple[Array, Array]:
-        """Predictions as `left_out`, of the `judged_rows`, by lengths and variances that did not see the run.
+        """Return predictions like `left_out` for the `judged_rows`, by lengths and variances fitted without the run.
 
-        With the lengths fitted to them, 100 runs over 17 domains are predicted too well: 84 % lay within a 90 % interval.
+        If the lengths are fitted to all runs, predictions seem too good: of 100 runs over 17 domains 84 % lay within 90 % intervals.
         """
         n, judged = len(self.response), judged_rows(len(self.response))
         if len(judged) < n:
@@ -160,7 +160,7 @@ class Process:
         return found[0], found[1]
 
     def and_at(self, at: Inputs) -> Process:
-        """The process with further runs that end where it expects; trend and units stay those of the runs made."""
+        """Return the process with further runs at their expected losses; trend and units stay those of the finished runs."""
         both = Inputs(x=np.concatenate([self.at.x, at.x]), s=np.concatenate([self.at.s, at.s]))
         return replace(self, at=both, response=np.concatenate([self.response, self.mean(at)]))
 
@@ -175,7 +175,7 @@ def fitted_rows(n: int) -> Integers:
 
 
 def judged_rows(n: int) -> Integers:
-    """Rows whose predictions from the others judge the law: those not fitted, where they are enough, else all."""
+    """Rows whose predictions from the others judge the law: the rows outside `fitted_rows` if there are enough, else all."""
     return np.setdiff1d(np.arange(n), fitted_rows(n)) if n >= 2 * MOST_ROWS else np.arange(n)
 
 
@@ -230,7 +230,7 @@ def _negative_log_density(at: Inputs, target: Array, numbers: Array) -> tuple[fl
     common, rest = numbers[:m].mean() + LENGTH, numbers[m:]
     value = target @ solved / 2 + np.log(np.diag(root)).sum()
     value += about @ about / (2 * LENGTH_SPREAD**2) + common**2 / 2 + 0.005 * rest @ rest
-    d_kernel = (inverted - np.outer(solved, solved)) / 2  # derivative by each entry of the kernel
+    d_kernel = (inverted - np.outer(solved, solved)) / 2  # derivative by the kernel's entries
     d_mixture = d_kernel * trend
     d_smooth = v * d_mixture * smooth
     gradient = np.empty_like(numbers)

@@ -1,4 +1,4 @@
-"""Mixtures within bounds: what may be chosen, the nearest such mixture, and the search among them by exchanges of two domains."""
+"""Mixtures within bounds: the limits, the nearest mixture within them, and the search by exchanges between two domains."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ STEPS = tuple(0.2 * 0.5**i for i in range(9))
 EPOCHS = 4.0
 STARTS = 3
 COMBINED = 8
-"""Starts of the search, and the best exchanges that are tried together."""
+"""Number of starts of the search, and of the best exchanges that are tried together."""
 _BISECTIONS = 60
 
 
 class Limits(TypedDict, total=False):
-    """Run that a mixture is for, and what the mixture may be.
+    """The planned run of a mixture, and limits of the mixture.
 
     Attributes:
         bounds: least and largest weight of a domain.
-        available_tokens: tokens that there are of a domain; its weight is at most tokens · max_epochs / n_tokens.
-        n_tokens: of the run that is planned: for these caps, and for the law where its runs differ in it.
-        max_epochs: of any domain, by default 4, which cost little against fresh data (Muennighoff et al. 2305.16264).
-        n_params: of the run, where the law has it; by default, as n_tokens, the largest of the law's runs.
+        available_tokens: available tokens of a domain; its weight is at most tokens · max_epochs / n_tokens.
+        n_tokens: tokens of the planned run: for these caps, and for the law if its runs differ in n_tokens.
+        max_epochs: most epochs of any domain; by default 4, little worse than fresh data (Muennighoff et al. 2305.16264).
+        n_params: size of the planned run, if the law has it; by default, as for n_tokens, the largest of the law's runs.
     """
 
     bounds: Mapping[str, tuple[float, float]] | None
@@ -43,7 +43,7 @@ def weight_limits(domains: tuple[str, ...], given: Limits) -> tuple[Array, Array
     """Least and largest weight of each domain, [m] each.
 
     Raises:
-        ValueError: an unknown domain, bounds that are not 0 <= low <= high <= 1, or tokens without `n_tokens`.
+        ValueError: a domain is unknown, bounds are not 0 <= low <= high <= 1, or tokens are given without `n_tokens`.
         ScalingError: no mixture is within the limits.
     """
     bounds, available_tokens = given.get("bounds"), given.get("available_tokens")
@@ -72,7 +72,7 @@ def weight_limits(domains: tuple[str, ...], given: Limits) -> tuple[Array, Array
 
 
 def nearest(weights: Array, low: Array, high: Array) -> Array:
-    """The nearest mixtures within the limits, [p, m]: clip(w + t) with the t at which they sum to 1."""
+    """Nearest mixtures within the limits, [p, m]: clip(w + t) with the t at which they sum to 1."""
     below, above = np.full((len(weights), 1), -2.0), np.full((len(weights), 1), 2.0)
     for _ in range(_BISECTIONS):
         middle = (below + above) / 2
@@ -82,7 +82,7 @@ def nearest(weights: Array, low: Array, high: Array) -> Array:
 
 
 def exchanges(weights: Array, step: float, low: Array, high: Array) -> Array:
-    """The mixtures [.., m] in which a share of at most `step` moved from one domain to another, as far as the limits let it."""
+    """Mixtures [.., m] after moving a share of at most `step` from one domain to another, as far as the limits allow."""
     m = len(weights)
     given, taken = (index.ravel() for index in np.meshgrid(np.arange(m), np.arange(m), indexing="ij"))
     moved = np.minimum(step, np.minimum((weights - low)[given], (high - weights)[taken]))
@@ -95,9 +95,9 @@ def exchanges(weights: Array, step: float, low: Array, high: Array) -> Array:
 
 
 def minimise(score: Callable[[Array], Array], starts: Array, low: Array, high: Array) -> Array:
-    """The mixture [m] of least score within the limits: exchanges of falling size, from the best few of the starts.
+    """Find the mixture [m] of least score within the limits by exchanges of falling size, from the best few starts.
 
-    It draws nothing, so that the order of the domains does not matter.
+    Nothing is random, so the order of the domains does not matter.
     """
     within = np.unique(nearest(starts, low, high).round(9), axis=0)
     values = score(within)
@@ -118,5 +118,5 @@ def minimise(score: Callable[[Array], Array], starts: Array, low: Array, high: A
 
 
 def _combined(point: Array, moved: Array, low: Array, high: Array) -> Array:
-    """The first exchange, the first two, … together, within the limits, [.., m]."""
+    """Combine the first exchange, the first two, …, within the limits, [.., m]."""
     return nearest(point + np.cumsum(moved - point, axis=0), low, high)

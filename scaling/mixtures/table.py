@@ -19,19 +19,19 @@ from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
 from scaling.fits.unfinished import finished
 
 WEIGHT, LOSS = "weight_", "loss_"
-"""Beginnings of the columns' names."""
+"""Prefixes of the columns' names."""
 SCALES = ("n_params", "n_tokens")
 TOLERANCE = 0.01
-"""Distance from 1 within which a mixture's weights must sum: 17 weights rounded to .001 are up to .0085 off."""
+"""Most distance of a mixture's sum of weights from 1: 17 weights rounded to .001 are up to .0085 off."""
 SPAN = 1e3
-"""Largest loss of a target over its smallest: no mixture does more (assumed; RegMix's losses lie within 3.6)."""
+"""Most ratio of a target's largest to smallest loss: no mixture has a larger effect (assumed; RegMix's losses lie within 3.6)."""
 SPLIT = 0.75
-"""Share of the variance left by the mixture, above which a further column splits the losses (assumed)."""
+"""Share of the variance left by the mixture; a further column that explains more splits the losses (assumed)."""
 LEAST_RUNS = 5
-"""Fewest runs that tell noise from the mixture's effect (assumed)."""
+"""Fewest runs that distinguish noise from the mixture's effect (assumed)."""
 
 Weights: TypeAlias = "Mapping[str, float] | pd.DataFrame | Array"
-"""Mixtures: one by domain, a table with a column for each domain, or an array [mixtures, domains] in the law's order."""
+"""Mixtures: weights of one by domain, a table with a column for each domain, or an array [mixtures, domains] in the law's order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,12 +39,12 @@ class Mixtures:
     """Checked runs; domains and targets in alphabetical order, so that the order of the columns changes nothing.
 
     Attributes:
-        domains: of the weights, m names.
-        targets: of the losses, k names.
+        domains: names of the weights, m.
+        targets: names of the losses, k.
         weights: [n, m], each row summing to 1.
         losses: [n, k], finite and above 0.
         scales: n_params, n_tokens as far as the table has them; the caller's order of rows.
-        notes: rows that were left out, and columns that were read under another name.
+        notes: notes on rows that were left out, and on columns that were read under another name.
     """
 
     domains: tuple[str, ...]
@@ -58,16 +58,16 @@ class Mixtures:
 def read_mixtures(
     runs: Table, weight_prefix: str = WEIGHT, loss_prefix: str = LOSS, columns: Mapping[str, str] = NO_COLUMNS
 ) -> Mixtures:
-    """The table's runs that have every loss.
+    """Read the runs of a table that have every loss.
 
     Raises:
         ValueError: no column begins with a prefix, or a weight, loss, size or sum breaks its rule.
-        TooFewRunsError: fewer than `LEAST_RUNS` runs, or one mixture or loss in all of them.
+        TooFewRunsError: there are fewer than `LEAST_RUNS` runs, or all have the same mixture or loss.
     """
     rows = read_runs(runs, columns)
     with naming(runs):
         rows = last_of_runs(_prefixed(_prefixed(rows, weight_prefix), loss_prefix))
-        if "loss" in columns:  # the one target
+        if "loss" in columns:  # the only target
             others = [name for name in rows if str(name).startswith(loss_prefix)]
             rows = rows.drop(columns=others).rename(
                 columns={"loss": loss_prefix + columns["loss"].removeprefix(loss_prefix)}
@@ -122,10 +122,10 @@ def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") 
 
 
 def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
-    """Mixtures in the law's order of domains, [mixtures, m].
+    """Convert mixtures to an array in the law's order of domains, [mixtures, m].
 
     Raises:
-        ValueError: as `mixtures_of`; a domain that the law does not have is named.
+        ValueError: for the reasons of `mixtures_of`, or a domain is unknown to the law; the message names it.
     """
     if isinstance(weights, pd.DataFrame):
         prefixed = any(str(name).startswith(WEIGHT) for name in weights)
@@ -140,7 +140,7 @@ def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
 
 
 def require_known(what: str, given: Mapping[str, object], known: tuple[str, ...]) -> None:
-    """Raise ValueError if a name is none of those known."""
+    """Raise ValueError if a name is not in `known`."""
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"{what}: no domain {unknown[0]!r}; there are {', '.join(known)}")
 
@@ -153,7 +153,7 @@ def _require_within(name: str, values: Array, least: float, most: float) -> None
 
 
 def _prefixed(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
-    """The table with columns such as `arxiv_loss` or `loss/arxiv` as `loss_arxiv`, noted, where none begins with the prefix."""
+    """Rename columns such as `arxiv_loss` or `loss/arxiv` to `loss_arxiv`, with a note, if no column begins with the prefix."""
     word = re.escape(prefix.strip("_"))
     if not word or any(str(name).startswith(prefix) for name in rows):
         return rows
@@ -168,14 +168,14 @@ def _prefixed(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
 
 
 def _refuse_split(others: pd.DataFrame, weights: Array, y: Array, scales: pd.DataFrame) -> None:
-    """Raise ValueError if a further column, such as a size, explains most of what the mixture leaves of the log losses [n, k]."""
+    """Raise ValueError if a further column, such as a size, explains most of the log losses [n, k] that the mixture leaves."""
     n = len(y)
     base = np.column_stack(
         [np.ones(n), np.sqrt(weights), *(pd.get_dummies(scales[name]).to_numpy(np.float64) for name in scales)]
     )
     for column in others:
         values = others[column].astype(str)
-        if not 1 < values.nunique() <= n / 2:  # an identifier, or another metric, does not recur
+        if not 1 < values.nunique() <= n / 2:  # values of an identifier or another metric do not recur
             continue
         unexplained = []
         for design in (base, np.column_stack([base, pd.get_dummies(values).to_numpy(np.float64)])):

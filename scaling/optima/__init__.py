@@ -1,1 +1,1 @@
-"""Best values of the learning rate and other hyperparameters, and how they move with size and tokens."""
+"""Best values of the learning rate and other hyperparameters, and their drift with size and tokens."""

@@ -1,8 +1,8 @@
-"""Law of the best batch in the number of training tokens, the learning rate tuned for each batch.
+"""Law of the best batch in the number of training tokens, with the learning rate tuned for each batch.
 
 For optima of groups g (sizes, say) at token budgets D:   log2 B = offset_g + exponent · log2(D / D_ref).
-At one D, the loss at the best rate of each batch is a parabola in log2 B; its minimum is the best batch there. It is the
-batch of the lowest loss at equal tokens, not the largest that is still efficient.
+At one D, the loss at the best rate of each batch is a parabola in log2 B, whose minimum is the best batch at this D. The best batch
+has the lowest loss at equal tokens; it is not the largest batch that is still efficient.
 """
 
 import math
@@ -21,27 +21,27 @@ from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 from scaling.serialization import TableLayout
 
 PRIOR = (0.48, 0.15)
-"""Mean and standard deviation of the exponent before any data: the mean of .383 (Power Lines, arXiv 2505.13738) and .571
-(Step Law, 2503.04715, B = .58 D^.571 tokens), which both find no dependence on N. The spread is assumed: it keeps both
+"""Prior mean and standard deviation of the exponent. The mean is that of .383 (Power Lines, arXiv 2505.13738) and .571
+(Step Law, 2503.04715, B = .58 D^.571 tokens), which both find no dependence on N. The deviation is assumed; both exponents lie
 within one deviation."""
 MAX_EXCESS = 0.01
-"""Log loss above the best batch's up to which a batch enters the parabola: about two octaves either side at the curvature
-measured on Step Law's grids, .002 to .009 per octave², a tenth of the rate's."""
+"""Most log loss above the best batch's with which a batch enters the parabola: about two octaves either side at the curvature
+measured on Step Law's grids, .002 to .009 per octave², a tenth of the rate's curvature."""
 BATCH_SCATTER = 0.2
-"""Octaves by which the best batch of one cell scatters about the law beyond its own error, added to every optimum's error
+"""Octaves by which the best batch of one cell scatters about the law in addition to its error; added to every optimum's error
 (measured on Step Law's 17 cells: .18 with an offset for each size, .21 without)."""
 
 RATE_EXPONENT = (0.5, 0.2)
-"""Mean and standard deviation of r in best rate ∝ batch^r at equal tokens: the square root that 2205.10287 derives for Adam,
-measured as .51 at eight times the batch (tests/benchmarks/batch_transfer.py). The spread holds most of the slopes on Step Law's 17
-cells, .11 to .63, in the mean .30."""
+"""Prior mean and standard deviation of r in best rate ∝ batch^r at equal tokens: the square root that 2205.10287 derives for Adam,
+measured as .51 at eight times the batch (tests/benchmarks/batch_transfer.py). The deviation covers most of the slopes on Step Law's
+17 cells, .11 to .63, on average .30."""
 CURVATURE = 0.0055
-"""Second derivative of log loss in log2 of the batch, the rate tuned: median of Step Law's 17 cells (.0026 to .0092)."""
+"""Second derivative of log loss in log2 of the batch, with tuned rate: median of Step Law's 17 cells (.0026 to .0092)."""
 RATE_SCATTER = 0.25
 """Octaves by which the best rate of one batch scatters about the line of its group and budget (measured on Step Law's cells: .24)."""
 TOO_FEW = "fewer than three finite rates"
 PUBLISHED_RANGE = (4e9, 1e11)
-"""Tokens of the cells of Step Law's public table, on which `published_batch` was seen to hold."""
+"""Range of tokens in the cells of Step Law's public table, on which `published_batch` was found to hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,7 @@ class BatchLaw(TokensLaw):
 
     Attributes:
         cells: one row per group, budget and batch: group, n_tokens, batch_tokens, loss at the best rate, log2_rate,
-            status of that optimum, used (whether it lies inside the tested rates).
+            status of that optimum, used (True if the optimum lies inside the tested rates).
     """
 
     NAME: ClassVar[str] = "batch"
@@ -67,7 +67,7 @@ class BatchLaw(TokensLaw):
     def rate_exponent(self) -> tuple[float, float]:
         """Exponent r of best rate ∝ batch^r at equal tokens, from the used cells and `RATE_EXPONENT` as prior, and its standard error.
 
-        Each group and budget has a level of its own; the best rate of a batch scatters by `RATE_SCATTER` about its line.
+        Each group and budget has a separate level; the best rate of a batch scatters by `RATE_SCATTER` about its line.
         """
         used = self.cells[self.cells["used"]]
         cells = used.assign(x=np.log2(used["batch_tokens"]), y=used["log2_rate"])
@@ -86,15 +86,15 @@ class BatchLaw(TokensLaw):
 def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> BatchLaw:
     """Fit the best rate of each (group, budget, batch), the best batch of each (group, budget), and the law.
 
-    A batch whose best rate lies outside the tested ones is listed in `cells` and not used.
+    A batch whose best rate lies outside the tested rates is listed in `cells` and not used.
 
     Args:
         rows: one row per finished run: `n_tokens`, `batch_tokens`, `rate`, `loss` (nats per token; NaN if diverged);
-            optional `group` (its own offset), and `seed`.
+            optional `group` (each has an offset), and `seed`.
         prior: mean and standard deviation of the exponent, or None.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a run of one seed is there twice.
+        ValueError: a column is missing or breaks its rule, or a run of one seed is listed twice.
         ScalingError: no group has optima inside the tested batches at two budgets, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "batch_tokens", "rate", "loss"))
@@ -114,7 +114,7 @@ def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRI
 
 
 def _cells(table: pd.DataFrame) -> pd.DataFrame:
-    """The loss at the best rate of every group, budget and batch."""
+    """Loss at the best rate of every group, budget and batch."""
     records = []
     for key, part in table.groupby(["group", "n_tokens", "batch_tokens"]):
         best = optimum_or_none(part["rate"], part["loss"], seeds=part["seed"].tolist())
@@ -125,6 +125,6 @@ def _cells(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def published_batch(n_tokens: float) -> float | None:
-    """The best batch in tokens by Step Law, B = .58 · D^.571 (2503.04715, abstract); None outside `PUBLISHED_RANGE`."""
+    """Best batch in tokens by Step Law, B = .58 · D^.571 (2503.04715, abstract); None outside `PUBLISHED_RANGE`."""
     low, high = PUBLISHED_RANGE
     return 0.58 * n_tokens**0.571 if low <= n_tokens <= high else None

@@ -1,4 +1,4 @@
-"""Runs that would decide an undecided transfer, and the interval that they can be expected to give."""
+"""Runs that would decide an undecided transfer, and the interval to expect from them."""
 
 import itertools
 import math
@@ -12,22 +12,22 @@ from scaling.optima.optimum import fit_optimum
 from scaling.optima.transfer import MAX_DRIFT, MAX_HALF_WIDTH, MIN_SIZES, MIN_SPAN, Transfer, half_width, values_of
 
 MAX_SEEDS = 8
-"""Most that are proposed: where they would not decide, the drift is too near its bound for a decision (assumed)."""
+"""Most seeds that are proposed; if these would not decide, the drift is too near its bound for a decision (assumed)."""
 STEPS_BEYOND = 2
-"""Grid steps by which tested values are extended where an optimum lies outside them (assumed)."""
+"""Grid steps by which tested values are extended if an optimum lies outside them (assumed)."""
 COLUMNS = ["along", "over", "add", "settings", "new_runs", "n_tokens", "half_width", "decides"]
 
 
 def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
-    """Table of what would decide an undecided transfer, a row for each thing to add; no rows where it passed or failed.
+    """List additions that would decide an undecided transfer, a row for each; no rows if it passed or failed.
 
-    Columns: along, over; add: in words; settings: key and new value in the terms of muscale's [transfer] table; new_runs
-    and n_tokens: runs to this transfer at its longest horizon, and their tokens; half_width: expected of the drift's 90 %
-    interval, octaves, NaN where the noise is unknown; decides: whether that is narrow enough, if the estimate stays.
+    Columns: along, over; add: the addition in words; settings: key and new value in muscale's [transfer] table; new_runs
+    and n_tokens: runs added to this transfer at its longest horizon, and their tokens; half_width: expected half of the drift's 90 %
+    interval, octaves, NaN if the noise is unknown; decides: True if this is narrow enough, given that the estimate stays.
 
-    The expectation is that of parabolas with the median curvature found, at the tested values and those to be added, under
-    the noise found about them, pooled over sizes. Measured on planted grids it is a tenth to a quarter too small where every
-    optimum is found, and up to 45 % where half of them are not: noise flatters the curvature of those that are.
+    The expectation is for parabolas with the median curvature found, at the tested and the added values, under the noise
+    found about the parabolas, pooled over sizes. On planted grids it was a tenth to a quarter too small if every optimum is
+    found, and up to 45 % if half of them are not: noise raises the curvature of the optima that are found.
     """
     if transfer.verdict != "not enough evidence":
         return pd.DataFrame(columns=COLUMNS)
@@ -64,11 +64,11 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
 
 
 def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: Sequence[float] = ()) -> float:
-    """Half the 90 % interval of the drift expected with `n_seeds` seeds (default: as many as now); NaN if unknown.
+    """Expected half width of the drift's 90 % interval with `n_seeds` seeds (default: as many as now); NaN if unknown.
 
     Args:
-        n_seeds: All seeds, those that were run included.
-        values: further values to be tested.
+        n_seeds: Number of all seeds, finished seeds included.
+        values: further values to test.
     """
     optima = list(transfer.optima.values())
     curvatures = [o.curvature for o in optima if math.isfinite(o.curvature)]
@@ -89,13 +89,13 @@ def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: 
 
 
 def _wanted(transfer: Transfer) -> float:
-    """The half width that decides, if the estimate stays: for a pass inside the bound, for a fail outside."""
+    """Half width that decides if the estimate stays: a pass if the estimate is inside the bound, a fail if outside."""
     beyond = abs(transfer.drift_octaves) - MAX_DRIFT
     return beyond if beyond > 0 else MAX_HALF_WIDTH
 
 
 def _missing_sizes(sizes: Sequence[float]) -> list[float]:
-    """Doublings of the smallest size that make sizes enough, over enough of a span."""
+    """Doublings of the smallest size that are needed for enough sizes over a wide enough span."""
     missing: list[float] = []
     while len(every := sorted([*sizes, *missing])) < MIN_SIZES or every[-1] / every[0] < MIN_SPAN:
         wide_enough = every[-1] / every[0] >= MIN_SPAN
@@ -105,7 +105,7 @@ def _missing_sizes(sizes: Sequence[float]) -> list[float]:
 
 
 def _extended(transfer: Transfer, values: list[float]) -> tuple[dict[str, Any], list[float]]:
-    """The grid with values beyond its ends: on both sides for rates, which are stated by number and span."""
+    """Extend the grid beyond its ends: on both sides for rates, since the settings give their number and span."""
     octaves = np.log2(values)
     step = float(octaves[-1] - octaves[0]) / (len(values) - 1)
     low, high = _sides(transfer, float(np.mean(octaves)))
@@ -113,13 +113,13 @@ def _extended(transfer: Transfer, values: list[float]) -> tuple[dict[str, Any], 
     above = [values[-1] * 2 ** (step * n) for n in range(1, STEPS_BEYOND + 1)]
     if transfer.over == "rate":
         wider = float(octaves[-1] - octaves[0]) + 2 * STEPS_BEYOND * step
-        span = float(f"{wider:.6g}")  # the rates have as many digits
+        span = float(f"{wider:.6g}")  # as many digits as the rates
         return {"rates": len(values) + 2 * STEPS_BEYOND, "octaves": span}, [*below, *above]
     beyond = [float(f"{value:.4g}") for value in (below if low else []) + (above if high else [])]
     return {f"over.{transfer.over}": sorted([*values, *beyond])}, beyond
 
 
 def _sides(transfer: Transfer, middle: float) -> tuple[bool, bool]:
-    """True for each side of the tested values, below and above, on which an optimum lies."""
+    """Whether an optimum lies below the tested values, and whether one lies above."""
     outside = [o.log2_rate for o in transfer.optima.values() if o.status == "edge"]
     return any(x < middle for x in outside), any(x > middle for x in outside)

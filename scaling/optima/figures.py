@@ -1,6 +1,6 @@
 """Figures of optima and their laws, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-Every table has a column `series` for the kind of row, so that it can be drawn with other means as well.
+Every table has a column `series` for the kind of row, so that other tools can draw it too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from scaling.optima.tokens_law import TokensLaw
 def transfer_data(
     rows: pd.DataFrame, optima: Mapping[float, Optimum], along: str = "width", over: str = "rate"
 ) -> pd.DataFrame:
-    """Series run (mean over seeds), parabola, optimum: the size, log2_… of the value (both named), loss.
+    """Series run (mean over seeds), parabola, optimum: columns of the size and of log2 of the value, by their names, and loss.
 
-    `low` and `high` are the range over seeds of a run's loss, and an optimum's log2 ± its standard error.
+    `low` and `high` are the range of a run's loss over seeds, and an optimum's log2 ± its standard error.
 
     Args:
-        rows: columns of the size, of the value and loss (NaN: diverged).
+        rows: columns of the size and of the value, and loss (NaN: diverged).
         along: column of the size.
         over: column of the value.
     """
@@ -42,7 +42,7 @@ def transfer_data(
 
 
 def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> Figure:
-    """Loss against the log2 of the value, one colour per size; stars mark the optima."""
+    """Draw loss against log2 of the value, one colour per size; stars mark the optima."""
     figure, x = blank(), f"log2_{over}"
     for i, (size, part) in enumerate(data.groupby(along)):
         colour, group = COLOURS[i % len(COLOURS)], f"{along} {size:g}"
@@ -59,7 +59,7 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
 
 
 def draw_verdict(panels: Sequence[Figure]) -> Figure:
-    """The figures of `draw_transfer` below each other; equal sizes share a colour and a place in the legend."""
+    """Stack the figures of `draw_transfer`; equal sizes share a colour and a legend entry."""
     figure = stacked(max(1, len(panels)))
     shown: set[str] = set()
     for row, panel in enumerate(panels, start=1):
@@ -73,7 +73,7 @@ def draw_verdict(panels: Sequence[Figure]) -> Figure:
 
 
 def draw_drifts(table: pd.DataFrame, bound: float) -> Figure:
-    """The drifts of `Verdict.table` with their intervals, and the band of ±`bound` octaves that a pass needs."""
+    """Draw the drifts of `Verdict.table` with their intervals, and the band of ±`bound` octaves that a pass needs."""
     data = table.assign(label=table["over"] + " along " + table["along"])
     figure = blank()
     figure.add_vrect(x0=-bound, x1=bound, fillcolor=BAND, line_width=0)
@@ -83,7 +83,7 @@ def draw_drifts(table: pd.DataFrame, bound: float) -> Figure:
 
 
 def tokens_law_data(law: TokensLaw, name: str, level: float = 0.9) -> pd.DataFrame:
-    """Series optimum (of each group and budget) and law: group, n_tokens, the value (named), low, high (± stderr; the interval)."""
+    """Series optimum (one per group and budget) and law: group, n_tokens, `name`, low, high (± stderr; the law's interval)."""
     used = law.optima[law.optima["used"]]
     best = used[f"log2_{law.NAME}"]
     ends = {end: 2 ** (best + sign * used["stderr"]) for end, sign in (("low", -1), ("high", 1))}
@@ -95,7 +95,7 @@ def tokens_law_data(law: TokensLaw, name: str, level: float = 0.9) -> pd.DataFra
 
 
 def draw_tokens_law(data: pd.DataFrame, name: str, title: str) -> Figure:
-    """The best value, of the column `name`, against training tokens, both logarithmic."""
+    """Draw the best value, in the column `name`, against training tokens, both logarithmic."""
     law, figure = data[data["series"] == "law"], blank()
     add_band(figure, law["n_tokens"], law["low"], law["high"])
     add(figure, law, "n_tokens", name, mode="lines", name="law", line={"color": COLOURS[2]})

@@ -17,13 +17,13 @@ from scaling.optima.figures import draw_tokens_law, tokens_law_data
 from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 
 PRIOR = (0.1, 0.2)
-"""Mean and standard deviation of the exponent before any data, at a fixed batch and a decay whose timescale is a fixed share
-of the run. Measured here: .08 ± .19 over ten small studies from 256 steps on (WSD; below, the best rate falls by half an
-octave and more for each doubling, as a short run has to move fast). With the decay itself held, so that its timescale shrinks
-with D, about .3 was found (arXiv 2409.19913). Where the batch grows with D the exponent is another, even of another sign
-(Step Law, 2503.04715): pass `prior=None` there."""
+"""Prior mean and standard deviation of the exponent, at a fixed batch and a weight decay whose timescale is a fixed share
+of the run. Measured here: .08 ± .19 over ten small studies from 256 steps on (WSD; with fewer steps the best rate falls by half an
+octave or more for each doubling, as a short run has to move fast). With the decay fixed, so that its timescale shrinks
+relative to the run, about .3 was found (arXiv 2409.19913). If the batch grows with D, the exponent differs, even in sign
+(Step Law, 2503.04715): then pass `prior=None`."""
 OPTIMUM_SCATTER = 0.15
-"""Octaves by which a fitted optimum moves from seed to seed (measured: .1–.2), added to every optimum's own error: runs
+"""Octaves by which a fitted optimum moves from seed to seed (measured: .1–.2), added to every optimum's error: runs
 that share a seed share this part, so the residuals of one grid do not show it."""
 
 
@@ -36,12 +36,12 @@ class HorizonLaw(TokensLaw):
     SCATTER: ClassVar[float] = OPTIMUM_SCATTER
 
     def rate(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
-        """The best rate at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
+        """Best rate at a budget of `n_tokens`, of the same shape; constant outside `supported_range`."""
         return self.best(n_tokens)
 
     @property
     def measured_on(self) -> tuple[str, ...]:
-        """Groups with used optima at two budgets or more: those that determine the exponent."""
+        """Groups with used optima at two or more budgets; these groups determine the exponent."""
         budgets = self.optima[self.optima["used"]].groupby("group")["n_tokens"].nunique()
         return tuple(map(str, budgets.index[budgets >= 2]))
 
@@ -57,16 +57,16 @@ def fit_horizon_law(
 
     Args:
         rows: one row per finished run: `n_tokens`, `rate`, `loss` (nats per token; NaN if diverged); optional `group`
-            or else `width` (its own offset), and `seed`.
+            or else `width` (each has an offset), and `seed`.
         prior: mean and standard deviation of the exponent, or None.
-        optima: optima fitted elsewhere, such as a search's at each of its lengths: `group`, `n_tokens`, `log2_rate`,
-            `stderr` (octaves, without the scatter from seed to seed, which is added), each fitted to runs of its own. What
-            else was tuned there may lie elsewhere than in the grids, so a group has its own offset, and determines the exponent
-            and not the level.
+        optima: optima from other fits, such as a search's at each of its lengths: `group`, `n_tokens`, `log2_rate`,
+            `stderr` (octaves, without the scatter from seed to seed, which is added), each fitted to separate runs. Other
+            hyperparameters may have had other values there than in the grids, so each such group has an offset, and determines
+            the exponent but not the level.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, a run of one seed is there twice, the prior has no spread, or a group
-            of `optima` is one of the grids'.
+        ValueError: a column is missing or breaks its rule, a run of one seed is listed twice, the prior has no spread, or a group
+            of `optima` is also a group of the grids.
         ScalingError: no group has optima inside the tested rates at two budgets, no grid has one, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "rate", "loss"))
@@ -84,7 +84,7 @@ def fit_horizon_law(
 
 
 def _given(optima: pd.DataFrame | None, grids: set[str]) -> pd.DataFrame:
-    """Optima fitted elsewhere, as the rows of `optima_table`; their curvature is not known."""
+    """Return optima from other fits as rows like those of `optima_table`; their curvature is not known."""
     columns = ["group", "n_tokens", "log2_rate", "stderr"]
     if optima is None or optima.empty:
         return pd.DataFrame(columns=columns)

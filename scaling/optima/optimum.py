@@ -20,17 +20,17 @@ MIN_RATES = 4
 MIN_RUNS = 5
 MAX_EXCESS = 0.05
 WALL = 5.0
-"""The parabola takes the rates around the best one whose log loss exceeds its by at most MAX_EXCESS, and farther ones
-only until it has MIN_RATES rates and MIN_RUNS runs; beyond WALL · MAX_EXCESS only to have three rates at all.
+"""The parabola takes the rates around the best rate with a log loss of at most MAX_EXCESS above the best. It takes farther rates
+only until it has MIN_RATES rates and MIN_RUNS runs, and rates beyond WALL · MAX_EXCESS only to have three rates at all.
 
 Loss rises about 2 % one octave off the optimum (measured, small models), so .05 is about an octave and a half either
-side; farther up the wall the curve is no parabola, and what is taken there weighs (MAX_EXCESS / excess)². Checked on
+side. Farther up the wall the curve is no parabola, and rates there have the weight (MAX_EXCESS / excess)². Checked on
 the 155 learning-rate grids of Step Law (2503.04715): optima from the even and the odd rates of a grid agree within 1.65
-standard errors in 89 % of them, for windows from .01 to .1 nearly alike."""
+standard errors in 89 % of the grids, with little difference between windows from .01 to .1."""
 WIDEST = 4.0
-"""The window is doubled up to so many times MAX_EXCESS where it shows no curvature beyond the noise."""
+"""Widest window, in units of MAX_EXCESS: a window without curvature beyond the noise is doubled up to this width."""
 MIN_SIGNIFICANCE = 2.0
-"""The curvature must exceed its standard error this many times to locate a minimum."""
+"""Least curvature that locates a minimum, in standard errors of the curvature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,16 @@ class Optimum(JsonResult):
     """The minimum of log loss = log_loss + curvature/2 · (log2 rate − log2_rate)².
 
     Attributes:
-        log2_rate: log2 of the best rate; if the status is not `ok`, the tested rate that is nearest to it.
+        log2_rate: log2 of the best rate; if the status is not `ok`, log2 of the nearest tested rate.
         sensitivity: octaves of standard error of `log2_rate` per unit of noise in log loss; infinite if no minimum
             was found.
         curvature: second derivative of log loss, per octave²; NaN if no minimum was found.
         log_loss: log of the loss at `log2_rate`.
-        noise: standard deviation of log loss about the parabola; NaN with no degree of freedom left.
+        noise: standard deviation of log loss about the parabola; NaN without a degree of freedom.
         dof: degrees of freedom of `noise`.
         tested: smallest and largest log2(rate) with a finite loss.
         used: smallest and largest log2(rate) in the parabola.
-        n_left_out: rows not used: diverged, or too far from the minimum.
+        n_left_out: number of unused rows: diverged, or too far from the minimum.
         status: `ok`; `edge`: the minimum lies outside the tested rates; `flat`: no curvature beyond the noise;
             `exact`: three runs, no error estimate.
     """
@@ -77,7 +77,7 @@ class Optimum(JsonResult):
         return self.stderr_at(self.noise)
 
     def stderr_at(self, noise: float) -> float:
-        """Standard error of `log2_rate` in octaves for a noise of log loss known from elsewhere."""
+        """Standard error of `log2_rate` in octaves for a given noise of log loss."""
         known = math.isfinite(noise) and math.isfinite(self.sensitivity)
         return self.sensitivity * noise if known else math.inf
 
@@ -105,18 +105,18 @@ class Optimum(JsonResult):
 def fit_optimum(
     rates: ArrayLike, losses: ArrayLike, *, seeds: Sequence[Any] | None = None, max_excess: float = MAX_EXCESS
 ) -> Optimum:
-    """Fit the parabola by least squares over the rates near the best one, and take its minimum.
+    """Fit the parabola by least squares over the rates near the best rate, and take its minimum.
 
-    The standard error is the delta method's on the residual variance about the parabola, repeated rates included, so it
-    holds seed noise and misfit. With `seeds`, each seed has a level of its own: seeds share their data order and
-    initial weights across rates, and that part of the noise does not move the minimum.
+    The standard error comes from the residual variance about the parabola, repeated rates included, by the delta method, so it
+    includes seed noise and misfit. With `seeds`, each seed has a separate level: runs of one seed share data order and
+    initial weights across rates, and this part of the noise does not move the minimum.
 
     Args:
         rates: tested rates, [K]; repeats are further seeds.
-        losses: final losses, [K], nats per token; NaN or infinite where the run diverged. A rate at which any run
-            diverged is left out, as the mean of the survivors would flatter it.
+        losses: final losses, [K], nats per token; NaN or infinite if the run diverged. A rate with a diverged run
+            is left out, as the mean of its other runs would be too good.
         seeds: seed of each row, [K].
-        max_excess: how far above the least mean log loss a rate may lie and still be used.
+        max_excess: most distance of a used rate's log loss above the least mean log loss.
 
     Raises:
         ValueError: a rate or a finite loss is not positive, a seed is missing, or the lengths differ.
@@ -148,7 +148,7 @@ def fit_optimum(
         used=(float(used["x"].min()), float(used["x"].max())),
         n_left_out=len(table) - len(used),
     )
-    # One lucky run makes a narrow window flat; the walls locate the minimum, though less sharply.
+    # One lucky run can make a narrow window flat; the walls locate the minimum, though less sharply.
     if found.status == "flat" and len(used) < len(table.dropna()) and max_excess < WIDEST * MAX_EXCESS:
         wider = fit_optimum(rates, losses, seeds=seeds, max_excess=2 * max_excess)
         return wider if wider.inside else found
@@ -156,7 +156,7 @@ def fit_optimum(
 
 
 def _near_the_best(by_rate: pd.DataFrame, max_excess: float) -> "pd.Index[float]":
-    """The rates around the best one within `max_excess` of it, and the cheapest next to them if those are too few."""
+    """Rates around the best rate within `max_excess` of its loss; if they are too few, also the next rates of least loss."""
     y, runs = by_rate["mean"].to_numpy(), by_rate["runs"].to_numpy()
     first = last = int(np.argmin(y))
     while (n_rates := last - first + 1) < len(y):
@@ -178,7 +178,7 @@ class _Parabola:
     level: float
     slope: float
     half_curvature: float
-    unit_covariance: Array  # of (slope, half_curvature) for noise 1, [2, 2]
+    unit_covariance: Array  # covariance of (slope, half_curvature) for noise 1, [2, 2]
     variance: float
     dof: int
 
@@ -207,7 +207,7 @@ def _parabola(used: pd.DataFrame) -> _Parabola:
 
 
 def _minimum(quadratic: _Parabola, means: "pd.Series[float]", tested: tuple[float, float]) -> dict[str, Any]:
-    """The fields of `Optimum` for the place of the minimum and its error."""
+    """Fields of `Optimum` for the location of the minimum and its error."""
     half = quadratic.half_curvature
     error = math.sqrt(quadratic.unit_covariance[1, 1] * quadratic.variance) if quadratic.dof else 0.0
     if half <= MIN_SIGNIFICANCE * error or half < 1e-12:

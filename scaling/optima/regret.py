@@ -2,10 +2,9 @@
 
     log loss = level_g + Σ_j (slope_j · x_j + half_curvature_j · x_j²)
 
-with a level of its own for each group g of runs that are compared with each other: one size and one token budget, and in
-the paths of one search. The x_j are coordinates in which optima stay put: octaves of the rate from the horizon law's, log2
-of the weight-decay timescale. Hyperparameters are taken to act each for itself: the few dozen runs of a sweep do not determine
-cross terms.
+Each group g of comparable runs has a separate level: runs of one size and one token budget, in the paths of one search. The
+x_j are coordinates in which optima do not move: octaves from the horizon law's rate, log2 of the weight-decay timescale.
+Hyperparameters are assumed to act independently: the few dozen runs of a sweep do not determine cross terms.
 """
 
 import math
@@ -24,7 +23,7 @@ from scaling.presentation import lines
 from scaling.serialization import JsonResult
 
 MIN_DOF = 5
-"""Degrees of freedom that must be left, or the noise is unknown."""
+"""Fewest residual degrees of freedom; with fewer, the noise is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,9 +32,9 @@ class RegretSurface(JsonResult):
 
     Attributes:
         coordinates: names of the x_j.
-        centre: where the parabolas are expanded, [J].
-        slopes, half_curvatures: of log loss per unit and unit² of x_j from the centre, [J].
-        covariance: of (slopes, half_curvatures), [2J, 2J].
+        centre: point about which the parabolas are expanded, [J].
+        slopes, half_curvatures: derivatives of log loss at the centre, per unit and unit² of x_j, [J].
+        covariance: covariance of (slopes, half_curvatures), [2J, 2J].
         noise: standard deviation of log loss about the surface.
     """
 
@@ -49,11 +48,11 @@ class RegretSurface(JsonResult):
     n_groups: int
 
     def regret(self, points: pd.DataFrame, reference: Mapping[str, float]) -> NDArray[np.float64]:
-        """Predicted loss at `points`, relative to the one at `reference`, minus one: [K], below 0 where it is lower."""
+        """Predicted loss at `points` over the loss at `reference`, minus one, [K]; below 0 if the loss at the point is lower."""
         return np.asarray(np.expm1(self._difference(points, reference) @ self._coefficients))
 
     def stderr(self, points: pd.DataFrame, reference: Mapping[str, float]) -> NDArray[np.float64]:
-        """Standard error of `regret`, [K]: none at the reference itself, growing away from it."""
+        """Standard error of `regret`, [K]: 0 at the reference, and growing away from it."""
         difference = self._difference(points, reference)
         return np.asarray(np.sqrt(np.einsum("ki,ij,kj->k", difference, self.covariance, difference)))
 
@@ -81,11 +80,12 @@ class RegretSurface(JsonResult):
 def fit_regret_surface(rows: pd.DataFrame, *, coordinates: Sequence[str], groups: Sequence[Hashable]) -> RegretSurface:
     """Fit the parabolas by weighted least squares.
 
-    A run far above the best of its group weighs (MAX_EXCESS / excess)², as in `fit_optimum`: up there nothing is a parabola.
+    A run far above the best of its group has the weight (MAX_EXCESS / excess)², as in `fit_optimum`, since the loss is no parabola
+    there.
 
     Args:
         rows: the columns named in `coordinates`, and `loss` (nats per token; NaN if diverged, and then not used).
-        coordinates: which columns are the x_j.
+        coordinates: names of the columns x_j.
         groups: group of each row; a group with one run adds nothing.
 
     Raises:

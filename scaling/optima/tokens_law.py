@@ -1,4 +1,4 @@
-"""Power laws of a hyperparameter's best value in the training tokens D: the base of the horizon and the batch law.
+"""Power laws of a hyperparameter's best value in the training tokens D: the base of the horizon and batch laws.
 
 For optima of groups g (widths, say) at token budgets D:   log2 value = offset_g + sign · exponent · log2(D / D_ref).
 """
@@ -21,10 +21,10 @@ from scaling.quantiles import two_sided
 from scaling.serialization import FittedResult, TableLayout
 
 MAX_DECADES_BEYOND = 2.0
-"""A law is followed so many decades of tokens beyond the tuned budgets and held constant from there (assumed)."""
+"""Most decades of tokens beyond the tuned budgets to which a law extrapolates; beyond, the value is constant (assumed)."""
 MIN_BUDGETS = 3
 MIN_SPAN = 4.0
-"""Token budgets, and their ratio, below which the exponent is mostly the prior's."""
+"""Fewest token budgets, and least ratio of largest to smallest; with less, the exponent is mostly the prior's."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,16 +32,16 @@ class TokensLaw(FittedResult):
     """A power law of the tokens, fitted through optima.
 
     Attributes:
-        exponent: the exponent used: data and prior together.
+        exponent: exponent by data and prior together.
         prior: mean and standard deviation of the prior, or None.
-        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given beside the grids determine
-            the exponent alone.
+        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given in addition to the grids
+            determine only the exponent.
         n_tokens_ref: reference tokens, the weighted geometric mean of the tuned budgets.
-        covariance: of (log2_ref, exponent), 2×2.
+        covariance: covariance of (log2_ref, exponent), 2×2.
         curvature: median second derivative of log loss, per octave².
         n_tokens_range: smallest and largest tuned budget.
         optima: one row per group and budget: group, n_tokens, log2 of the best value, stderr, curvature, status, used;
-            the status is `Optimum`'s, or states that the grid has too few finite losses for one.
+            the status is `Optimum`'s, or states that the grid has too few finite losses for an optimum.
         offsets: octaves of each group from `log2_ref`.
     """
 
@@ -64,26 +64,26 @@ class TokensLaw(FittedResult):
 
     @property
     def stderr(self) -> float:
-        """Standard error of the exponent used."""
+        """Standard error of the exponent."""
         return math.sqrt(self.covariance[1][1])
 
     @property
     def supported_range(self) -> tuple[float, float]:
-        """Token budgets for which the law is followed; outside it the value is that of the nearer end."""
+        """Range of token budgets in which the law is used; outside, the value at the nearer bound is used."""
         reach = 10**MAX_DECADES_BEYOND
         return self.n_tokens_range[0] / reach, self.n_tokens_range[1] * reach
 
     def supports(self, n_tokens: float) -> bool:
-        """Check that the budget lies in `supported_range`."""
+        """Return whether the budget lies in `supported_range`."""
         return self.supported_range[0] <= n_tokens <= self.supported_range[1]
 
     def best(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
-        """The best value at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
+        """Best value at a budget of `n_tokens`, of the same shape; constant outside `supported_range`."""
         tokens = np.clip(positive("n_tokens", n_tokens), *self.supported_range)
         return np.asarray(2 ** (self.log2_ref + self.SIGN * self.exponent * np.log2(tokens / self.n_tokens_ref)))[()]
 
     def interval(self, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
-        """Interval of the best value of one run of `n_tokens`: normal, with an optimum's own scatter."""
+        """Interval of the best value of one run of `n_tokens`: normal, with the scatter of a single optimum."""
         octaves = math.log2(float(positive("n_tokens", n_tokens)) / self.n_tokens_ref)
         gradient = np.array([1.0, self.SIGN * octaves])
         spread = math.sqrt(gradient @ np.array(self.covariance) @ gradient + self.SCATTER**2)
@@ -92,7 +92,7 @@ class TokensLaw(FittedResult):
         return value * 2**-reach, value * 2**reach
 
     def regret(self, value: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Predicted relative loss given up at (value, n_tokens), broadcast: what `fit` wants in the column `regret`."""
+        """Predicted relative loss given up at (value, n_tokens), broadcast, for the column `regret` of `fit`."""
         octaves = np.log2(positive(self.NAME, value) / self.best(n_tokens))
         return np.asarray(np.expm1(self.curvature / 2 * octaves**2))[()]
 
@@ -120,17 +120,17 @@ class TokensLaw(FittedResult):
         aside: Collection[str] = (),
         **own: Any,
     ) -> Self:
-        """The law through the used optima of a table as `optima_table` makes it.
+        """Fit the law through the used optima of a table made by `optima_table`.
 
         Args:
-            contradicted: What to look at where the data contradict it.
-            aside: groups that determine the exponent alone, and not the level.
-            **own: A subclass's own fields.
+            contradicted: Advice for data that contradict the prior.
+            aside: groups that determine only the exponent, not the level.
+            **own: Further fields of a subclass.
 
         Raises:
             ValueError: the prior's mean is not finite, or its standard deviation not finite and above 0.
-            ScalingError: no group has optima inside the tested values at two budgets, none that determines the level has one, or
-                the noise is unknown.
+            ScalingError: no group has optima inside the tested values at two budgets, no group that determines the level has one,
+                or the noise is unknown.
         """
         if prior is not None:
             positive("the prior's standard deviation", prior[1])
@@ -183,7 +183,7 @@ class TokensLaw(FittedResult):
 
 
 def optimum_or_none(values: ArrayLike, losses: ArrayLike, **options: Any) -> Optimum | None:
-    """`fit_optimum`, or None where too few losses are finite."""
+    """Call `fit_optimum`; return None if too few losses are finite."""
     try:
         return fit_optimum(values, losses, **options)
     except ScalingError:
@@ -191,10 +191,10 @@ def optimum_or_none(values: ArrayLike, losses: ArrayLike, **options: Any) -> Opt
 
 
 def optima_table(fitted: dict[tuple[str, float], Optimum | None], name: str) -> pd.DataFrame:
-    """The optimum of each group and budget, standard errors restated with the noise pooled over all grids.
+    """Table of the optimum of each group and budget, with standard errors from the noise pooled over all grids.
 
-    Small grids give a curvature and a noise that are themselves uncertain, so the noise is pooled before the optima are
-    weighted. Optima at an edge, or of a flat curve, are listed and not used, as is None: too few finite losses.
+    Curvature and noise of small grids are uncertain, so the noise is pooled before the optima are weighted. Optima at an edge or of a
+    flat curve are listed but not used; nor is None, which stands for too few finite losses.
     """
     known = [o for o in fitted.values() if o and o.dof]
     dof = sum(o.dof for o in known)
@@ -210,14 +210,14 @@ def optima_table(fitted: dict[tuple[str, float], Optimum | None], name: str) -> 
 
 
 def plural(name: str) -> str:
-    """More than one rate, or batch."""
+    """Return the plural of a name: rates, batches."""
     return f"{name}es" if name.endswith("ch") else f"{name}s"
 
 
 def _weighted_lines(
     design: Array, log2_value: Array, weights: Array, prior: tuple[float, float] | None
 ) -> tuple[Array, Array]:
-    """Offsets and exponent [G + 1] and their covariance; the prior counts as one more observation of the exponent."""
+    """Fit offsets and exponent, [G + 1], and their covariance; the prior counts as one more observation of the exponent."""
     precision = design.T @ (design * weights[:, None])
     target = design.T @ (weights * log2_value)
     if prior is not None:

@@ -1,6 +1,6 @@
 """Transfer check: the drift of the best learning rate with width or depth, and a verdict, from grids at several sizes.
 
-The same is asked of any other hyperparameter whose scale is positive: its optimum is found in log2, as the rate's is.
+Any other hyperparameter with positive values is checked in the same way: its optimum is found in log2, like the rate's.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan
 Judgement = Literal["pass", "fail", "not enough evidence"]
 
 MAX_DRIFT = 0.5
-"""Octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: muP −.38 and a
-loss of .004 nats by carrying the rate; standard parametrization −2.67 and more than .16 nats. For depth and for other
-hyperparameters the same bound is assumed; `regret_transferred` is what the drift costs."""
+"""Most octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: with muP the drift is
+−.38 and carrying the rate costs .004 nats; with the standard parametrization −2.67 and more than .16 nats. For depth and other
+hyperparameters the same bound is assumed; `regret_transferred` is the cost of the drift."""
 MAX_HALF_WIDTH = 1.0
-"""Octaves of the 90 % interval of the drift on either side, beyond which nothing was shown."""
+"""Most half width of the drift's 90 % interval, in octaves; a wider interval shows nothing."""
 MIN_SIZES = 3
 MIN_SPAN = 4.0
-"""Least number of sizes, and least ratio of the largest to the smallest, from which a pass is given."""
+"""Least number of sizes, and least ratio of the largest to the smallest, for a pass."""
 SIGNIFICANCE = 3.0
-"""Standard errors by which a larger model must be worse before it counts as worse."""
+"""Standard errors by which a larger model must have more loss to count as worse."""
 LARGER = {"width": "wider", "depth": "deeper"}
 
 
@@ -43,18 +43,18 @@ class Transfer(JsonResult):
 
     Attributes:
         along: the scale that grows: `width`, `depth`, or another.
-        over: the hyperparameter whose optimum is followed: `rate`, or another.
+        over: the hyperparameter whose optimum is compared across sizes: `rate`, or another.
         rows: one column each for `along`, `over`, loss (NaN: diverged), seed.
-        optima: the optimum of each size, sizes ascending; their `rate` is the value of `over`.
+        optima: the optimum of each size, by rising size; the `rate` of an optimum is the value of `over`.
         drift_octaves: log2 optimum at the largest size minus at the smallest.
         interval: 90 % interval of the drift, octaves.
         regret_transferred: relative loss given up at the largest size by the smallest size's optimum; NaN if the largest
             size's optimum was not found.
-        larger_is_better: at every value of a size's parabola, the next larger model tested there is no worse beyond the
-            noise.
-        verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or larger is worse; `pass` if the estimate lies
-            within, the interval is at most MAX_HALF_WIDTH either side, every optimum lies inside its tested values, and
-            there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
+        larger_is_better: True if, at every value of a size's parabola, the next larger model tested at this value is no worse
+            beyond the noise.
+        verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or a larger model is worse; `pass` if the estimate lies
+            within ±MAX_DRIFT, the interval is at most MAX_HALF_WIDTH either side, every optimum lies inside its tested values,
+            and there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
     """
 
     along: str
@@ -74,7 +74,7 @@ class Transfer(JsonResult):
 
     @property
     def half_width(self) -> float:
-        """Half of the interval's width, octaves; infinite if nothing is known."""
+        """Half of the interval's width, octaves; infinite if the interval is not known."""
         return (self.interval[1] - self.interval[0]) / 2 if math.isfinite(self.interval[0]) else math.inf
 
     def table(self) -> pd.DataFrame:
@@ -134,16 +134,16 @@ def values_of(over: str) -> str:
 
 
 def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate") -> Transfer:
-    """Fit the optimum of each size and judge how far it moves.
+    """Fit the optimum of each size, and judge the drift.
 
     Args:
-        rows: one row per run: the columns `along` and `over` (as set at the base shape), both positive, `loss` (nats per
+        rows: one row per run: the columns `along` and `over` (value at the base shape), both positive, `loss` (nats per
             token; NaN if diverged) and, if several seeds were run, `seed`.
         along: the column of the sizes, such as `width` or `depth`.
         over: the column of the hyperparameter; its optimum is found in log2.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, a run of one seed is there twice, or there is one size only.
+        ValueError: a column is missing or breaks its rule, a run of one seed is listed twice, or there is only one size.
         ScalingError: at some size fewer than three values have a finite loss.
     """
     if len({along, over, "loss", "seed"}) < 4:
@@ -182,7 +182,7 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
 
 
 def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float:
-    """Half width of the 90 % interval of a difference: Student's t with Welch's degrees of freedom; infinite if one is unknown."""
+    """Half width of a difference's 90 % interval: Student's t with Welch's degrees of freedom; infinite if an error is unknown."""
     variances = np.array(stderrs) ** 2
     if not np.isfinite(variances).all():
         return math.inf
@@ -193,7 +193,7 @@ def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float
 
 
 def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along: str, over: str) -> str | None:
-    """The first value near a size's optimum at which the next larger model is worse beyond the noise, in words."""
+    """Describe the first value near a size's optimum at which the next larger model is worse beyond the noise."""
     by_value = table.groupby([along, over])["loss"].agg([("mean", lambda y: y.mean(skipna=False)), ("runs", "size")])
     for small, large in itertools.pairwise(optima):
         both = {"left_index": True, "right_index": True, "suffixes": ("_small", "_large")}

@@ -1,4 +1,4 @@
-"""The verdict of a transfer check: every optimum that was followed along a scale, and the laws in the tokens."""
+"""The verdict of a transfer check: the drift of every optimum along a scale, and the laws in the tokens."""
 
 import math
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class Verdict(JsonResult):
     """Judgement: do tuned values transfer to full size?
 
     Attributes:
-        transfers: one for each scale and hyperparameter that was asked for, at the longest horizon of all its sizes; the first is
-            what `drift_octaves` and `interval` are of (in a study, the rate along the width).
+        transfers: one for each requested scale and hyperparameter, at the longest horizon of all its sizes; `drift_octaves` and
+            `interval` are those of the first (in a study, the rate along the width).
         n_tokens: the longest of these horizons, tokens.
-        horizons: tokens of each transfer's runs; as many as transfers.
-        horizon: the best rate against tokens, or None.
-        batch: the best batch against tokens, or None; None for both where no such grid was run.
+        horizons: tokens of each transfer's runs, in the order of `transfers`.
+        horizon: law of the best rate in tokens; None if no such grid was run or fitted.
+        batch: law of the best batch in tokens; None if no such grid was run or fitted.
         missing: why a transfer or a law has no answer, by its name, such as `rate along depth` or `horizon law`.
     """
 
@@ -47,7 +47,7 @@ class Verdict(JsonResult):
 
     @property
     def verdict(self) -> Judgement:
-        """`fail` if any transfer failed, `pass` if all that were asked for passed, else `not enough evidence`."""
+        """`fail` if any transfer failed, `pass` if all requested transfers passed, else `not enough evidence`."""
         judgements = {transfer.verdict for transfer in self.transfers}
         if "fail" in judgements:
             return "fail"
@@ -59,7 +59,7 @@ class Verdict(JsonResult):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons why it is not a pass, those of a failure alone where there is one; each after the name of its transfer."""
+        """Reasons why the verdict is not a pass (after a failure only the failure's), each with the name of its transfer."""
         failed = self.verdict == "fail"
         shown = [t for t in self.transfers if not failed or t.verdict == "fail"]
         several = len(self.transfers) + len(self._unfitted) > 1
@@ -68,7 +68,7 @@ class Verdict(JsonResult):
 
     @property
     def drift_octaves(self) -> float:
-        """Drift of the first transfer's optimum, octaves; NaN if it is not known."""
+        """Drift of the first transfer's optimum, octaves; NaN if not known."""
         return self.transfers[0].drift_octaves if self.transfers else math.nan
 
     @property
@@ -78,19 +78,19 @@ class Verdict(JsonResult):
 
     @property
     def wider_is_better(self) -> bool:
-        """True if the larger model is no worse beyond the noise along every scale that was followed, at least one."""
+        """True if there is a transfer, and larger models are no worse beyond the noise along every checked scale."""
         return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
 
     @cached_property
     def next_runs(self) -> pd.DataFrame:
-        """Runs that would decide, a row for each thing to add; see `evidence.runs_to_decide` for the columns."""
+        """Runs that would decide, a row for each addition; see `evidence.runs_to_decide` for the columns."""
         parts = [runs_to_decide(*each) for each in zip(self.transfers, self.horizons, strict=True)]
         found = [part for part in parts if len(part)] if self.verdict == "not enough evidence" else []
         return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=COLUMNS)
 
     @property
     def options(self) -> str:
-        """The settings of `next_runs` together, as options of the command line; empty where nothing is to be run."""
+        """All settings of `next_runs` as options of the command line; empty if there is nothing to run."""
         merged: dict[str, Any] = {}
         for settings in self.next_runs["settings"]:
             for key, value in settings.items():
@@ -111,16 +111,16 @@ class Verdict(JsonResult):
         return pd.DataFrame(records, columns=names)
 
     def plot(self) -> Figure:
-        """Loss against the value, a panel for each transfer."""
+        """Draw loss against the value, a panel for each transfer."""
         return draw_verdict([transfer.plot() for transfer in self.transfers])
 
     def plot_drifts(self) -> Figure:
-        """The drift of each optimum with its interval, and the band that a pass needs."""
+        """Draw the drift of each optimum with its interval, and the band that a pass needs."""
         return draw_drifts(self.table(), MAX_DRIFT)
 
     @property
     def about(self) -> str:
-        """The laws in a line each, the verdict over several transfers, and what to run to decide."""
+        """Lines about the laws, the verdict over several transfers, and the runs that would decide."""
         about = {name: reason for name, reason in self.missing.items() if name in LAWS}
         if self.horizon:
             law = self.horizon
@@ -155,14 +155,14 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     """Judge every transfer at the longest horizon that all its sizes were trained at, and fit the laws in the tokens.
 
     Args:
-        rows: one row per run and grid that it is part of. `along`: the scale of the grid, `width`, `depth` or `batch`;
-            `size`: where on it the run lies (of a batch: tokens); `over` and `value`: the hyperparameter that the grid
+        rows: one row per run and grid. `along`: the scale of the grid, `width`, `depth` or `batch`;
+            `size`: the run's value of this scale (for a batch: tokens); `over` and `value`: the hyperparameter that the grid
             varies and its value, at the base shape; `n_tokens`; `loss` (nats per token; NaN if diverged); and, if several
-            seeds were run, `seed`. A run that is part of several grids has the same `run` in each, if that column is there.
-        optima: best rates fitted elsewhere, for the horizon law; see `fit_horizon_law`.
+            seeds were run, `seed`. If there is a column `run`, a run in several grids has the same `run` in each.
+        optima: best rates from other fits, for the horizon law; see `fit_horizon_law`.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a grid has one size only.
+        ValueError: a column is missing or breaks its rule, or a grid has only one size.
     """
     require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
     named = {column: names(rows, column) for column in ("along", "over")}
@@ -202,21 +202,21 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
 
 
 def _longest_shared(grid: pd.DataFrame) -> float:
-    """The most tokens that every size of a grid was trained at; of no such, the most of all."""
+    """Most tokens at which every size of a grid was trained; if there are none, the most tokens of any size."""
     sizes = grid.groupby("n_tokens")["size"].nunique()
     shared = sizes[sizes == grid["size"].nunique()]
     return float((shared if len(shared) else sizes).index.max())
 
 
 def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:
-    """The grid with its size and its value under their own names."""
+    """Return the grid with its columns `size` and `value` renamed to `along` and `over`."""
     return grid[["size", "value", "loss", *grid.columns.intersection(["seed"])]].rename(
         columns={"size": along, "value": over}
     )
 
 
 def _toml(value: Any) -> str:
-    """A number or a list as TOML has it, without spaces."""
+    """Format a number or a list as TOML, without spaces."""
     if isinstance(value, list):
         return f"[{','.join(map(_toml, value))}]"
     return repr(value.item() if isinstance(value, np.generic) else value)
