@@ -86,7 +86,7 @@ def stacked(n_panels: int, **options: Any) -> Figure:
 def add_note(figure: Figure, text: str) -> None:
     """Write a note above the panels, in lines that fit on a telephone; the figure grows by these lines."""
     note = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
-    # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
+    # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before the widening.
     place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
     title = {"text": "<br>".join(note), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
     above = _LINE * len(note)

@@ -2,7 +2,7 @@
 
 
 class ScalingError(Exception):
-    """No usable answer exists for valid arguments, e.g. no budget reaches the loss asked for.
+    """No usable answer exists for valid arguments, e.g. no budget reaches the requested loss.
 
     Bad arguments raise `ValueError`; answers that are usable but doubtful are returned, with a status that states why.
     """

@@ -81,8 +81,8 @@ def decide(
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
-        ScalingError: nothing meets the conditions: the loss is out of reach, or reached below all fitted compute; or serving
-            alone uses up the budget; or the fit's runs do not identify the best D/N (`scaling.fits.identification`): then the
+        ScalingError: nothing meets the conditions: the loss is out of reach, or reached below 1e6 FLOPs, where no law was fitted; or
+            serving alone uses up the budget; or the fit's runs do not identify the best D/N (`scaling.fits.identification`): then the
             message names two runs that would.
     """
     if (budget is None) == (loss is None):

@@ -57,7 +57,7 @@ class Backtest(JsonResult):
     def table(self) -> pd.DataFrame:
         """Table with a row for each cut and method.
 
-        Columns: held_out (runs), mean_error and top_error (mean |log error| of all and of those within a factor of two of
+        Columns: held_out (runs), mean_error and top_error (mean |log error| of all runs and of runs within a factor of two of
         the largest, in %), bias (mean log error, in %), and for each level coverage_… (share of runs within) and
         width_… (median full width, % of the loss); supported (share of the runs).
         """
@@ -107,7 +107,7 @@ def backtest(
     columns: Mapping[str, str] = NO_COLUMNS,
     **options: Any,
 ) -> Backtest:
-    """Fit the runs with C < Cmax/cut, and predict those above.
+    """Fit the runs with C < Cmax/cut, and predict the runs above.
 
     The interval of a form by itself comes from its bootstrap with residual noise, as is usual.
 

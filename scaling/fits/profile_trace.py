@@ -17,7 +17,7 @@ MAX_STEPS = 24
 _FLAT, _STEEP = 0.1, 0.5
 """Shares of the reach. If a step moves the root by less than the first, the next step is four times as long; a step that moves the
 root by more than the second, or misses its value, is halved. Steps adapt because the bootstrap deviation is near 0 if every refit
-lies at a bound, and then does not tell how far the other end is."""
+lies at a bound, and then does not show how far the other end is."""
 _MAX_HALVINGS = 8
 _PIN = 100.0  # weight of the pinned observation over that of all rows: it is met within a hundredth of a residual
 _STEP = 1e-4  # step of a quantity's differences, in coordinates of order one

@@ -68,7 +68,7 @@ class Runs:
     """Checked rows.
 
     Attributes:
-        rows: rows to fit: n_params, n_tokens, further columns asked for, loss, noise (if given), stem; float64 except the
+        rows: rows to fit: n_params, n_tokens, further columns of the form, loss, noise (if given), stem; float64 except the
             stem, sorted by n_params, n_tokens and loss; the index is the caller's.
         left_out: the other rows, with a `reason`.
         compute_flops: compute of `rows` from the table's column, else 6·N·D.

@@ -1,1 +1,1 @@
-"""Variants of a recipe held against a baseline at a compute beyond their runs."""
+"""Variants of a recipe compared with a baseline at a compute beyond their runs."""
