@@ -33,7 +33,7 @@ from scaling.serialization import JsonResult, TableLayout
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
-"""Bootstrap draws of each fit: enough for a standard deviation, from which the intervals are computed."""
+"""Bootstrap draws of each fit: enough for a standard deviation, from which intervals are computed."""
 TOP = 2.0
 """Factor of compute below the largest run within which runs count as the top."""
 

@@ -1,4 +1,4 @@
-"""Caveats of a fit that leave its forecasts valid: rows far off the law, and best sizes outside the runs' range."""
+"""Caveats of a fit that do not rule out its forecasts: rows far off the law, and best D/N outside the runs' range."""
 
 from __future__ import annotations
 

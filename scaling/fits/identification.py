@@ -26,7 +26,7 @@ from scaling.presentation import span
 
 MOST_FACTOR = 10.0
 """Factor either way that the 90 % interval of the best D/N may span. Published optima lie within a factor of 5 about 20 (assumed:
-an interval twice as long is less informative than these). On planted ladders, wider intervals came with losses up to 30 % too large."""
+an interval twice as long is less informative than these). On planted ladders, wider intervals gave away up to 30 % of loss."""
 LEAST_NOISE = 5e-4
 """Least seed noise of a log loss that is assumed: large runs had .015–.06 %."""
 APART = (1 / 8, 1 / 4, 4.0, 8.0)
