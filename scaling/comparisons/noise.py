@@ -116,7 +116,7 @@ def seed_noise(
         rows: one row per run: the columns named in `settings` and `blocks`, `seed`, `loss` (nats per token; NaN if diverged).
         settings: columns such that runs with equal values differ only by the seed, e.g. `("rate",)`.
         blocks: columns within which a seed's level is shared, e.g. `("width",)`: another width has other initial values.
-        max_excess: most distance of a setting's mean log loss above the least of its block.
+        max_excess: largest distance of a setting's mean log loss above the least of its block.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or a setting has two runs with one seed.

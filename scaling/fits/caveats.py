@@ -16,7 +16,7 @@ FAR_DEVIATIONS, FAR_SHARE = 12.0, 0.03
 (their smallest models); a mistyped loss lies far beyond."""
 MAX_NAMED = 3
 MOST_E = 2.7
-"""Most E in nats per token: 12 public ladders of finished runs have .9 to 2.6 (measured), five of them more than 2.7 in bits."""
+"""Largest E in nats per token: 12 public ladders of finished runs have .9 to 2.6 (measured), five of them more than 2.7 in bits."""
 
 
 def caveats(law: Law | None, residuals: pd.DataFrame, unidentified: Unidentified | None) -> tuple[str, ...]:

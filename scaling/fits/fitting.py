@@ -36,7 +36,7 @@ LEAST_SHARE = 0.3
 """Share of the least loss below which E raises a warning; the share is .43 to 1.02 on every public ladder but one in mid-schedule.
 The forecast's prior expects .73: under an earlier prior, 90 % intervals held 57 % with E planted near .1 of the least loss."""
 MAX_CONDITION = 1e3
-"""Most condition number of the Jacobian with columns scaled to length one: 15–80 on public ladders, 1e16 for N ∝ D."""
+"""Largest condition number of the Jacobian with columns scaled to length one: 15–80 on public ladders, 1e16 for N ∝ D."""
 
 
 def fit(

@@ -26,7 +26,7 @@ decades (measured)."""
 RATIO_MARGIN = 2.0
 """Largest factor of D/N beyond the range that two runs reach. Outside, 95 % intervals held 79 %, inside 96 % (measured)."""
 MAX_MISFIT = 0.02
-"""Most standard deviation, by the median, of log residuals of the forecast's law. Beyond, 95 % intervals held 89 %, below 94 %.
+"""Largest standard deviation, by the median, of log residuals of the forecast's law. Beyond, 95 % intervals held 89 %, below 94 %.
 Losses in mid-schedule have 1.6 to 4.7 %, annealed losses .1 to 2.3 % (measured)."""
 LEAST_FLOOR = 0.4
 """Least E of the forecast's fits as a share of the least loss that they give a run. Below, 95 % intervals held 84 %, above 95 %

@@ -17,8 +17,8 @@ OFFSET = -math.log(math.log(2))
 """Change of log loss from nats to bits, .3665."""
 LEAST_ROWS = 12
 """Fewest rows that distinguish two surfaces of six numbers from one (assumed)."""
-_CLOSE = 0.03  # most deviation of the distance found from OFFSET, as a share of OFFSET (assumed)
-_SPREAD = 0.1  # most residual about two surfaces, as a share of OFFSET (assumed)
+_CLOSE = 0.03  # largest deviation of the distance found from OFFSET, as a share of OFFSET (assumed)
+_SPREAD = 0.1  # largest residual about two surfaces, as a share of OFFSET (assumed)
 _BETTER = 3.0  # least factor by which residuals about one surface are larger (assumed)
 _STARTS, _STEPS = 48, 8
 

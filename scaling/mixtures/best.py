@@ -25,7 +25,7 @@ CANDIDATES = 400
 """Number of functions drawn from the posterior, and of mixtures among which each function's best is found."""
 _FAR = 3.0  # standard deviations above the best, beyond which a mixture is seldom a drawn function's best
 _TRIED, _EXCHANGES = 3000, 6
-_WIDEST = 300.0  # most half width of a log interval: its exponential is still finite
+_WIDEST = 300.0  # largest half width of a log interval: its exponential is still finite
 _SHOWN = 0.0005  # least weight that is not printed as 0
 
 

@@ -22,9 +22,9 @@ WEIGHT, LOSS = "weight_", "loss_"
 """Prefixes of the columns' names."""
 SCALES = ("n_params", "n_tokens")
 TOLERANCE = 0.01
-"""Most distance of a mixture's sum of weights from 1: 17 weights rounded to .001 are up to .0085 off."""
+"""Largest distance of a mixture's sum of weights from 1: 17 weights rounded to .001 are up to .0085 off."""
 SPAN = 1e3
-"""Most ratio of a target's largest to smallest loss: no mixture has a larger effect (assumed; RegMix's losses lie within 3.6)."""
+"""Highest ratio of a target's largest to smallest loss: no mixture has a larger effect (assumed; RegMix's losses lie within 3.6)."""
 SPLIT = 0.75
 """Share of the variance left by the mixture; a further column that explains more splits the losses (assumed)."""
 LEAST_RUNS = 5

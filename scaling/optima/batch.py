@@ -25,7 +25,7 @@ PRIOR = (0.48, 0.15)
 (Step Law, 2503.04715, B = .58 D^.571 tokens), which both find no dependence on N. The deviation is assumed; both exponents lie
 within one deviation."""
 MAX_EXCESS = 0.01
-"""Most log loss above the best batch's with which a batch enters the parabola: about two octaves either side at the curvature
+"""Largest log loss above the best batch's with which a batch enters the parabola: about two octaves either side at the curvature
 measured on Step Law's grids, .002 to .009 per octave², a tenth of the rate's curvature."""
 BATCH_SCATTER = 0.2
 """Octaves by which the best batch of one cell scatters about the law in addition to its error; added to every optimum's error

@@ -116,7 +116,7 @@ def fit_optimum(
         losses: final losses, [K], nats per token; NaN or infinite if the run diverged. A rate with a diverged run
             is left out, as the mean of its other runs would be too good.
         seeds: seed of each row, [K].
-        max_excess: most distance of a used rate's log loss above the least mean log loss.
+        max_excess: largest distance of a used rate's log loss above the least mean log loss.
 
     Raises:
         ValueError: a rate or a finite loss is not positive, a seed is missing, or the lengths differ.

@@ -33,7 +33,7 @@ class RegretSurface(JsonResult):
     Attributes:
         coordinates: names of the x_j.
         centre: point about which the parabolas are expanded, [J].
-        slopes, half_curvatures: derivatives of log loss at the centre, per unit and unit² of x_j, [J].
+        slopes, half_curvatures: coefficients of log loss about the centre, per unit and unit² of x_j, [J].
         covariance: covariance of (slopes, half_curvatures), [2J, 2J].
         noise: standard deviation of log loss about the surface.
     """

@@ -24,11 +24,11 @@ from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan
 Judgement = Literal["pass", "fail", "not enough evidence"]
 
 MAX_DRIFT = 0.5
-"""Most octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: with muP the drift is
-−.38 and carrying the rate costs .004 nats; with the standard parametrization −2.67 and more than .16 nats. For depth and other
-hyperparameters the same bound is assumed; `regret_transferred` is the cost of the drift."""
+"""Largest drift, in octaves, from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: with muP the
+drift is −.38 and carrying the rate costs .004 nats; with the standard parametrization −2.67 and more than .16 nats. For depth and
+other hyperparameters the same bound is assumed; `regret_transferred` is the cost of the drift."""
 MAX_HALF_WIDTH = 1.0
-"""Most half width of the drift's 90 % interval, in octaves; a wider interval shows nothing."""
+"""Largest half width of the drift's 90 % interval, in octaves; a wider interval shows nothing."""
 MIN_SIZES = 3
 MIN_SPAN = 4.0
 """Least number of sizes, and least ratio of the largest to the smallest, for a pass."""

@@ -56,7 +56,7 @@ MAX_ROWS = 400
 MIN_DROP = 0.1
 """Share of the highest rate by which at least one curve's rate must fall to show the second term."""
 MAX_PEAK_RATIO, MAX_STEPS_RATIO, MAX_DEPTH_RATIO = 1.5, 3.1, 2.0
-"""Declared support: most factor of the peak rate from the fitted peaks (assumed), of the steps over the fitted steps (measured to
+"""Declared support: largest factor of the peak rate from the fitted peaks (assumed), of the steps over the fitted steps (measured to
 three, above; the last loss may lie before the end), and of the fitted curves' least rate, as a share of the peak, over the
 schedule's (assumed)."""
 

@@ -141,7 +141,7 @@ def _require(*, level: float, worth: float, error: float, noise: tuple[float, fl
 _LEAST_SPAN = 1.5
 """Least ratio of the baseline's largest to its smallest compute at which a rise of its loss is no effect of D/N (assumed)."""
 _MOST_RISE = 4.0
-"""Most rise of the baseline's log loss over its runs, in standard deviations of the noise, that counts as noise (assumed)."""
+"""Largest rise of the baseline's log loss over its runs, in standard deviations of the noise, that counts as noise (assumed)."""
 _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer")}
 """Names of our columns in other tables, without capitals and punctuation."""
 
