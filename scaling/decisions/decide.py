@@ -42,7 +42,7 @@ SANE_RATIO = (0.5, 2e4)
 USEFUL_EPOCHS = 40.0
 """Epochs from which a further repeat was found to be useless (Muennighoff et al. 2305.16264, fig. 1)."""
 PLATEAU = 0.25
-"""Share of the budget below which reaching the loss within the tolerance means that most compute is wasted (assumed)."""
+"""Share of the budget; if less already comes within the tolerance of the loss, most of the compute is wasted (assumed)."""
 
 
 def decide(
