@@ -1,6 +1,6 @@
-"""Findings about a shape that cost speed on a GPU, each with the measurement or guide that it comes from.
+"""Findings about a shape that make a GPU slow, each with its measurement or guide.
 
-None of them is an error: proxies are small on purpose. They are for the shape that a budget is spent on.
+A finding is not an error: proxies are small on purpose. The findings matter for the shape that the budget is spent on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from proxy_models.architecture.config import ModelConfig
 
 CO_DESIGN = "Anthony et al., arXiv 2401.14489, its recommendations"
 MATMUL_GUIDE = "NVIDIA, Matrix Multiplication Background User's Guide, section 2.2"
-_ALIGNED = (
-    64  # 16-bit numbers in the 128 bytes that an A100's or H100's Tensor Cores like dimensions to be multiples of
-)
-_USABLE = 8  # in 16 bytes: below that older libraries leave the Tensor Cores unused
+_ALIGNED = 64  # 16-bit numbers in 128 bytes: the Tensor Cores of an A100 or H100 run fastest at multiples of 128 bytes
+_USABLE = 8  # 16-bit numbers in 16 bytes: older libraries do not use the Tensor Cores for smaller multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class Advice:
 
 
 def advise(config: ModelConfig) -> Iterator[Advice]:
-    """The findings about a shape, the costliest kind first."""
+    """Return the findings about a shape, the costliest kind first."""
     for name, size in (("d_model", config.d_model), ("d_ff", config.d_ff), ("vocab_size", config.vocab_size)):
         if size % _ALIGNED:
             wider = -(-size // _ALIGNED) * _ALIGNED

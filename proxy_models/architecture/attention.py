@@ -1,8 +1,8 @@
-"""Causal attention by a fused kernel: on a GPU torch's math kernel, which keeps (batch, heads, time, time) weights, is never needed.
+"""Causal attention by a fused kernel. On a GPU, torch's math kernel, which keeps (batch, heads, time, time) weights, is never needed.
 
-torch takes FlashAttention for bf16 and fp16 without a mask, the memory-efficient kernel for fp32 or with one, and the math kernel
-where neither takes a case (`can_use_flash_attention` and `can_use_mem_efficient_attention` in its cuda/sdp_utils.cpp). Dropout
-is known to both. Keys and values are expanded for the second kernel, whose grouped heads not every release of torch knows.
+torch uses FlashAttention for bf16 and fp16 without a mask, the memory-efficient kernel for fp32 or with a mask, and the math kernel
+if neither supports a case (`can_use_flash_attention` and `can_use_mem_efficient_attention` in its cuda/sdp_utils.cpp). Both fused
+kernels support dropout. Keys and values are expanded for the memory-efficient kernel, whose grouped heads some releases of torch lack.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SMALLEST_FLEX_HEAD = 16
 def cuda_kernel(
     dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool, within_documents: bool = False
 ) -> Kernel:
-    """The kernel that torch takes on an NVIDIA GPU of compute capability 8 or more.
+    """Return the kernel that torch uses on an NVIDIA GPU of compute capability 8 or more.
 
     Args:
-        dtype: Of queries, keys and values.
-        head_dim: FlashAttention pads it to a multiple of 8, the memory-efficient kernel refuses one that does not fill 16 bytes.
+        dtype: Dtype of queries, keys and values.
+        head_dim: FlashAttention pads it to a multiple of 8; the memory-efficient kernel requires a multiple of 16 bytes.
         biased: Whether a bias is added to the logits.
         grouped: Whether fewer key and value heads than query heads are passed on.
-        within_documents: Whether attention stays within documents, which FlexAttention does for every dtype, bias
-            and grouping, but for heads of 16 on only (torch/_inductor/kernel/flex/flex_attention.py of torch 2.13).
+        within_documents: Whether attention stays within documents. FlexAttention does this for every dtype, bias and
+            grouping, but only for heads of at least 16 (torch/_inductor/kernel/flex/flex_attention.py of torch 2.13).
     """
     if within_documents:
         return "flex" if head_dim >= _SMALLEST_FLEX_HEAD else "math"
@@ -50,14 +50,14 @@ def attend(
     dropout: float,
     documents: Tensor | BlockMask | None = None,
 ) -> Tensor:
-    """Mix values, (batch, time, heads, head_dim) of each, by causal attention without a scale.
+    """Mix values by causal attention without a scale; queries, keys and values are (batch, time, heads, head_dim).
 
     Args:
-        query: As many heads as `key` and `value`, or a multiple.
+        query: Queries; as many heads as `key` and `value`, or a multiple.
         key, value: Keys and values.
-        bias: Added to the logits, (heads, time, time) with -inf on the future; None: causal without one.
+        bias: Bias on the logits, (heads, time, time) with -inf on the future; None: causal attention without a bias.
         dropout: Probability of dropping a weight; 0 within documents.
-        documents: As `documents.attend_within` takes them; None: attention reaches over the whole sequence.
+        documents: Documents as `documents.attend_within` takes them; None: attention reaches over the whole sequence.
     """
     if documents is not None:
         return attend_within(query, key, value, documents, bias)

@@ -1,10 +1,10 @@
 """Shapes of any module for the parametrization: which dimensions grow with width, found by comparing three models.
 
 The mup package compares a base and a delta model to find the dimensions that are width, and the target with the base
-to find by how much each grew. Build all three on the meta device (`with torch.device("meta")`): nothing is allocated
-and no random number is drawn. All three have the depth of the target, because parameters are matched by name.
+to find by how much each dimension grew. Build all three on the meta device (`with torch.device("meta")`), which allocates
+no memory and draws no random number. All three have the depth of the target, because parameters are matched by name.
 
-A parameter without a rule is refused by name: with a wrong class it would train, but its values would not transfer.
+A parameter without a rule is refused by name. With a wrong class, a parameter would train but its values would not transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proxy_models.architecture.parametrization import TensorClass, TensorShape, 
 _OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
 _INPUTS_FIRST = (
     "transformers.pytorch_utils.Conv1D",
-)  # (inputs, outputs): GPT-2's; by name, as its library is optional
+)  # matrices (inputs, outputs), as in GPT-2; named as text, since transformers is optional
 
 
 def module_shapes(
@@ -32,23 +32,23 @@ def module_shapes(
     block_prefix: str = "blocks.",
     classes: Mapping[str, str] | None = None,
 ) -> dict[str, TensorShape]:
-    """Class, fan-in and width multiplier of every parameter of `target`, in its order.
+    """Return the class, fan-in and width multiplier of every parameter of `target`, in its order.
 
     Args:
         target: The model to train, at its width and depth.
-        base: The width at which the hyperparameters are tuned.
-        delta: Any other width, larger or smaller, in every dimension that is width.
+        base: A model of the width at which the hyperparameters are tuned.
+        delta: A model of another width, larger or smaller, in every dimension that is width.
         readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
-            the embedding goes by the embedding's name.
+            the embedding has the embedding's name.
         block_prefix: Prefix of the names of parameters inside the residual blocks; the depth rules apply to them.
-        classes: Names of `TensorClass` by parameter, where the shapes do not tell.
+        classes: Names of `TensorClass` by parameter, for parameters whose class the shapes do not determine.
 
     Returns:
-        What `parametrization_of` takes.
+        Shapes as `parametrization_of` takes them.
 
     Raises:
-        ValueError: If the three differ in more than shape, no dimension grows, or a parameter is not one of embedding,
-            matrix in a block, norm gain, bias and readout, or a name in `classes` is none, or not of such a shape.
+        ValueError: If the three models differ in more than shape, no dimension grows, a parameter is not an embedding, matrix
+            in a block, norm gain, bias or readout, or `classes` has an unknown class or a class that the shape does not allow.
     """
     names = list(dict(target.named_parameters()))
     for module in (base, delta):
@@ -89,7 +89,7 @@ def module_shapes(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a module that holds its output's size: by its class's name, as libraries have norms of their own."""
+    """Return True for a norm, whose output has the size of its input; known by class name, as many libraries define norms."""
     return type(module).__name__.endswith("Norm")
 
 
@@ -137,7 +137,7 @@ def _shape(
         tensor_class = TensorClass.EMBEDDING
     elif grows == [True] and of_norm:
         tensor_class = TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM
-    elif grows == [True] and name.rpartition(".")[2].startswith("bias"):  # "bias_ih_l0" of a recurrent layer
+    elif grows == [True] and name.rpartition(".")[2].startswith("bias"):  # e.g. "bias_ih_l0" of a recurrent layer
         tensor_class = TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS
     elif grows == [False] and of_norm and in_block:
         tensor_class = TensorClass.QK_NORM

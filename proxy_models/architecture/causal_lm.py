@@ -1,8 +1,8 @@
-"""A causal language model of transformers with muP's forward multipliers, as any other module of a family.
+"""A causal language model of transformers with muP's forward multipliers, usable as any other module of a family.
 
-Nothing of its code is changed. A block of transformers adds to the stream inside; the branch multiplier takes what it added:
-x + multiplier · (block(x) - x), one branch a block in CompleteP's sense (arXiv 2505.01618) whatever stands in it. At the base's depth
-the multiplier is 1.
+The code of transformers is unchanged. A block adds to the residual stream internally, so the branch multiplier scales the sum of what
+the block adds: x + multiplier · (block(x) - x). In CompleteP's terms (arXiv 2505.01618) every block is one branch, whatever its
+layers. At the base's depth the multiplier is 1.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from proxy_models.architecture.family import FamilyError
 
 
 class CausalLM(nn.Module):
-    """Token ids (batch, time) to logits (batch, time, vocab_size), by a model that `AutoModelForCausalLM` builds.
+    """A model that `AutoModelForCausalLM` builds; maps token ids (batch, time) to logits (batch, time, vocab_size).
 
     Attributes:
-        network: The model of transformers, as it is.
+        network: The unchanged model of transformers.
     """
 
     embedding_multiplier: Tensor
@@ -31,21 +31,21 @@ class CausalLM(nn.Module):
         """Wrap a model and register the multipliers where they apply.
 
         Raises:
-            FamilyError: If it has no embedding, no readout, or not one list with its blocks.
+            FamilyError: If the model has no embedding, no readout, or no list of its blocks.
         """
         super().__init__()
         self.network = network
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
         readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
-        cast(Any, embedding).padding_idx = None  # every id is a token here, and the row of this one would never learn
+        cast(Any, embedding).padding_idx = None  # here every id is a token; torch would not train a padding id's row
         embedding.register_forward_hook(lambda _module, _inputs, output: output * self.embedding_multiplier)
         readout.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * self.readout_multiplier,))
         for block in self.get_submodule(blocks_name(self)).children():
             block.register_forward_hook(self._scale_branch, with_kwargs=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits; without a cache of keys and values."""
+        """Return the logits, computed without a cache of keys and values."""
         return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
@@ -57,17 +57,17 @@ class CausalLM(nn.Module):
 
 
 def embedding_name(model: CausalLM) -> str:
-    """Name of the module that looks tokens up."""
+    """Return the name of the module that looks tokens up."""
     return _name(model, cast(Any, model.network).get_input_embeddings(), "an input embedding")
 
 
 def readout_name(model: CausalLM) -> str:
-    """Name of the module that maps the width to logits."""
+    """Return the name of the module that maps the width to logits."""
     return _name(model, cast(Any, model.network).get_output_embeddings(), "an output embedding")
 
 
 def blocks_name(model: CausalLM) -> str:
-    """Name of the outermost list with as many modules as the config has layers."""
+    """Return the name of the outermost list with as many modules as the config has layers."""
     depth = cast(Any, model.network).config.num_hidden_layers
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     return _name(model, lists[0] if lists else None, f"a list of {depth} blocks")

@@ -27,7 +27,7 @@ class ModelConfig(Member):
         d_model: A multiple of `head_dim`.
         head_dim: Size of one attention head, the same at every scale, so that width grows in heads.
         queries_per_kv: Query heads that share one key and value head: 1 is multi-head attention, more is grouped-query
-            (Ainslie et al., arXiv 2305.13245), all of them multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
+            (Ainslie et al., arXiv 2305.13245), all query heads is multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
             when the width grows.
         mlp_ratio: `d_ff / d_model`; the product must be whole, so that the ratio is exact at every width.
         activation: Activation of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
@@ -35,21 +35,21 @@ class ModelConfig(Member):
         qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
         positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
         rotary_fraction: Share of each head that is rotated; GPT-NeoX rotates .25 (arXiv 2204.06745, section 2.1).
-        rope_theta: Base of the rotary wavelengths, 10,000 in arXiv 2104.09864, section 3.2.2; longer contexts take more, Llama 3
-            500,000 (arXiv 2407.21783, section 3.2). The default is neither written nor in a key.
+        rope_theta: Base of the rotary wavelengths, 10,000 in arXiv 2104.09864, section 3.2.2; longer contexts need a larger base,
+            Llama 3 has 500,000 (arXiv 2407.21783, section 3.2). The default is neither written to files nor part of a key.
         parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
             section 2) instead of one after the other.
         tied: The readout is the embedding table.
         biases: True for biases of all matrices but the readout, and of LayerNorm.
-        attention_dropout, mlp_dropout, embedding_dropout: Probabilities: of an attention weight, of an output of the
-            MLP, of an entry of the embedded input.
-        stochastic_depth: Probability that the last block leaves a sequence as it is; rising linearly from the first
-            block, which drops none, also where it is the only one (Huang et al., arXiv 1603.09382).
+        attention_dropout, mlp_dropout, embedding_dropout: Probabilities of dropping an attention weight, an output of the
+            MLP, and an entry of the embedded input.
+        stochastic_depth: Probability that the last block leaves a sequence as it is. The probability rises linearly from 0 at
+            the first block, so a single block drops nothing (Huang et al., arXiv 1603.09382).
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
         document_separator: Id of the token that closes documents. Attention then stays within a document, which begins with the
-            token that closes the one before; None: attention reaches over the whole sequence. As with `rope_theta`, the default
-            is neither written nor in a key.
+            token that closes the previous document; None: attention reaches over the whole sequence. As for `rope_theta`, the
+            default is neither written to files nor part of a key.
     """
 
     head_dim: int = 16
@@ -142,7 +142,7 @@ class ModelConfig(Member):
 
     @cached_property
     def n_params_by_group(self) -> dict[str, int]:
-        """Parameters of each group: embedding, positions, attention, mlp, norms, readout; a tied table is the readout's."""
+        """Parameters of each group: embedding, positions, attention, mlp, norms, readout. A tied table counts as the readout."""
         width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
         bias = int(self.biases)
         n_up = 2 if self.activation == "swiglu" else 1
@@ -166,12 +166,11 @@ class ModelConfig(Member):
 
     @property
     def n_params(self) -> int:
-        """The N of the scaling law: every parameter but those that are only looked up.
+        """N of the scaling law: all parameters except those that are only looked up.
 
-        Left out are the embedding table and learned positions, as a look-up costs no floating-point operation. The readout is
-        a product and counts; so a tied table, which is the readout too, counts once. With this N,
-        C = 6·N·D counts what is computed (Porian et al., arXiv 2406.19146, section 3.1, show that leaving the readout
-        out bends the law at small sizes).
+        The embedding table and learned positions do not count, since a look-up costs no floating-point operation. The readout is
+        a matrix product and counts, so a tied table counts once. With this N, C = 6·N·D matches the computation (Porian et
+        al., arXiv 2406.19146, section 3.1, show that leaving the readout out bends the law at small sizes).
         """
         groups = self.n_params_by_group
         return self.n_params_total - groups["embedding"] - groups["positions"]
@@ -185,24 +184,24 @@ class ModelConfig(Member):
 
     @property
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token, exact for the matrix products: 6 for each matrix entry, and attention's.
+        """Training FLOPs per token, exact for the matrix products: 6 for each matrix entry, plus attention's.
 
-        Attention is 12·n_layers·context_length·d_model: its two products forward and twice backward, the masked half
-        included (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
+        Attention takes 12·n_layers·context_length·d_model: two products forward and four backward, including the masked half
+        (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without attention.
         """
         return self.train_flops_within(None)
 
     def train_flops_within(self, attended: float | None) -> float:
-        """`train_flops_per_token` with the documents' own lengths in place of the context: 12·n_layers·attended·d_model.
+        """Return `train_flops_per_token` with `attended` in place of the context: 12·n_layers·attended·d_model for attention.
 
-        The products of a document of l tokens cost l² each, so a token's share is its document's length.
+        The attention of a document of l tokens costs l², so each of its tokens costs l.
         """
         products = self.n_matrix_entries + self.vocab_size * self.d_model
         length = self.context_length if attended is None else attended
         return 6.0 * products + 12.0 * self.n_layers * length * self.d_model
 
 
-# Fields that came later: at their default they are left out, so that older keys stay.
+# Later fields are left out at their defaults, so that older keys stay the same.
 converter.register_unstructure_hook(
     ModelConfig,
     make_dict_unstructure_fn(
@@ -215,10 +214,10 @@ converter.register_unstructure_hook(
 
 
 def as_decoder(member: Member) -> ModelConfig:
-    """Return the shape of a decoder, for what is written for decoders alone.
+    """Return the member as the shape of a decoder, for code that supports only decoders.
 
     Raises:
-        ValueError: If it is a member of another family.
+        ValueError: If the member belongs to another family.
     """
     if not isinstance(member, ModelConfig):
         raise ValueError(f"this is for the built-in decoder alone, got {member}")
@@ -229,7 +228,7 @@ def _read(values: Any, _: type[Member]) -> Member:
     return converter.structure(values, ModuleConfig if "family" in values else ModelConfig)
 
 
-# A member is written as what it is, and read as a decoder where it names no family.
+# A member is written as its actual class, and read as a decoder if it names no family.
 converter.register_unstructure_hook(Member, lambda member: converter.unstructure(member, unstructure_as=type(member)))
 converter.register_unstructure_hook(ModuleConfig, make_dict_unstructure_fn(ModuleConfig, converter))
 converter.register_structure_hook_func(lambda kind: kind is Member, _read)

@@ -1,10 +1,10 @@
 """A family from a configuration class of transformers, without code: `[model] family = "transformers:Qwen3Config"`.
 
-The class with its arguments is the pattern. At width w, every size that is in proportion to its hidden size is multiplied by
-w / hidden_size, and the heads keep their size, so the attention's 1/sqrt(head_dim) is muP's 1/d at every width (Yang et al., arXiv
+The class with its arguments is the pattern. At width w, every size in proportion to the hidden size is multiplied by
+w / hidden_size. Heads keep their size, so the attention's 1/sqrt(head_dim) is muP's 1/d at every width (Yang et al., arXiv
 2203.03466, definition 4.1). Depth is the number of layers. Models are built from the config alone; nothing is downloaded.
 
-transformers is imported by `families.load`, and so by what trains; nothing here imports it otherwise.
+Only training imports transformers, through `families.load`; importing this module does not.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from proxy_models.architecture.causal_lm import CausalLM
 
 _IN_PROPORTION = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner", "ffn_dim")
-"""Sizes of a config that grow with its hidden size, where it has them."""
+"""Sizes of a config that grow with its hidden size, if the config has them."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _OURS = ("vocab_size", "num_hidden_layers", "initializer_range", "use_cache", *_TOKENS)
-"""Fields that follow from [model] and from the parametrization, and are no arguments."""
+"""Fields that [model] and the parametrization set; they are not arguments."""
 _MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads"))
 """Pairs of sizes; most classes need the first to be a multiple of the second."""
-_TRIED_TOKENS = 64  # of the forward pass that shows whether a config's sizes fit together
+_TRIED_TOKENS = 64  # length of the forward pass that checks whether a config's sizes fit together
 _made: dict[str, type[Family]] = {}
 
 
 def family_from(name: str) -> type[Family] | None:
-    """The family that was made of this qualified name, if it was."""
+    """Return the family that `make_family` made for this qualified name, or None."""
     return _made.get(name)
 
 
 def is_config(found: Any) -> bool:
-    """Return True for a configuration class of transformers, or one derived from it."""
+    """Return True for a configuration class of transformers or a subclass of one."""
     transformers = sys.modules.get("transformers")
     return isinstance(found, type) and transformers is not None and issubclass(found, transformers.PreTrainedConfig)
 
 
 def make_family(name: str, config_class: type[Any]) -> type[Family]:
-    """Make the family of a configuration class, whose arguments are the class's fields that are single values.
+    """Make the family of a configuration class; its arguments are the fields of the class with single values.
 
     Raises:
-        ValueError: If it is not the configuration of a causal language model.
+        ValueError: If the class does not configure a causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -84,7 +84,7 @@ def make_family(name: str, config_class: type[Any]) -> type[Family]:
 
 
 def _scalars(hint: Any) -> Any:
-    """The union of None and the single values that a field takes, or None if there are none."""
+    """Return the union of None and the single values that a field takes, or None if it takes no single value."""
     kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind in (bool, int, float, str)]
     return typing.Optional[typing.Union[tuple(kinds)]] if kinds else None  # noqa: UP007, UP045
 
@@ -96,10 +96,10 @@ def allows_none(config_class: type[Any], name: str) -> bool:
 
 @cache
 def _require_forward(family: ConfigFamily) -> None:
-    """Compute the logits of a few tokens by the smallest model; on the CPU, as attention masks need values.
+    """Compute the logits of a few tokens with the smallest model, on the CPU because attention masks need values.
 
     Raises:
-        FamilyError: If that fails.
+        FamilyError: If the forward pass fails.
     """
     import torch
 
@@ -112,7 +112,7 @@ def _require_forward(family: ConfigFamily) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFamily(Family):
-    """Causal language models of one configuration class; `make_family` adds a field for each of its single values."""
+    """Causal language models of one configuration class; `make_family` adds a field for each single value of the class."""
 
     config_class: ClassVar[type[Any]]
 
@@ -121,7 +121,7 @@ class ConfigFamily(Family):
         self.config(self.width_step, 1)
 
     def _require_sizes(self) -> None:
-        """Refuse arguments that no model can have; not every class does.
+        """Refuse arguments that no model can have, since some classes do not check them.
 
         Raises:
             FamilyError: Naming the argument.
@@ -135,14 +135,14 @@ class ConfigFamily(Family):
 
     @contextmanager
     def _refusing(self, **sizes: int) -> Iterator[None]:
-        """Turn whatever transformers raises into a `FamilyError` that names the sizes and the arguments."""
+        """Turn every exception of transformers into a `FamilyError` that names the sizes and the arguments."""
         import torch
 
         try:
             yield
         except (FamilyError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # each class has its own
+        except Exception as error:  # each class raises different exceptions
             given = [f"{name} = {value!r}" for name, value in (sizes | self.arguments).items()]
             raise FamilyError(
                 f"{self._unmet()}{self.config_class.__name__} must have a model with {', '.join(given) or 'its defaults'}; "
@@ -150,7 +150,7 @@ class ConfigFamily(Family):
             ) from error
 
     def _unmet(self) -> str:
-        """The rule of `_MULTIPLES` that the arguments break, or nothing; only an error shows that the class needs it."""
+        """Return the rule of `_MULTIPLES` that the arguments break, or "". Not every class needs it, so only an error calls this."""
         sizes: dict[str, Any] = {own.name: own.default for own in fields(self.config_class)} | self.arguments
         for names in _MULTIPLES:
             size, divisor = (sizes.get(self._own(name)) for name in names)
@@ -162,12 +162,12 @@ class ConfigFamily(Family):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The fields that were given."""
+        """Arguments that the user gave."""
         return {name: value for name, value in super().arguments.items() if value is not None}
 
     @classmethod
     def source(cls) -> dict[str, bytes]:
-        """The files of the model and of its config in transformers, which has the defaults."""
+        """Return the files of the model and of its config in transformers; the config's file has the defaults."""
         from transformers import AutoModelForCausalLM
 
         files = [
@@ -181,7 +181,7 @@ class ConfigFamily(Family):
         return self.config_class(**self.arguments)
 
     def _own(self, name: str) -> str:
-        """The config's own name of one of transformers' common fields."""
+        """Return the config's name for one of transformers' common fields."""
         return cast(str, self.config_class.attribute_map.get(name, name))
 
     @cached_property
@@ -191,19 +191,19 @@ class ConfigFamily(Family):
 
     @property
     def _longest(self) -> list[str]:
-        """The config's own names of the longest context; MptConfig's is not in its attribute map."""
+        """Config's names of the longest context; MptConfig's is missing in its attribute map."""
         return [name for name in (self._own("max_position_embeddings"), "max_seq_len") if name in self._types]
 
     @cached_property
     def _proportions(self) -> dict[str, Fraction]:
-        """Sizes that grow with the width, over it, by their own names."""
+        """Ratio to the hidden size of each size that grows with the width, by the config's name."""
         names = {self._own(name) for name in _IN_PROPORTION} & self._types.keys()
         sizes = {name: getattr(self._pattern, name) for name in sorted(names)}
         return {name: Fraction(size, self._pattern.hidden_size) for name, size in sizes.items() if size is not None}
 
     @cached_property
     def width_step(self) -> int:  # type: ignore[override]
-        """The least width at which every size in proportion is whole."""
+        """Smallest width at which every proportional size is whole."""
         with self._refusing():
             return math.lcm(*(share.denominator for share in self._proportions.values()))
 
@@ -211,13 +211,13 @@ class ConfigFamily(Family):
         """Return the config of a member.
 
         Raises:
-            FamilyError: If the class has none of these sizes.
+            FamilyError: If the class does not allow these sizes.
         """
         with self._refusing(d_model=width, n_layers=depth):
             sizes: dict[str, Any] = {name: int(share * width) for name, share in self._proportions.items()}
             if "head_dim" in self._types:
                 pattern = self._pattern
-                # Most models divide if it is None; those of MinistralConfig and HunYuanDenseV1Config fail.
+                # Most models compute a head_dim of None; those of MinistralConfig and HunYuanDenseV1Config fail.
                 sizes["head_dim"] = pattern.head_dim or pattern.hidden_size // pattern.num_attention_heads
             sizes |= {
                 self._own("hidden_size"): width,
@@ -229,10 +229,10 @@ class ConfigFamily(Family):
             return self.config_class(**{**tokens, **longest, **self.arguments, **sizes})
 
     def build(self, width: int, depth: int) -> CausalLM:
-        """Build a model of transformers on torch's default device, with its multipliers; its own initial values are overwritten.
+        """Build a model of transformers with its multipliers, on torch's default device; training overwrites the initial values.
 
         Raises:
-            FamilyError: If the class has none of these sizes.
+            FamilyError: If the class does not allow these sizes.
         """
         from transformers import AutoModelForCausalLM
 
@@ -242,13 +242,13 @@ class ConfigFamily(Family):
             return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth)))
 
     def member(self, width: int, depth: int) -> Member:
-        """The member of this width and depth; the first one also shows whether the sizes fit together in a forward pass.
+        """Return the member of this width and depth. The first call also checks by a forward pass that the sizes fit together.
 
         Raises:
-            ValueError: If there is none, a parameter has no rule, or the forward pass fails.
+            ValueError: If there is no such member, a parameter has no rule, or the forward pass fails.
         """
         found = super().member(width, depth)
-        _require_forward(self)  # after it, as a model without rules may be too large for the CPU
+        _require_forward(self)  # comes last, since a model without rules may be too large for the CPU
         return found
 
     @cached_property
@@ -273,22 +273,22 @@ class ConfigFamily(Family):
             return self.build(self.width_step, 1)
 
     def attention_flops_per_token(self, width: int, depth: int) -> float:
-        """Training FLOPs of attention's two products, masked half and all (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        """Return training FLOPs of attention's two products, masked half included (Chowdhery et al., arXiv 2204.02311, appendix B)."""
         config = self.config(width, depth)
         heads = getattr(config, "num_attention_heads", 0)
         head_dim = getattr(config, "head_dim", None) or (width / heads if heads else 0)
         return 12.0 * depth * self.context_length * heads * head_dim
 
     def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
-        """Let transformers recompute whole blocks.
+        """Make transformers recompute whole blocks.
 
         Raises:
-            ValueError: If a part of each is to be recomputed, or the model can't.
+            ValueError: If `checkpointing` is "selective", or the model can't recompute.
         """
         from torch.utils.checkpoint import checkpoint
 
         for block in self.blocks_of(model):
-            is_able = hasattr(block, "gradient_checkpointing")  # of transformers' GradientCheckpointingLayer
+            is_able = hasattr(block, "gradient_checkpointing")  # set by GradientCheckpointingLayer of transformers
             if checkpointing != "none" and not (is_able and checkpointing == "full"):
                 raise ValueError(f'checkpointing must be "none" or, where the model can, "full", got "{checkpointing}"')
             if is_able:
@@ -297,7 +297,7 @@ class ConfigFamily(Family):
                 layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def constants(self, width: int, depth: int) -> dict[str, Tensor]:
-        """Return the buffers of a member on the CPU; its parameters, which are most of it, are left without values."""
+        """Return the buffers of a member on the CPU. The parameters, which take most memory, get no values."""
         from torch import nn
         from torch.nn.modules.module import register_module_parameter_registration_hook as replacing
 

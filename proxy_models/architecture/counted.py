@@ -1,6 +1,6 @@
-"""Members of families of one's own that were counted, in this process or in one whose record was read here.
+"""Counted members of custom families: counted in this process, or read from a record.
 
-What only reads a study finds its members here, and so runs none of the family's code.
+A process that only reads a study finds its members here, without running the family's code.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _counted: dict[tuple[Any, ...], dict[tuple[int, int], ModuleConfig]] = {}
 
 
 def remember(members: Iterable[ModuleConfig]) -> None:
-    """Keep members for `counted`; the first of a width and depth stays, so that what was counted here is not replaced."""
+    """Keep members for `counted`; the first member of a width and depth stays, so that a count of this process is not replaced."""
     for member in members:
         _counted.setdefault(_kind(member), {}).setdefault((member.d_model, member.n_layers), member)
 
 
 def counted(member: ModuleConfig) -> dict[tuple[int, int], ModuleConfig]:
-    """Members that differ from this one in width and depth only, by the two."""
+    """Return the members that differ from this one only in width and depth, by (width, depth)."""
     return _counted.get(_kind(member), {})
 
 
 def counted_at_any_context(member: ModuleConfig) -> list[ModuleConfig]:
-    """The same with members of other context lengths, which a full run may have."""
+    """Return such members of any context length, since a full run may have a different one."""
     *own, _ = _kind(member)
     return [found for (*kind, _), members in _counted.items() if kind == own for found in members.values()]
 

@@ -1,16 +1,16 @@
-"""Cross-entropy of a readout whose logits are never all in memory: chunks of positions, recomputed in the backward pass.
+"""Cross-entropy of a readout that never holds all logits in memory: the backward pass recomputes chunks of positions.
 
 Per position, with logits z, target y, V tokens, smoothing s and the weight c of z-loss, the loss is
 lse(z) - (1 - s)·z_y - s/V·sum(z) + c·lse(z)², and its gradient softmax(z)·(1 + 2·c·lse(z)) - s/V - (1 - s)·[y].
-Both are those of `F.cross_entropy` with label smoothing, and of z-loss (Chowdhery et al., arXiv 2204.02311, section 5).
-Going backward costs one product more than with the logits kept: 8/6 of the readout's floating-point operations.
+Both equal those of `F.cross_entropy` with label smoothing, plus z-loss (Chowdhery et al., arXiv 2204.02311, section 5).
+The backward pass costs one more product than with kept logits: 8/6 of the readout's floating-point operations.
 
-The loops over chunks are operators of their own, so that torch.compile sees one node in place of every chunk's. Of a weight whose
-rows (tokens) are sharded, each rank computes its own logits; what ranks exchange is two or three numbers a position.
+The loops over chunks are custom operators, so that torch.compile sees one node instead of one per chunk. If the rows (tokens) of the
+weight are sharded, each rank computes its own logits, and ranks exchange two or three numbers per position.
 
-On a GPU the time of the loss is that of its bytes: uncompiled, some twenty reads and writes of fp32 logits, a sixth of a step of 350M
-parameters over 50,304 tokens on an H200 (tests/benchmarks/RESULTS.md). Compiled, a chunk's logits are read in low precision, and
-their gradient is written in it.
+On a GPU, memory traffic determines the time of the loss. Uncompiled, the loss reads and writes the fp32 logits about twenty times: a
+sixth of a step of 350M parameters over 50,304 tokens on an H200 (tests/benchmarks/RESULTS.md). Compiled, a chunk's logits are read in
+low precision, and their gradient is written in low precision.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from proxy_models.architecture.sharded import first_row, is_sharded, own, within
 def whole_cross_entropy(
     logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Mean over the positions of (…, vocab_size) logits against (…) targets, nats, in fp32."""
+    """Return the mean cross-entropy of (…, vocab_size) logits against (…) targets over the positions, nats, in fp32."""
     rows = logits.float().flatten(0, -2)
     loss = F.cross_entropy(rows, targets.flatten(), label_smoothing=label_smoothing)
     if z_loss:
@@ -43,7 +43,7 @@ def whole_cross_entropy(
 
 
 def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Mean cross-entropy of any model's logits for each token of (batch, time + 1) from those before it, nats per token."""
+    """Return any model's mean cross-entropy on (batch, time + 1) tokens, each predicted from those before it, nats per token."""
     return whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])
 
 
@@ -56,14 +56,14 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     compiled: bool = False,
 ) -> Tensor:
-    """Mean cross-entropy of the logits hidden · weightᵀ, of which only `memory.CHUNK_ENTRIES` are in memory at a time.
+    """Return the mean cross-entropy of the logits hidden · weightᵀ, with at most `memory.CHUNK_ENTRIES` logits in memory.
 
     Args:
-        hidden: (…, width), the same on every rank that has a part of the weight; the gradient is that of a rank's own logits.
+        hidden: (…, width), the same on every rank that has a part of the weight; the gradient covers only the rank's own logits.
         weight: (vocab_size, width), whole or sharded by rows, of the same dtype; its gradient is summed over the chunks in fp32.
         targets: (…), token ids.
         label_smoothing, z_loss: Terms of the training loss.
-        compiled: Whether what is computed from a chunk's logits is compiled.
+        compiled: Whether the computation on a chunk's logits is compiled.
     """
     vocab_size, first, group = len(weight), None, None
     if is_sharded(weight):
@@ -106,7 +106,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        scale = gradient / len(hidden)  # with fp16's loss scale, before anything is rounded to fp16
+        scale = gradient / len(hidden)  # includes fp16's loss scale before any value is rounded to fp16
         of_hidden, of_weight = torch.ops.muscale.logit_gradients(
             scale, hidden, weight, targets, normalisers, *ctx.settings
         )
@@ -114,7 +114,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _over_ranks(statistics: Tensor, group: Any) -> Tensor:
-    """The statistics of all logits from those of each rank's."""
+    """Return the statistics of all logits from the statistics of each rank."""
     from torch.distributed import _functional_collectives as collectives
 
     gathered = collectives.wait_tensor(collectives.all_gather_single(statistics[None], 0, group))  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, first: int | None, summed: bool, compiled: bool
 ) -> Tensor:
-    """Numbers of each position, in fp32: its logits' log-sum-exp, the target's logit (0 on a rank without it), and the logits' sum."""
+    """Return three fp32 numbers per position: the logits' log-sum-exp, the target's logit (0 on other ranks), the logits' sum."""
     statistics = hidden.new_empty((2 + summed, len(hidden)), dtype=torch.float32)
     of_chunk = _compiled(_statistics_of_chunk) if compiled else _statistics_of_chunk
     for part in _chunks(len(hidden), len(weight)):
@@ -177,7 +177,7 @@ def _gradients(
     z_loss: float,
     compiled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `scale` times the summed loss, of hidden states and weight; `share` is smoothing / vocab_size."""
+    """Return gradients of `scale` times the summed loss for hidden states and weight; `share` is smoothing / vocab_size."""
     of_hidden = hidden.new_empty(hidden.shape)
     of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     of_chunk = _compiled(_gradient_of_chunk) if compiled else _gradient_of_chunk
@@ -189,7 +189,7 @@ def _gradients(
         )
         of_hidden[part] = multiply(slope, weight)
         of_weight += multiply(slope.t(), states)
-        del slope  # before the next chunk's is computed
+        del slope  # frees memory before the next chunk's slope is computed
     return of_hidden, of_weight.to(weight.dtype)
 
 
@@ -203,7 +203,7 @@ def _gradient_of_chunk(
     share: float,
     z_loss: float,
 ) -> Tensor:
-    """Gradient of `scale` times the chunk's summed loss, of its logits and in their precision; they are overwritten in fp32."""
+    """Return the gradient of `scale` times the chunk's summed loss for its logits, in their precision; overwrites fp32 logits."""
     dtype, slope = logits.dtype, logits.float()
     del logits
     slope.sub_(normaliser).exp_()
@@ -244,10 +244,10 @@ def _forward_flops(hidden: tuple[int, int], weight: tuple[int, int], *_: Any, **
 
 @register_flop_formula(torch.ops.muscale.logit_gradients)
 def _backward_flops(_scale: Any, hidden: tuple[int, int], weight: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 3 * 2 * hidden[0] * weight[0] * weight[1]  # the logits again, and a product for each gradient
+    return 3 * 2 * hidden[0] * weight[0] * weight[1]  # recomputes the logits, and one product for each gradient
 
 
 def _chunks(n_positions: int, vocab_size: int) -> list[slice]:
-    """Consecutive positions, at most `memory.CHUNK_ENTRIES` logits at a time but at least one position."""
+    """Return slices of consecutive positions, each with at most `memory.CHUNK_ENTRIES` logits or a single position."""
     size = max(1, memory.CHUNK_ENTRIES // vocab_size)
     return [slice(begin, begin + size) for begin in range(0, n_positions, size)]

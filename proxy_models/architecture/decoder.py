@@ -1,10 +1,10 @@
 """The decoder that is searched, top to bottom: positions, norm, attention, MLP, block, model, loss.
 
-It computes in `Decoder.compute_dtype`: the embedding is cast to it, and each layer casts its own weights to the dtype of its input.
-Weights stay fp32, and so do rotary angles and the loss.
+The decoder computes in `Decoder.compute_dtype`: the embedding is cast to it, and each layer casts its own weights to the dtype of its
+input. Weights, rotary angles and the loss stay fp32.
 
 Forward multipliers (muP's and the tuned ones) are zero-dimensional buffers, so that one compiled graph serves every
-trial of a shape. They are set by `set_multipliers` from the parametrization, never saved with the weights.
+trial of a shape. `set_multipliers` sets them from the parametrization; they are never saved with the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NORM_EPS = 1e-6
 
 
 def rotary_angles(config: ModelConfig) -> Tensor:
-    """Angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
+    """Return the angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
     rotary_dim = config.rotary_dim
     frequencies = config.rope_theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     return torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequencies)
@@ -40,8 +40,8 @@ def rotary_angles(config: ModelConfig) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
 
-    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2), fp32; coordinates beyond r stay as they
-    are, and so does the dtype.
+    x is (batch, time, heads, head_dim); cos and sin of the angles are (time, 1, r / 2), fp32. Coordinates beyond r and the
+    dtype stay unchanged.
     """
     n_pairs = cos.shape[-1]
     first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
@@ -50,9 +50,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_bias(context_length: int, n_heads: int) -> Tensor:
-    """Bias that ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
+    """Return the bias that ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
 
-    Head h of n is slowed by 2^(-8h/n) for each token of distance (Press et al., arXiv 2108.12409, section 3).
+    The bias of head h of n falls by 2^(-8h/n) per token of distance (Press et al., arXiv 2108.12409, section 3).
     """
     slopes = 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, dtype=torch.float32) / n_heads)
     time = torch.arange(context_length, dtype=torch.float32)
@@ -61,7 +61,7 @@ def alibi_bias(context_length: int, n_heads: int) -> Tensor:
 
 
 def constants(config: ModelConfig) -> dict[str, Tensor | None]:
-    """The buffers of a decoder that are computed from its shape: `cos` and `sin` of rotary angles, and `logit_bias`."""
+    """Return the buffers that a decoder's shape determines: `cos` and `sin` of rotary angles, and `logit_bias`."""
     rotary, alibi = config.positions == "rotary", config.positions == "alibi"
     angles = rotary_angles(config) if rotary else None
     return {
@@ -72,7 +72,7 @@ def constants(config: ModelConfig) -> dict[str, Tensor | None]:
 
 
 class Positions(NamedTuple):
-    """Positions as attention takes them: rotary angles, or a bias on the logits, and documents; None where not used."""
+    """Positions as attention takes them: rotary angles or a bias on the logits, and documents. Unused entries are None."""
 
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -81,14 +81,14 @@ class Positions(NamedTuple):
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
-    """A norm over the width."""
+    """Build a norm over the width."""
     if config.norm == "layernorm":
         return LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
     return RMSNorm(config.d_model, eps=NORM_EPS)
 
 
 class Attention(nn.Module):
-    """Causal self-attention, query heads in groups that share a key and value head; the logits' scale comes as a tensor."""
+    """Causal self-attention; groups of query heads share a key and value head. The scale of the logits is an argument."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,13 +137,13 @@ class MLP(nn.Module):
                 hidden = F.gelu(hidden)
             case "relu":
                 hidden = F.relu(hidden)
-            case "relu2":  # So et al., arXiv 2109.08668, section 3
+            case "relu2":  # squared ReLU (So et al., arXiv 2109.08668, section 3)
                 hidden = F.relu(hidden).square()
         return F.dropout(self.down(hidden), self.config.mlp_dropout, self.training)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together.
+    """Pre-norm attention and MLP; the depth multiplier scales each sum into the residual stream, or a single sum of both.
 
     Attributes:
         checkpointing: Kind of activation checkpointing.
@@ -176,12 +176,12 @@ class Block(nn.Module):
 
 
 class Readout(Linear):
-    """Hidden states to logits (…, vocab_size), or with targets to their mean cross-entropy in nats.
+    """Readout that maps hidden states to logits (…, vocab_size), or with targets to their mean cross-entropy in nats.
 
-    The loss is computed in here because a sharded weight is gathered only within the forward pass of its module.
+    The loss is computed here because a sharded weight is gathered only during the forward pass of its module.
 
     Attributes:
-        compiled: Whether what is computed from a chunk of logits is compiled.
+        compiled: Whether the computation on a chunk of logits is compiled.
     """
 
     compiled = False
@@ -189,7 +189,7 @@ class Readout(Linear):
     def forward(
         self, input: Tensor, targets: Tensor | None = None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> Tensor:
-        """Map (…, width), and targets (…) if there are any; logits that are too many, or sharded, are not kept."""
+        """Map (…, width) to logits, or with targets (…) to the loss; too many or sharded logits are then not kept."""
         if targets is None:
             return super().forward(input)
         terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -199,13 +199,13 @@ class Readout(Linear):
 
 
 class Decoder(nn.Module):
-    """Token ids (batch, time) to logits (batch, time, vocab_size).
+    """Decoder that maps token ids (batch, time) to logits (batch, time, vocab_size).
 
-    `time` may be anything up to `config.context_length`. A fresh decoder holds torch's own initial values;
-    `proxy_models.initialize` writes the parametrization's.
+    `time` may be anything up to `config.context_length`. A new decoder has torch's default initial values;
+    `proxy_models.initialize` writes those of the parametrization.
 
     Attributes:
-        compute_dtype: Of the residual stream and all products.
+        compute_dtype: Dtype of the residual stream and of all products.
     """
 
     cos: Tensor | None
@@ -238,7 +238,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def with_weights(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> Self:
-        """A decoder on the CPU whose parameters are these tensors themselves, so that none is copied; its multipliers are 1."""
+        """Return a decoder on the CPU that uses these tensors as its parameters, without a copy; its multipliers are 1."""
         with torch.device("meta"):
             decoder = cls(config)
         decoder.load_state_dict(weights, strict=False, assign=True)
@@ -251,13 +251,13 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def write_constants(self) -> None:
-        """Write `constants` into a decoder that was built without values; they are computed on the CPU, as everywhere."""
+        """Write `constants` into a decoder that was built without values. They are always computed on the CPU."""
         for name, value in constants(self.config).items():
             if value is not None:
                 self.get_buffer(name).copy_(value)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
-        """Logits of the next token at every position; with targets, their mean cross-entropy in nats.
+        """Return the logits of the next token at every position; with targets, their mean cross-entropy in nats.
 
         `regularized` adds the config's label smoothing and z-loss.
         """
@@ -295,7 +295,7 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
+    """Return the mean cross-entropy on (batch, context_length + 1) tokens, each predicted from those before it, nats per token."""
     return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:]))
 
 

@@ -1,4 +1,4 @@
-"""The built-in decoder as a family; torch is imported where a decoder is built."""
+"""The built-in decoder as a family. Torch is imported only when a decoder is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_SIZES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderFamily(Family):
-    """Decoders that differ from `config` in width and depth; its table and its counts are written out."""
+    """Decoders that differ from `config` in width and depth; their table and counts are formulas, not comparisons of models."""
 
     config: ModelConfig
 
@@ -39,37 +39,37 @@ class DecoderFamily(Family):
 
     @property
     def training_loss(self) -> Loss:
-        """The loss with label smoothing and z-loss."""
+        """Training loss with label smoothing and z-loss."""
         from proxy_models.architecture.decoder import training_loss
 
         return training_loss
 
     @property
     def evaluation_loss(self) -> Loss:
-        """The loss that is computed where the readout is."""
+        """Mean cross-entropy, computed inside the readout's module."""
         from proxy_models.architecture.decoder import next_token_loss
 
         return next_token_loss
 
     def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
-        """Write what is computed from the config, without building another decoder."""
+        """Write the constants of the config without building another decoder."""
         cast("Decoder", model).write_constants()
 
     def compile_loss(self, model: nn.Module) -> None:
-        """Compile what the readout computes from a chunk of logits."""
+        """Compile the readout's computation on a chunk of logits."""
         cast("Decoder", model).readout.compiled = True
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks, and an embedding and a readout that are not tied; learned positions go with the rest."""
+        """Return the blocks, and the embedding and readout if they are not tied; learned positions belong to the rest."""
         decoder = cast("Decoder", model)
         return [*decoder.blocks, *(() if self.config.tied else (decoder.embedding, decoder.readout))]
 
     def fitting(self, member: Member, sequences: int, **limits: Any) -> tuple[int | None, Checkpointing]:
-        """Return what the estimate of `proxy_models.architecture.memory` fits."""
+        """Return the micro-batch and checkpointing that fit by the estimate of `proxy_models.architecture.memory`."""
         return fitting(cast(ModelConfig, member), sequences, **limits)
 
     def member(self, width: int, depth: int) -> ModelConfig:
-        """The decoder of this width and depth.
+        """Return the decoder of this width and depth.
 
         Raises:
             ValueError: If the shape breaks a rule of `ModelConfig`.
@@ -77,7 +77,7 @@ class DecoderFamily(Family):
         return replace(self.config, d_model=width, n_layers=depth)
 
     def widths(self) -> Iterator[int]:
-        """Widths of whole groups of heads at which `mlp_ratio` is exact: the multiples of the least."""
+        """Return the widths of whole groups of heads at which `mlp_ratio` is exact: the multiples of the smallest."""
         heads = self.config.head_dim * self.config.queries_per_kv
         step = next(width for width in count(heads, heads) if float(width * self.config.mlp_ratio).is_integer())
         return count(step, step)

@@ -1,12 +1,12 @@
 """Causal attention that stays within documents, without a mask of time × time.
 
-A sequence holds parts of several documents, one after another. The token that closes a document opens the next one, as its first
-key: text is generated after it, and so it stands in the Llama export (`bos_token_id`). Positions go on over the sequence: rotary
-angles and ALiBi see distances only, and learned positions stay those of the sequence. Llama 3 masks so (arXiv 2407.21783, section
-3.2): little changed in ordinary pre-training, and it mattered for very long sequences.
+A sequence holds parts of several documents, one after another. The token that closes a document is the first key of the next document,
+since text is generated after this token; so it is the `bos_token_id` of the Llama export. Positions continue over the sequence: rotary
+angles and ALiBi depend only on distances, and learned positions stay those of the sequence. Llama 3 masks documents in the same way
+(arXiv 2407.21783, section 3.2): little changed in ordinary pre-training, and the mask mattered for very long sequences.
 
-On a GPU FlexAttention skips blocks of 128 × 128 without a common document (Dong et al., arXiv 2412.05496). It has no backward pass on
-CPUs, where torch's fused kernel takes one document at a time.
+On a GPU, FlexAttention skips blocks of 128 × 128 without a common document (Dong et al., arXiv 2412.05496). FlexAttention has no
+backward pass on CPUs, where torch's fused kernel takes one document at a time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BLOCK = 128
 
 
 def number_documents(tokens: Tensor, separator: int) -> Tensor:
-    """Number of the document that each token (batch, time) is of, ascending along a sequence."""
+    """Number the documents: return the document of each token (batch, time), ascending along a sequence."""
     return (tokens == separator).cumsum(-1)
 
 
 def document_blocks(documents: Tensor) -> BlockMask:
-    """FlexAttention's table of the blocks that share a document, from the numbers of documents (batch, time).
+    """Return FlexAttention's table of the blocks that share a document, from the document numbers (batch, time).
 
-    As the numbers ascend, a block's first and last number tell which others share one; nothing waits for the device.
+    Since the numbers ascend, a block's first and last number suffice to compare blocks, without waiting for the device.
     """
     time = documents.shape[1]
     n_blocks = -(-time // _BLOCK)
     order = torch.arange(n_blocks, device=documents.device)
     first, last = documents[:, ::_BLOCK], documents[:, ((order + 1) * _BLOCK - 1).clamp(max=time - 1)]
     queries, keys = order[:, None], order
-    whole = queries < time // _BLOCK  # torch takes no block for full that ends beyond the sequence
+    whole = queries < time // _BLOCK  # torch does not treat a block as full if it ends beyond the sequence
     full = whole & (queries > keys) & (last[:, :, None] == first[:, None, :])
     shared = (queries >= keys) & (first[:, :, None] <= last[:, None, :]) & ~full
 
@@ -53,7 +53,7 @@ def document_blocks(documents: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of the key blocks of each block of queries, and which, those first; for all heads."""
+    """Return, for all heads, the number of key blocks of each block of queries, and the indices with these key blocks first."""
     blocks = blocks[:, None].int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -61,12 +61,12 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def attend_within(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | BlockMask, bias: Tensor | None
 ) -> Tensor:
-    """Mix values, (batch, time, heads, head_dim) of each, by causal attention within documents, without a scale.
+    """Mix values by causal attention within documents, without a scale; shapes are (batch, time, heads, head_dim).
 
     Args:
         query, key, value: As `attention.attend` takes them.
-        documents: Of `number_documents` on a CPU, of `document_blocks` on a GPU.
-        bias: Added to the logits, (heads, time, time) with -inf on the future, the same for equal distances; None: none.
+        documents: Result of `number_documents` on a CPU, of `document_blocks` on a GPU.
+        bias: Bias on the logits, (heads, time, time) with -inf on the future, equal for equal distances; None: no bias.
     """
     if isinstance(documents, Tensor):
         return cast(Tensor, _OneByOne.apply(query, key, value, documents, bias))  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ def attend_within(
 
 @cache
 def _compiled_flex() -> Any:
-    """FlexAttention by its fused kernel, also where the model itself is not compiled; eager, it would keep all scores."""
+    """Return the fused kernel of FlexAttention even if the model is not compiled, since an eager FlexAttention keeps all scores."""
     return torch.compile(flex_attention)
 
 
@@ -149,7 +149,7 @@ def _backward(
 
 
 def _places(documents: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Sequences and positions of each document in a batch."""
+    """Yield the sequence and the positions of each document in a batch."""
     for row, numbers in enumerate(documents):
         begins = (numbers.diff().nonzero().flatten() + 1).tolist()
         for begin, end in pairwise([0, *begins, len(numbers)]):
@@ -157,19 +157,19 @@ def _places(documents: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _expanded(query: Tensor, states: Tensor) -> Tensor:
-    """Keys or values for as many heads as there are queries."""
+    """Return keys or values repeated to as many heads as there are queries."""
     n_groups = query.shape[2] // states.shape[2]
     return states.repeat_interleave(n_groups, 2) if n_groups > 1 else states
 
 
 def _summed(gradient: Tensor, n_heads: int) -> Tensor:
-    """The reverse of `_expanded`."""
+    """Return the reverse of `_expanded`: gradients summed over each group of heads."""
     batch, time, _, head_dim = gradient.shape
     return gradient.reshape(batch, time, n_heads, -1, head_dim).sum(3)
 
 
 def _causal(bias: Tensor | None, place: tuple[slice, slice]) -> dict[str, Any]:
-    """Arguments of the kernel for one document."""
+    """Return the kernel's arguments for one document."""
     length = place[1].stop - place[1].start
     mask = None if bias is None else bias[None, :, :length, :length]
     return {"is_causal": bias is None, "attn_mask": mask, "scale": 1.0}
@@ -184,7 +184,7 @@ for _name, _on_cpu, _of_shapes in (
 
 
 class _OneByOne(torch.autograd.Function):
-    """Attention of one document at a time, of which the kernel's own normaliser is kept and no weights."""
+    """Attention of one document at a time; keeps the kernel's normaliser for the backward pass, but no weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, bias: Tensor | None) -> Tensor:

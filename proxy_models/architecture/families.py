@@ -1,4 +1,4 @@
-"""The family of a member, and a study's family with the base that its hyperparameters are tuned at."""
+"""Lookup of a member's family, and a study's family with the base at which its hyperparameters are tuned."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NOT_IMPORTED = "the family {} is not imported here; only what trains imports it
 
 
 def load(name: str) -> type[Family]:
-    """Import the family of a qualified name, "package.module:Class"; this runs its module's code.
+    """Import the family of a qualified name, "package.module:Class"; this runs the code of the module.
 
-    The class is a `Family`, or a configuration class of transformers, of which one is made.
+    The class is a `Family`, or a configuration class of transformers from which a family is made.
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If there is no family of this name.
     """
     module, _, attribute = name.partition(":")
     if not (module and attribute):
@@ -44,7 +44,7 @@ def load(name: str) -> type[Family]:
         mend_torchvision()
     try:
         found = getattr(import_module(module), attribute, None)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
             raise ValueError(
                 f'transformers is not installed: pip install "muscale[huggingface]"; got {name!r}'
@@ -66,13 +66,13 @@ def load(name: str) -> type[Family]:
 
 
 def _near(attribute: str, module: str) -> str:
-    """The name in the module that the attribute may have been meant as."""
+    """Return a hint with the module's name that is closest to the attribute, or an empty string."""
     near = get_close_matches(attribute, vars(import_module(module)), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _loaded(name: str) -> type[Family] | None:
-    """The family of a qualified name if it is here already; nothing is imported."""
+    """Return the family of a qualified name if it is already imported; import nothing."""
     if made := family_from(name):
         return made
     module, _, attribute = name.partition(":")
@@ -81,10 +81,10 @@ def _loaded(name: str) -> type[Family] | None:
 
 
 def family_of(member: Member) -> Family:
-    """Return the family of a member; readers, which never import the module of one's own, get one of counted members.
+    """Return the family of a member. Readers never import a custom module and get a family of counted members instead.
 
     Raises:
-        ValueError: If it was not imported here and nothing of it counted, or imported from another source than the member's.
+        ValueError: If the family was neither imported nor counted here, or was imported from another source than the member's.
     """
     if isinstance(member, ModelConfig):
         return DecoderFamily.of(member)
@@ -108,21 +108,21 @@ def _imported(found: type[Family], member: ModuleConfig) -> Family:
 
 
 def import_family(member: Member) -> Family:
-    """Import what a member's family is made of, and return it; what trains calls this, and no reader does.
+    """Import the code of a member's family and return the family. Training calls this; readers do not.
 
     Raises:
-        ValueError: If there is no such family here, or it has another source.
+        ValueError: If the family does not exist here or has another source.
     """
     return _imported(load(member.family), member) if isinstance(member, ModuleConfig) else family_of(member)
 
 
 def is_imported(member: Member) -> bool:
-    """Whether a member can be built in this process: a decoder, or one of a family that was imported."""
+    """Whether this process can build the member: a decoder, or a member of an imported family."""
     return not isinstance(member, ModuleConfig) or _loaded(member.family) is not None
 
 
 def with_weights(member: Member, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A member on the CPU with these values of its parameters; a decoder's are the tensors themselves, others are copied."""
+    """Return a member on the CPU with these parameter values; a decoder uses the tensors themselves, other families copy them."""
     if isinstance(member, ModelConfig):
         from proxy_models.architecture.decoder import Decoder
 
@@ -139,7 +139,7 @@ def build(member: Member) -> nn.Module:
 
 
 def parameter_shapes(member: Member) -> dict[str, Tensor]:
-    """A member's parameters by name, on the meta device; of a tied table there is one."""
+    """Return a member's parameters by name, on the meta device; a tied table appears once."""
     import torch
 
     with torch.device("meta"):
@@ -148,7 +148,7 @@ def parameter_shapes(member: Member) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted(Family):
-    """The counted members of a family, for readers that do not import it."""
+    """Counted members of a family, for readers that do not import the family."""
 
     of: ModuleConfig
 
@@ -171,12 +171,12 @@ class _Counted(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Generic[M]):
-    """A model with its width and depth left open; hyperparameters are tuned at the base and transferred from it."""
+    """A model with width and depth left open; hyperparameters are tuned at the base and transferred to other sizes."""
 
     base: M
 
     def at(self, *, width: int | None = None, depth: int | None = None) -> M:
-        """Return the member of this width and depth; a dimension that is not given stays as in the base.
+        """Return the member of this width and depth; an omitted dimension stays as in the base.
 
         Raises:
             ValueError: If the family has no such member.
@@ -185,7 +185,7 @@ class ModelFamily(Generic[M]):
         return cast(M, family_of(self.base).member(width, depth))
 
     def for_params(self, n_params: float, *, depth: int | None = None) -> M:
-        """Return the member whose `n_params` is nearest to the wanted one in ratio.
+        """Return the member whose `n_params` is nearest to the requested number in ratio.
 
         Raises:
             ValueError: If the number is not positive and finite.

@@ -1,9 +1,9 @@
-"""The protocol of a family: how to build a model of any width and depth. All else is found by comparing members of it.
+"""The protocol of a family: how to build a model of any width and depth. The rest is found by comparing members.
 
 A family is a subclass of `Family` with one method. Its model maps token ids (batch, time) to logits (batch, time, vocab_size), and
-has a list of residual blocks and a readout without a bias. What tells width from other dimensions, and so the class, initial values,
-rate, decay and eps of every tensor, are three models of different width on the meta device. The forward multipliers are the
-model's own to apply: buffers, of which it has those in its forward pass (`proxy_models.training.optimizer.MULTIPLIERS`).
+has a list of residual blocks and a readout without a bias. Three models of different width on the meta device show which dimensions
+are width, and so the class, initial values, rate, decay and eps of every tensor. The model itself applies the forward multipliers:
+buffers, of which it may have any that its forward pass uses (`proxy_models.training.optimizer.MULTIPLIERS`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 SIZE_STEP = 1.1
 """Factor in n_params between members that a plan looks at; the loss is flat over such steps near the best size (assumed)."""
 Loss: TypeAlias = "Callable[[Any, Tensor], Tensor]"
-"""A plain function of a model and sequences (batch, time + 1), in nats per token."""
+"""Loss function of a model and sequences (batch, time + 1), in nats per token."""
 
 
 class FamilyError(ValueError):
-    """A model that does not keep to the protocol of its family."""
+    """Error for a model that breaks the protocol of its family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class Family(ABC):
         context_length: Tokens in one training sequence.
         readout: Name of the module that maps the width to logits.
         blocks: Name of the list of residual blocks.
-        width_step: Widths are multiples of it.
-        version: Part of every key; change it where the model changes and none of the files in `source` does.
+        width_step: Divisor of all widths.
+        version: Part of every key; change it if the model changes but no file in `source` does.
     """
 
     vocab_size: int
@@ -70,38 +70,38 @@ class Family(ABC):
     def build(self, width: int, depth: int) -> nn.Module:
         """Build the model on torch's default device."""
 
-    # What a family may replace
+    # Methods that a family may override
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The fields besides the two sizes, by name, as members keep them."""
+        """Fields except the two sizes, by name, as members store them."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SIZES}
 
     @classmethod
     def source(cls) -> dict[str, bytes]:
-        """The files that define the family, by name: its own, and those of its package that it imports (`source_files`).
+        """Return the files that define the family, by name: its file, and those of its package that the file imports (`source_files`).
 
-        Of a family in a notebook it is the cell that has its `build`.
+        For a family in a notebook, return the cell that defines `build`.
 
         Raises:
-            TypeError, OSError: If they can't be read.
+            TypeError, OSError: If the files can't be read.
         """
         try:
             return source_files(cls.__module__, Path(inspect.getfile(cls)))
         except (TypeError, OSError):
-            # Of a class in a cell, Python finds the source from 3.13 on; of its method always.
+            # Python finds the source of a class in a cell only from 3.13 on, but always that of its method.
             lines, _ = inspect.findsource(vars(cls).get("build", cls))
             return {f"{cls.__name__}.py": "".join(lines).encode()}
 
     def tensor_classes(self, width: int, depth: int) -> Mapping[str, str]:
-        """Classes of parameters by name, where they are not those that the shapes tell: {"blocks.0.decay": "block_bias"}.
+        """Return classes of parameters by name where the shapes suggest a wrong class: {"blocks.0.decay": "block_bias"}.
 
-        Matrices that lie in one tensor (matrices, outputs, inputs), as those of experts, are a "hidden_stack".
+        Several matrices in one tensor (matrices, outputs, inputs), such as those of experts, are a "hidden_stack".
         """
         return {}
 
     def active_shares(self, width: int, depth: int) -> Mapping[str, float]:
-        """Share of a parameter's entries that one token uses, by name, where it is not 1: 2 / 8 for two of eight experts."""
+        """Return the share of a parameter's entries that one token uses, by name, if not 1: 2 / 8 for two of eight experts."""
         return {}
 
     @property
@@ -110,12 +110,12 @@ class Family(ABC):
         return 1.0
 
     def attention_flops_per_token(self, width: int, depth: int) -> float:
-        """Training FLOPs per token besides 6 for each parameter of `Member.n_params`."""
+        """Return training FLOPs per token in addition to 6 for each parameter of `Member.n_params`."""
         return 0.0
 
     @property
     def training_loss(self) -> Loss:
-        """The loss that a step minimises."""
+        """Loss that a step minimises."""
         return self.evaluation_loss
 
     @property
@@ -126,17 +126,17 @@ class Family(ABC):
         return sequence_loss
 
     def set_precision(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Let the model compute in this dtype: by its attribute `compute_dtype`, or else by torch's autocast over fp32 weights."""
+        """Make the model compute in this dtype: by its attribute `compute_dtype`, or else by torch's autocast over fp32 weights."""
         if hasattr(model, "compute_dtype"):
             model.compute_dtype = dtype  # type: ignore[assignment]
         else:
             _autocast(model, dtype)
 
     def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
-        """Let each block keep or recompute its activations, by its attribute `checkpointing`.
+        """Make each block keep or recompute its activations, by its attribute `checkpointing`.
 
         Raises:
-            ValueError: If a block has none and something is to be recomputed.
+            ValueError: If a block lacks the attribute and activations are to be recomputed.
         """
         for block in self.blocks_of(model):
             if hasattr(block, "checkpointing"):
@@ -145,26 +145,26 @@ class Family(ABC):
                 raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
 
     def compile_loss(self, model: nn.Module) -> None:  # noqa: B027
-        """Compile what the model computes outside its blocks, where that pays; by default nothing."""
+        """Compile what the model computes outside its blocks, if that pays; the default compiles nothing."""
 
     def constants(self, width: int, depth: int) -> dict[str, Tensor]:
-        """Return the buffers of a member by name, with the values that it is built with on the CPU."""
+        """Return the buffers of a member by name, with their values after a build on the CPU."""
         import torch
 
         with torch.device("cpu"):
             return dict(self.build(width, depth).named_buffers())
 
     def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
-        """Write the buffers of a model that was built without values, of which it has the width and depth."""
+        """Write the buffers of a model of this width and depth that was built without values."""
         if buffers := dict(model.named_buffers()):
             constants = self.constants(width, depth)
             for name, buffer in buffers.items():
                 buffer.copy_(constants[name])
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Modules that ranks gather one at a time: the embeddings outside the blocks, each block, the readout.
+        """Return the modules that ranks gather one at a time: the embeddings outside the blocks, each block, the readout.
 
-        Tables that are tied go with the rest of the model, where both uses find them.
+        Tied tables belong to the rest of the model, so that both uses find them.
         """
         from torch import nn
 
@@ -185,23 +185,23 @@ class Family(ABC):
         optimizer: str,
         ranks: int,
     ) -> tuple[int | None, Checkpointing]:
-        """Sequences of one pass that fit in `limit` bytes of a rank (None: all of them), and what is recomputed.
+        """Return how many sequences of one pass fit in `limit` bytes of a rank (None: all of them), and the checkpointing.
 
-        Nothing is known of the memory of a family without an estimate: it takes all.
+        The default has no estimate of memory and so returns all sequences.
         """
         return None, "none"
 
-    # What follows from it
+    # Methods that follow from the methods above
 
     def blocks_of(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The residual blocks of a model."""
+        """Return the residual blocks of a model."""
         return model.get_submodule(self.blocks).children()
 
     def member(self, width: int, depth: int) -> Member:
-        """The member of this width and depth, counted on the meta device.
+        """Return the member of this width and depth, counted on the meta device.
 
         Raises:
-            ValueError: If there is none, or a parameter has no rule.
+            ValueError: If there is no such member, or a parameter has no rule.
         """
         if width < 1 or width % self.width_step:
             raise ValueError(f"d_model must be a multiple of {self.width_step}, got {width}")
@@ -220,7 +220,7 @@ class Family(ABC):
         return member
 
     def widths(self) -> Iterator[int]:
-        """Widths of members, ascending."""
+        """Return the widths of members, ascending."""
         return count(self.width_step, self.width_step)
 
     def member_for(self, n_params: float, depth: int) -> Member:
@@ -259,8 +259,8 @@ class Family(ABC):
         """Return the table that carries values tuned at `base` to `member`; options as for `parametrization_of`.
 
         Raises:
-            ValueError: If a parameter has no rule, or is built with another constant than its rule starts it at, or two builds
-                have different buffers.
+            ValueError: If a parameter has no rule, its constant initial value differs from its rule's, or two builds have
+                different buffers.
         """
         table = parametrization_of(
             _shapes(self, member.d_model, member.n_layers, base.d_model),
@@ -281,7 +281,7 @@ _SIZES = ("vocab_size", "context_length")
 
 
 def qualified_name(family: type[Family]) -> str:
-    """Return "package.module:Class"."""
+    """Return the name as "package.module:Class"."""
     return f"{family.__module__}:{family.__qualname__}"
 
 
@@ -290,7 +290,7 @@ def source_hash(family: type[Family]) -> str:
     """Return the SHA-256 of the source of a family.
 
     Raises:
-        ValueError: If it can't be read.
+        ValueError: If the source can't be read.
     """
     try:
         files = family.source()
@@ -302,12 +302,12 @@ def source_hash(family: type[Family]) -> str:
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the model's forward pass compute its products in this dtype; fp32 undoes it."""
+    """Make the model's forward pass compute its products in this dtype; fp32 restores the original."""
     import torch
 
     def forward(tokens: torch.Tensor) -> Any:
         with torch.autocast(tokens.device.type, dtype):
-            return type(model).forward(model, tokens)  # of the class that FSDP2 gives it
+            return type(model).forward(model, tokens)  # FSDP2 changes the class, so its forward is looked up here
 
     vars(model).pop("forward", None)
     if dtype != torch.float32:
@@ -318,7 +318,7 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
 def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str, TensorShape]:
     import torch
 
-    from proxy_models.architecture.base_shapes import module_shapes  # mup imports torch
+    from proxy_models.architecture.base_shapes import module_shapes  # a late import, since mup imports torch
 
     with torch.device("meta"):
         target, base, delta = (family.build(size, depth) for size in (width, base_width, 2 * base_width))
@@ -341,10 +341,10 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
 
 @cache
 def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]:
-    """Parameters that a model is built with one constant in, by name; two builds tell a constant from a single random number."""
+    """Return the parameters that start constant, by name; a second build distinguishes a constant from a random number."""
     import torch
 
-    from proxy_models.architecture.sharded import have_same_values  # it imports torch
+    from proxy_models.architecture.sharded import have_same_values  # a late import, since the module imports torch
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         one, other = (family.build(width, depth) for _ in range(2))
@@ -363,10 +363,10 @@ def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]
 
 @cache
 def count_member(family: Family, width: int, depth: int) -> Counts:
-    """Counts of a member; n_params are the parameters that one token uses but embeddings, which are looked up.
+    """Return the counts of a member; n_params excludes embeddings, which are looked up, and entries that a token does not use.
 
     Raises:
-        FamilyError: If an active share is none, or of no parameter.
+        FamilyError: If an active share is not a share, or belongs to no parameter.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Text from a decoder, as a sanity check of its weights: greedy, or sampled with a seed.
+"""Text from a decoder, greedy or sampled with a seed, as a sanity check of its weights.
 
-Every token is a forward pass over all tokens in the context, without a cache, so the text is that of the model as it was
+Every token takes a forward pass over all tokens in the context, without a cache, so the text comes from the model exactly as
 trained. For speed, export the model and use an inference server.
 """
 
@@ -29,18 +29,18 @@ def generate(
     stop: int | None = None,
     n_ids: int | None = None,
 ) -> Tokens:
-    """Continue a prompt; if the text is longer than the context, the model sees its last tokens.
+    """Continue a prompt; if the text becomes longer than the context, the model sees the last tokens.
 
     Args:
-        model: The model in fp32, on any device; dropout is off meanwhile.
+        model: The model in fp32, on any device; dropout is off during generation.
         prompt: Ids, at least one.
         n_tokens: Largest number of tokens to add.
-        temperature: 0 takes the likeliest token; otherwise the logits are divided by it, and the token is drawn.
-        top_p: Draw among the likeliest tokens whose probabilities reach it in sum (Holtzman et al., arXiv 1904.09751,
+        temperature: 0 takes the likeliest token; otherwise the logits are divided by the temperature and the token is drawn.
+        top_p: Draw among the likeliest tokens whose summed probabilities reach `top_p` (Holtzman et al., arXiv 1904.09751,
             section 3.1).
-        seed: Seeds the draws, which are the same on every device as far as the logits are.
-        stop: Id that ends the text, as its last token.
-        n_ids: Ids from here on are never chosen; a model's vocabulary may be larger than its tokenizer's.
+        seed: Seed of the draws; they are the same on every device if the logits are.
+        stop: Id that ends the text, as the last token.
+        n_ids: Only ids below this are chosen, since a model's vocabulary may be larger than its tokenizer's.
 
     Returns:
         The new ids.
@@ -80,11 +80,11 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """One id, shape (1,), from the logits (n_ids,)."""
+    """Return one id, shape (1,), from the logits (n_ids,)."""
     if temperature == 0:
         return logits.argmax(keepdim=True)
     descending, ids = torch.softmax(logits / temperature, dim=0).sort(descending=True, stable=True)
-    before = descending.cumsum(0) - descending  # so that the likeliest is always among them
+    before = descending.cumsum(0) - descending  # excludes the token itself, so that the likeliest is always kept
     kept = descending.where(before < top_p, 0.0)
     return ids[torch.multinomial(kept, 1, generator=generator)]
 
@@ -99,7 +99,7 @@ def continue_text(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """The text that follows a prompt, which begins a document; it ends with the document, or after `n_tokens`.
+    """Return the text that follows a prompt, which begins a document; the text ends with the document or after `n_tokens`.
 
     Raises:
         ValueError: As `generate`.
@@ -108,7 +108,7 @@ def continue_text(
     (ids,) = tokenizer.encode([prompt.encode()])
     new = generate(
         model,
-        [end, *ids.tolist()],  # in training the token that closed the document before stands here
+        [end, *ids.tolist()],  # in training, a document begins with the token that closes the previous document
         n_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -1,6 +1,6 @@
 """Layers that compute in the precision of their input: each casts its own weights, which stay fp32.
 
-Under FSDP2 the weights are gathered in that precision, and the cast is none. So one process and many round at the same places.
+FSDP2 gathers the weights in that precision, so the cast does nothing. One process and many therefore round at the same places.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from proxy_models.architecture.sharded import first_row, is_sharded, own, within
 class Embedding(nn.Embedding):
     """torch's look-up table, in a given precision.
 
-    Ranks that each have some rows of the table each get the sum of what they find for some positions.
+    If each rank has some rows of the table, each rank receives the sum of the ranks' results for its share of the positions.
     """
 
     def forward(self, input: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Map ids (batch, time) to rows (batch, time, embedding_dim) of that dtype; ranks that share the table share the time."""
+        """Map ids (batch, time) to rows (batch, time, embedding_dim) of the dtype; ranks that share the table split the time."""
         if not is_sharded(self.weight):
             return self._look_up(input, self.weight, dtype)
         from torch.distributed import _functional_collectives as collectives
@@ -64,7 +64,7 @@ def cast_like(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 
 class _LookUp(torch.autograd.Function):
-    """A look-up whose gradient is summed in fp32, as a GPU does; on the CPU torch's sum of ones in bf16 stops at 256."""
+    """Look-up whose gradient is summed in fp32, as on a GPU; on the CPU, torch's sum of ones in bf16 stops at 256."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
 """A trained decoder in the layout of Hugging Face's Llama, which transformers, lm-eval and inference servers read.
 
-Llama has no forward multipliers, so they go into the weights, which leaves every activation of the residual stream as it was:
+Llama has no forward multipliers, so the weights absorb them; every activation of the residual stream stays the same:
 
-| multiplier       | goes into                                                                     |
-| ---------------- | ----------------------------------------------------------------------------- |
-| embedding        | the embedding table                                                           |
+| multiplier       | is multiplied into                                                             |
+| ---------------- | ------------------------------------------------------------------------------ |
+| embedding        | the embedding table                                                            |
 | attention logits | the query projection, times sqrt(head_dim), by which Llama's attention divides |
-| residual branch  | the projections that end a branch: attention's output, the MLP's down         |
-| readout          | the readout; of a tied table, over the embedding's, the gain of the final norm |
+| residual branch  | the last projections of a branch: attention's output, the MLP's down           |
+| readout          | the readout; if tied, the gain of the final norm, over the embedding's         |
 
-A tied table is in two products with a multiplier each. It takes the first one, and the gain of the norm before the readout
-takes their quotient, so that it stays tied.
+A tied table serves two products with one multiplier each. The table absorbs the embedding's multiplier, and the gain of the norm
+before the readout absorbs the quotient of both, so that the table stays tied.
 
-Everything else is the same in both: the norm's eps stands in the config, and positions rotate the pairs (x_i, x_{i + d/2}).
+The rest is the same in both: the config has the norm's eps, and positions rotate the pairs (x_i, x_{i + d/2}).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Names of modules, ours to Llama's; those of a block without its number."""
+"""Llama's name of each of our modules; names in a block are without the block's prefix and number."""
 _LLAMA: dict[str, tuple[Any, str]] = {
     "norm": ("rmsnorm", "Llama's norms are RMSNorm"),
     "activation": ("swiglu", "Llama's MLP is gated by SiLU"),
@@ -63,7 +63,7 @@ _LLAMA: dict[str, tuple[Any, str]] = {
 
 
 class Place(NamedTuple):
-    """Our name of a tensor, what its values are multiplied by, and its shape on the meta device."""
+    """Our name of a tensor, the factor on its values, and its shape on the meta device."""
 
     name: str
     factor: float
@@ -77,10 +77,10 @@ class NotLlamaError(ValueError):
 def require_llama(config: ModelConfig) -> None:
     """Require an architecture that Llama's layout can hold.
 
-    Dropout and the terms of the training loss do not count: they are not in the trained model.
+    Dropout and the terms of the training loss are allowed, since the trained model does not contain them.
 
     Raises:
-        NotLlamaError: Naming every setting that it cannot hold, and its value.
+        NotLlamaError: Naming every setting that Llama's layout cannot hold, and its value.
     """
     odd = [
         f"model.{name} must be {wanted!r} ({why}), got {getattr(config, name)!r}"
@@ -92,10 +92,10 @@ def require_llama(config: ModelConfig) -> None:
 
 
 def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[str, Any]:
-    """The content of `config.json`.
+    """Return the content of `config.json`.
 
     Args:
-        end_of_document: Id that closes documents, and so stands before the next one, or None where it is not known.
+        end_of_document: Id that closes documents and so comes before the next document, or None if it is unknown.
 
     Raises:
         NotLlamaError: As `require_llama`.
@@ -112,7 +112,7 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": NORM_EPS,
-        "rope_theta": config.rope_theta,  # where transformers before 5 looks
+        "rope_theta": config.rope_theta,  # transformers before 5 reads this key
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "max_position_embeddings": config.context_length,
         "vocab_size": config.vocab_size,
@@ -128,7 +128,7 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
 
 
 def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[str, Place]:
-    """Where each of Llama's tensors, by name, comes from; of a tied table there is one.
+    """Return the source of each of Llama's tensors, by its name; a tied table appears once.
 
     Raises:
         NotLlamaError: As `require_llama`.
@@ -163,14 +163,14 @@ def write_llama(
     card: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, in fp32; one tensor at a time is in memory.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, in fp32, with one tensor in memory at a time.
 
     Args:
-        weights: Its parameters by name, each asked for once.
+        weights: The decoder's parameters by name; each is read once.
         folder: Must not exist or be empty; it appears with all files or not at all.
-        tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
-        card: The text of a README.md beside them.
-        max_file_bytes: Weights of more are split over several files, listed in an index.
+        tokenizer: None if the corpus was given as tokens; then no tokenizer is written.
+        card: Text of a README.md in the folder.
+        max_file_bytes: Larger weights are split over several files, listed in an index.
 
     Raises:
         NotLlamaError: As `require_llama`; nothing is written then.

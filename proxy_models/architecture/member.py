@@ -35,7 +35,7 @@ class Member(Serializable, ABC):
     @property
     @abstractmethod
     def n_params(self) -> int:
-        """The N of the scaling law: every parameter but those that are only looked up."""
+        """N of the scaling law: all parameters except those that are only looked up."""
 
     @property
     @abstractmethod
@@ -45,18 +45,18 @@ class Member(Serializable, ABC):
     @property
     @abstractmethod
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token, attention's included, which reaches over whole sequences."""
+        """Training FLOPs per token, including attention over whole sequences."""
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the losses that its training reports."""
+        """Unit of the losses that training reports."""
         return NATS
 
     def train_flops_within(self, attended: float | None) -> float:
-        """Training FLOPs per token where attention stays within documents.
+        """Return training FLOPs per token if attention stays within documents.
 
-        `attended` is the mean over tokens of their document's length in the sequence, as `attended_length` finds it; None: the
-        whole sequence. A family of one's own keeps no documents apart.
+        `attended` is the length of a token's document in the sequence, averaged over tokens, as `attended_length` computes it;
+        None: the whole sequence. A custom family does not separate documents.
         """
         return self.train_flops_per_token
 
@@ -80,20 +80,20 @@ class Counts:
             raise ValueError(f"counts must be positive and finite, n_params at most n_params_total, got {self}")
 
 
-# The usual unit is left out, so that the keys of what was trained before units were known stay.
+# The default unit is left out, so that keys of trainings from before units existed stay the same.
 converter.register_unstructure_hook(Counts, make_dict_unstructure_fn(Counts, converter, _cattrs_omit_if_default=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleConfig(Member):
-    """A member of a family of one's own; `Family.member` makes it.
+    """A member of a custom family; `Family.member` makes it.
 
     Attributes:
         family: Qualified name of the family's class, "package.module:Class".
-        source: SHA-256 of the file that defines it.
-        version: The class's own `version`.
+        source: SHA-256 of the files that define the family.
+        version: `version` of the class.
         arguments: The family's arguments besides the sizes, as JSON.
-        counts: Counted when the member was made, so that readers never import its code.
+        counts: Counts from when the member was made, so that readers never import the family's code.
     """
 
     family: str

@@ -1,8 +1,8 @@
 """Memory that training a decoder takes on each device: parameters, gradients, optimizer state, activations.
 
-Weights, gradients and moments are fp32, whatever the model computes in; weights are gathered, or copied, in that precision.
+Weights, gradients and moments are fp32, whatever the model computes in; weights are gathered, or copied, in the model's precision.
 Activations are counted tensor by tensor, as autograd keeps them for the backward pass of `Decoder` (tests compare the count with
-what it keeps, in fp32 and bf16); attention is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
+autograd's, in fp32 and bf16). Attention is assumed to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from proxy_models.architecture.member import Member
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of the residual stream and of all products; weights and moments are always fp32, and fp16 scales the loss."""
 Sharding = Literal["none", "zero2", "full", "hybrid"]
-"""State sharded across devices: none; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
-duration of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
+"""State sharded across devices. "none": nothing. "zero2": optimizer state, gradients and parameters, but parameters are gathered for
+the duration of a step (ZeRO-2). "full": parameters too (ZeRO-3, FSDP). "hybrid": "full" inside a node, copied over nodes.
 Rajbhandari et al., arXiv 1910.02054, section 5."""
 MIN_UNIT_PARAMS = 1_000_000
-"""Parameters of a unit that is sharded by itself, at least. A smaller collective is nearly all latency: two gloo ranks at width 64
-train 1.4 times as fast without one per block."""
+"""Smallest number of parameters of a separately sharded unit. A smaller collective takes nearly only latency: two gloo ranks at width
+64 train 1.4 times as fast without a unit per block."""
 Checkpointing = Literal["none", "selective", "full"]
 """Activations of a block that are recomputed in the backward pass; `recomputing` describes each kind."""
 CHUNK_ENTRIES = 2**26
-"""Largest number of logits in memory at a time: 256 MiB in fp32. Fewer are not chunked; `F.cross_entropy` takes them."""
+"""Largest number of logits in memory at a time: 256 MiB in fp32. `F.cross_entropy` computes up to this number without chunks."""
 MEMORY_SHARE = 0.85
 """Share of a device's memory that an estimate may fill; the allocator and communication buffers need the rest (assumed)."""
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
-"""Numbers of optimizer state for each entry of the blocks' matrices and for each other parameter, which Muon leaves to AdamW.
-Adafactor's are those of `_n_moments`."""
+"""Numbers of optimizer state per entry of the blocks' matrices and per other parameter, which Muon leaves to AdamW.
+`_n_moments` counts Adafactor's."""
 LARGEST_FLASH_HEAD = 256
 
 
 def is_chunked(n_positions: int, vocab_size: int) -> bool:
-    """Return True if so many logits are too many to hold at once."""
+    """Return True if these logits are too many to hold at once."""
     return n_positions * vocab_size > CHUNK_ENTRIES
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on each device at the moment of a step with the most, in a pass that adds to the gradients of earlier ones.
+    """Bytes on each device at the peak of a step, in a pass that adds to the gradients of earlier passes.
 
     Attributes:
         parameters: Weights that the device keeps.
-        gathered: Weights of two units at a time: a block and the next one, or the readout; a tied table and positions stay from
-            the forward pass to the end of the backward pass. All weights under "none" and "zero2", as FSDP2 computes with a
-            copy. On one device, the copies in low precision that the backward pass needs.
-        gradients: Gradients that it keeps.
-        optimizer: Moments that it keeps.
-        reduced: Gradients of whole units before they are reduced, and the fp32 buffer that is.
-        activations: What the blocks keep for the backward pass of one micro-batch, and what is at work beside it.
+        gathered: Weights of two units at a time: a block and the next block, or the readout; a tied table and positions stay from
+            the forward pass to the end of the backward pass. All weights under "none" and "zero2", since FSDP2 computes with a
+            copy. On one device, the low-precision copies that the backward pass needs.
+        gradients: Gradients that the device keeps.
+        optimizer: Moments that the device keeps.
+        reduced: Gradients of whole units before reduction, and the fp32 buffer for the reduction.
+        activations: Activations that blocks keep for the backward pass of one micro-batch, and the peak's temporary tensors.
     """
 
     parameters: int
@@ -68,11 +68,11 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Sum of all; the allocator's fragments and NCCL's buffers come on top."""
+        """Sum of all fields; the allocator's fragments and NCCL's buffers come on top."""
         return sum(getattr(self, name) for name in self.__dataclass_fields__)
 
     def __str__(self) -> str:
-        """A line of gibibytes."""
+        """Return a line of all fields in gibibytes."""
         parts = ", ".join(f"{name} {getattr(self, name) / 2**30:.3g}" for name in self.__dataclass_fields__)
         return f"{self.total / 2**30:.3g} GiB a device: {parts}"
 
@@ -89,21 +89,21 @@ def training_memory(
     checkpointing: Checkpointing = "none",
     compiled: bool = False,
 ) -> MemoryEstimate:
-    """Memory of training on each device.
+    """Estimate the memory of training on each device.
 
     Args:
         config: The model.
         micro_batch: Sequences that a device takes at once.
-        precision: What the model computes in.
+        precision: Precision in which the model computes.
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
         sharding: State sharded across the devices.
-        world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
+        world_size: Devices that each take a share of the batch; for "hybrid", the devices of one copy.
         tensor_parallel: Devices that share each product; `world_size` counts such a group once.
-        checkpointing: Activations that are recomputed, those of one block at a time.
-        compiled: Whether blocks are compiled, which then recompute the activation of a gated MLP; False is an upper bound.
+        checkpointing: Activations that are recomputed, one block at a time.
+        compiled: Whether blocks are compiled and so recompute the activation of a gated MLP; False is an upper bound.
 
     Raises:
-        ValueError: If a number is below 1 or the optimizer is not known.
+        ValueError: If a number is below 1 or the optimizer is unknown.
     """
     numbers = {"micro_batch": micro_batch, "world_size": world_size, "tensor_parallel": tensor_parallel}
     for name, value in numbers.items():
@@ -122,7 +122,7 @@ def training_memory(
         copied = is_low * (in_blocks if checkpointing == "none" else in_blocks // config.n_layers)
         beside_readout, beside_block, prefetched = copied + is_low * table, copied + is_low * tied, 0
         of_table = of_block = 0
-        of_whole_block = (_FP32 + is_low * compute) * config.d_model * config.d_ff  # one matrix's at a time
+        of_whole_block = (_FP32 + is_low * compute) * config.d_model * config.d_ff  # one matrix at a time
     else:
         prefetched = block
         beside_readout, beside_block = positions + block + table, positions + tied + 2 * block
@@ -130,8 +130,8 @@ def training_memory(
             beside_readout = beside_block = prefetched = n
         of_table, of_block = _FP32 * (table - tied), _FP32 * block
         of_whole_block = of_block + compute * block
-    of_matrix = compute * config.d_model * config.d_ff // tensor_parallel  # the MLP's last
-    of_tied = compute * tied  # reduced with the rest of the model, at the end
+    of_matrix = compute * config.d_model * config.d_ff // tensor_parallel  # the MLP's last matrix
+    of_tied = compute * tied  # reduced at the end, with the rest of the model
     kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
     n_positions, stream = micro_batch * config.context_length, compute * config.d_model // tensor_parallel
     blocks = n_positions * kept * config.n_layers + _bias_bytes(config, compute, tensor_parallel)
@@ -142,8 +142,8 @@ def training_memory(
     moments = (
         (beside_readout, 0, blocks + head + forward),
         (beside_readout, _FP32 * table, blocks + head + backward),
-        (beside_block, of_table + of_tied + of_matrix, blocks + in_block),  # the last block, backward
-        (beside_block, of_block + of_tied + of_matrix, before + in_block),  # the one before it
+        (beside_block, of_table + of_tied + of_matrix, blocks + in_block),  # backward pass of the last block
+        (beside_block, of_block + of_tied + of_matrix, before + in_block),  # backward pass of the second-last block
         (prefetched, of_whole_block + of_tied, before + n_positions * stream),
     )
     gathered, reduced, activations = max(
@@ -160,10 +160,10 @@ def training_memory(
 
 
 def state_bytes(model: Member, optimizer: str) -> int:
-    """Bytes of the weights and moments of a whole model; of a family without an estimate at most so many.
+    """Return the bytes of weights and moments of a whole model, or an upper bound for a family without an estimate.
 
     Raises:
-        ValueError: If the optimizer is not known.
+        ValueError: If the optimizer is unknown.
     """
     if isinstance(model, ModelConfig):
         estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
@@ -174,7 +174,7 @@ def state_bytes(model: Member, optimizer: str) -> int:
 
 
 def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_size: int) -> int:
-    """Bytes that each device keeps of any model: weights, gradients and at least the moments; what else a step takes comes on top.
+    """Return a lower bound of the bytes on each device for any model: weights, gradients and the fewest possible moments.
 
     Args:
         model, optimizer: As for `state_bytes`.
@@ -185,13 +185,13 @@ def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_siz
 
 
 def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
-    """Parameters that one of so many devices has: its part of matrices and tables, all norms, and biases after a sum."""
+    """Return the parameters on one of these devices: its part of matrices and tables, all norms, and biases after a sum."""
     norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
     return norms + (config.n_params_total - norms) // tensor_parallel
 
 
 def _of_units(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
-    """Parameters of the readout and of a block that one of so many devices has."""
+    """Return the parameters of the readout and of a block on one of these devices."""
     table, positions, embedding = (
         config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
     )
@@ -199,9 +199,9 @@ def _of_units(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
 
 
 def _n_moments(config: ModelConfig, optimizer: str, in_blocks: int, n: int, share: int) -> int:
-    """Numbers of optimizer state on a device with 1/`share` of `n` parameters.
+    """Return the numbers of optimizer state on a device with 1/`share` of `n` parameters.
 
-    Adafactor keeps a mean for each row and column of a matrix on every device, and one for each entry of a vector.
+    Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector.
     """
     if optimizer == "adafactor":
         width, d_kv, n_mlp = (
@@ -225,10 +225,10 @@ def activation_bytes(
     tensor_parallel: int = 1,
     compiled: bool = False,
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
+    """Return the bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
-    Devices that share products each keep their own heads and columns of the MLP, their own positions of the residual stream,
-    and all positions of what the matrices read. Their logits are always chunked, and chunked logits are not kept.
+    Each device that shares products keeps its own heads and columns of the MLP, its own positions of the residual stream,
+    and all positions of the matrices' inputs. Logits of such devices are always chunked, and chunked logits are not kept.
     """
     n_positions = micro_batch * config.context_length
     kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
@@ -245,7 +245,7 @@ def _kept_by_block(
     *,
     compiled: bool = False,
 ) -> int:
-    """Bytes a token that a block keeps. Compiled, a gated MLP computes its activation again rather than keep it."""
+    """Return the bytes per token that a block keeps. A compiled gated MLP recomputes its activation instead of keeping it."""
     compute, width = _COMPUTE_BYTES[precision], config.d_model
     mixed, d_kv, d_ff, n_heads, n_kv_heads = (
         size // tensor_parallel
@@ -269,18 +269,18 @@ def _kept_by_block(
 def _at_work(
     config: ModelConfig, precision: Precision, kept: int, checkpointing: Checkpointing, tensor_parallel: int
 ) -> int:
-    """Bytes a token in a block's backward pass in addition to the bytes `kept` by the block: what it recomputes, and gradients."""
+    """Return the bytes per token in a block's backward pass beyond the block's `kept` bytes: recomputed tensors and gradients."""
     compute, width = _COMPUTE_BYTES[precision], config.d_model
-    gradients = compute * (2 * config.d_ff + width) // tensor_parallel  # of the MLP's hidden layer twice, of the stream
+    gradients = compute * (2 * config.d_ff + width) // tensor_parallel  # the MLP's hidden layer twice, and the stream
     if tensor_parallel > 1:
-        gradients += 2 * compute * width  # of the MLP's output, gathered and then put in order
+        gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
     whole = _kept_by_block(config, precision, "none", tensor_parallel)
     unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
     return gradients + whole - kept + unread
 
 
 def _kept_by_head(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> int:
-    """Bytes a token that the last norm, the readout and the loss keep; the loss is computed from logits in fp32."""
+    """Return the bytes per token that the last norm, the readout and the loss keep; the loss computes logits in fp32."""
     compute = _COMPUTE_BYTES[precision]
     kept = _norm(config, compute) // tensor_parallel + compute * config.d_model
     if _chunks_logits(config, n_positions, tensor_parallel):
@@ -289,10 +289,10 @@ def _kept_by_head(config: ModelConfig, n_positions: int, precision: Precision, t
 
 
 def _loss_at_work(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> tuple[int, int]:
-    """Bytes at work in the loss, forward and backward, beside what is kept and the readout's gradient in fp32.
+    """Return the loss's temporary bytes, forward and backward, without kept tensors and the readout's fp32 gradient.
 
-    Of logits (of a chunk, where these are chunked) forward fp32 ones and their exponentials; backward those in low precision and in
-    fp32, or in low precision and the chunk's part of the readout's gradient.
+    Forward, they are fp32 logits (of a chunk, if chunked) and their exponentials. Backward, they are the logits in low precision and
+    fp32, or the logits in low precision and the chunk's part of the readout's gradient.
     """
     vocab_size, compute = -(-config.vocab_size // tensor_parallel), _COMPUTE_BYTES[precision]
     low, logits = compute if precision != "fp32" else 0, n_positions * vocab_size
@@ -309,7 +309,7 @@ def _chunks_logits(config: ModelConfig, n_positions: int, tensor_parallel: int) 
 
 
 def _bias_bytes(config: ModelConfig, compute: int, tensor_parallel: int) -> int:
-    """ALiBi's bias, in fp32 and in the precision of the products."""
+    """Return the bytes of ALiBi's bias, in fp32 and in the precision of the products."""
     if config.positions != "alibi":
         return 0
     per_entry = _FP32 + (compute if compute < _FP32 else 0)
@@ -317,7 +317,7 @@ def _bias_bytes(config: ModelConfig, compute: int, tensor_parallel: int) -> int:
 
 
 def _expands_keys(config: ModelConfig, precision: Precision) -> bool:
-    """Whether a GPU's kernel takes a key and a value for each query head only; `attention.cuda_kernel` in terms of the config."""
+    """Whether a GPU's kernel needs a key and a value for each query head, as `attention.cuda_kernel` implies."""
     return config.queries_per_kv > 1 and (
         precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
     )
@@ -333,10 +333,10 @@ def evaluation_memory(
     world_size: int = 1,
     tensor_parallel: int = 1,
 ) -> int:
-    """Bytes on each device that evaluates `sequences` at a time within a training, at most: its state without gradients, and a pass.
+    """Return an upper bound of the bytes on each device during an evaluation within training: state without gradients, and a pass.
 
-    FSDP2 gathers a unit into a buffer, from which it copies the weights; the buffer is kept until the next unit is gathered. The
-    readout stays gathered from the first pass on, as no backward pass follows.
+    The pass takes `sequences` at a time. FSDP2 gathers a unit into a buffer and copies the weights from it; the buffer stays until
+    the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows.
     """
     n, table, block = _n_params(config, tensor_parallel), *_of_units(config, tensor_parallel)
     stream = _COMPUTE_BYTES[precision] * config.d_model * sequences * config.context_length // tensor_parallel
@@ -347,8 +347,8 @@ def evaluation_memory(
         moments = [(n + max(table, block), at_work)]
     else:
         moments = [
-            (3 * table, stream),  # the readout; the embedding, twice
-            (2 * table + 2 * block, 2 * stream),  # the readout; the embedding's buffer; the first block, twice
+            (3 * table, stream),  # the readout once, the embedding twice
+            (2 * table + 2 * block, 2 * stream),  # the readout, the embedding's buffer, the first block twice
             (table + max(table, 2 * block), at_work),
         ]
     held = training.parameters + training.optimizer
@@ -358,14 +358,14 @@ def evaluation_memory(
 def evaluation_bytes(
     config: ModelConfig, sequences: int, precision: Precision = "fp32", *, tensor_parallel: int = 1
 ) -> int:
-    """Bytes at work in a pass without gradients, at most: all that a block, the last norm and the loss make of `sequences`."""
+    """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
     one_block = activation_bytes(replace(config, n_layers=1), sequences, precision, tensor_parallel=tensor_parallel)
     forward, _ = _loss_at_work(config, sequences * config.context_length, precision, tensor_parallel)
     return one_block + forward
 
 
 def largest_micro_batch(estimate: Callable[..., MemoryEstimate], share: int, *, limit: int) -> int:
-    """The largest divisor of a device's `share` of a batch whose `estimate(micro_batch=…)` is at most `limit` bytes, or 1."""
+    """Return the largest divisor of a device's `share` of a batch whose `estimate(micro_batch=…)` is at most `limit`, or 1."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     n_fitting = bisect_right(sizes, limit, key=lambda size: estimate(micro_batch=size).total)
     return sizes[max(n_fitting, 1) - 1]
@@ -374,11 +374,11 @@ def largest_micro_batch(estimate: Callable[..., MemoryEstimate], share: int, *, 
 def fitting(
     config: ModelConfig, sequences: int, *, limit: int, precision: Precision, optimizer: str, ranks: int = 1
 ) -> tuple[int, Checkpointing]:
-    """The micro-batch of a training, and the least checkpointing with which it is estimated to fit in `limit` bytes.
+    """Return a training's micro-batch, and the weakest checkpointing whose estimate fits in `limit` bytes.
 
-    `sequences` are those of one device; with several `ranks` the state is sharded over as many devices.
+    `sequences` is the number on one device; with several `ranks` the state is sharded over as many devices.
 
-    Where nothing fits, one sequence under full checkpointing: the estimate may be too high.
+    If nothing fits, return one sequence under full checkpointing, since the estimate may be too high.
     """
     kinds: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for kind in kinds:
@@ -393,6 +393,6 @@ def fitting(
 
 
 def _norm(config: ModelConfig, compute: int) -> int:
-    """Bytes a token of a norm: its input and its statistics, which a GPU keeps in fp32."""
+    """Return the bytes per token of a norm: its input and its statistics, which a GPU keeps in fp32."""
     statistics = 2 if config.norm == "layernorm" else 1
     return compute * config.d_model + _FP32 * statistics

@@ -1,7 +1,7 @@
 """The rules that carry tuned values from the base shape to any other, as a table by parameter name.
 
 The table is a plain value: it is computed from shapes alone, saved with every checkpoint, and applied to a model by
-name, so nothing hangs on tensors and sharding can't lose it.
+parameter name. No rule is stored on a tensor, so sharding can't lose it.
 
 Width follows Tensor Programs V (Yang et al., arXiv 2203.03466, table 8, in the form that keeps the base shape equal to
 standard parametrization); depth follows CompleteP (Dey et al., arXiv 2505.01618, table 1, exponent alpha = 1).
@@ -18,33 +18,32 @@ With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth expo
 | readout         | 1/sqrt(base fan_in) or 0 | 1             | 1/m                           | 1                   | 1/m         |
 | tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1                   | 1/m         |
 
-A bias goes with the gain of its place, in a block or at the end. The tied table's values suit its use as a readout; the
-multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. The gradients of
-both uses fall as 1/m, so that Adam weighs them alike at every width, and one step moves stream and logits equally far. No other
-exponents do (the coordinate check finds each of them): not sqrt(m) on the rate, a readout's without alignment (Everett et al., arXiv
-2407.05872), nor 1/sqrt(m), an embedding's under a large vocabulary (Hayou and Liu, arXiv 2506.15025). Narrow models are still far
-from that limit: `TIED_REACH`.
+A bias follows the gain of its location, in a block or at the end. The tied table's values suit its use as a readout; the
+multiplier on its use as an embedding gives the residual stream the same size as an untied embedding would. The gradients of
+both uses fall as 1/m, so Adam weighs them alike at every width, and one step moves stream and logits equally far. No other
+exponents do (the coordinate check detects each): not sqrt(m) on the rate, as for a readout without alignment (Everett et al., arXiv
+2407.05872), nor 1/sqrt(m), as for an embedding under a large vocabulary (Hayou and Liu, arXiv 2506.15025). Narrow models are still
+far from that limit: `TIED_REACH`.
 
-The weight of a convolution is the matrix (outputs, inputs · kernel). In a stack (matrices, outputs, inputs), as of experts, each
-matrix follows the rule of a hidden matrix (`TensorClass.HIDDEN_STACK`).
+The weight of a convolution counts as the matrix (outputs, inputs · kernel). In a stack (matrices, outputs, inputs), as for experts,
+each matrix follows the rule of a hidden matrix (`TensorClass.HIDDEN_STACK`).
 
-Learned positions count as an embedding. The gains of qk-norm, which all heads share, differ from a block's other gains in having no
-width; they sit inside a branch as those do, and their gradients fall with the depth alike (measured here, depth times 8, three
-seeds: to .12 to .14 of the base's under a = 1, those of hidden matrices to .14).
+Learned positions count as an embedding. All heads share the gains of qk-norm, which therefore have no width, unlike a block's other
+gains. Both kinds are inside a branch, and their gradients fall alike with the depth (measured here, depth times 8, three seeds: to .12
+to .14 of the base's under a = 1, those of hidden matrices to .14).
 
-An untied readout may start at zero (`Hyperparameters.zero_readout`), as Tensor Programs V, section D.2, recommends: its
-random part of the logits vanishes with the width, so small models differ by it from large.
+An untied readout may start at zero (`Hyperparameters.zero_readout`), as Tensor Programs V, section D.2, recommends: the
+random part of its logits vanishes as width grows, so it makes small models differ from large ones.
 
 Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
-AdamW does), so a matrix shrinks at the same speed at every width and depth, and the timescale tau of its average is the one that was
-tuned: `decay_scaling` "timescale". CompleteP's table leaves the decay as it is in depth, which is the same where a = 1; at a = .75
-and sixteen times the depth tau would double. The other, "sublayer_gain",
-has sqrt(m) in place of m for the decay of hidden matrices: where decay and updates have come to balance, the largest
-singular value of a matrix is found to grow as sqrt(rate / decay)·width^.75, and with a rate of 1/m this keeps its gain
-(Fan et al., arXiv 2510.15262, for AdamW).
+AdamW does). Under `decay_scaling` "timescale" a matrix therefore shrinks at the same speed at every width and depth, and the
+timescale tau of its average stays as tuned. CompleteP's table leaves the decay unchanged in depth, which is the same for a = 1; at
+a = .75 and sixteen times the depth, tau would double. "sublayer_gain" has sqrt(m) instead of m for the decay of hidden matrices:
+when decay and updates are in balance, the largest singular value of a matrix is observed to grow as sqrt(rate / decay)·width^.75,
+and with a rate of 1/m this rule keeps the matrix's gain constant (Fan et al., arXiv 2510.15262, for AdamW).
 
-The table above is AdamW's. What another optimizer changes of it is the rate of a hidden matrix, whose width factor is
-m^-x, and with it the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. The aim is the same for all: an
+The table above is for AdamW. Another optimizer changes only the rate of a hidden matrix, whose width factor becomes
+m^-x, and the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. All optimizers have the same aim: an
 update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv 2310.17813).
 """
 
@@ -65,18 +64,18 @@ OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
 DecayScaling = Literal["timescale", "sublayer_gain"]
 
 RATE_EXPONENT: dict[OptimizerName, float] = {
-    # An entry of an update has the size of the rate, and adding coherently over the fan-in they grow with the width.
+    # Entries of an update have the size of the rate and add coherently over the fan-in, so their effect grows with the width.
     "adamw": 1.0,  # Tensor Programs V, table 3
-    "adam": 1.0,  # the same, without decay: coupled decay does not scale (Tensor Programs V, appendix B.3)
-    "lion": 1.0,  # the sign of the momentum: entries of size 1, as Adam's (Chen et al., arXiv 2302.06675, section 3)
+    "adam": 1.0,  # as AdamW, but without decay: coupled decay does not scale (Tensor Programs V, appendix B.3)
+    "lion": 1.0,  # the sign of the momentum: entries of size 1, like Adam's (Chen et al., arXiv 2302.06675, section 3)
     # The update is the rate times the tensor's root mean square, which falls as m^-1/2 by the initial values (Everett et
-    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor); `adafactor` describes what differs from the paper.
+    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor); `adafactor` describes the deviations from the paper.
     "adafactor": 0.5,
-    # Orthogonalised, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982, section
-    # 2.2): the largest singular value is .2·sqrt(width).
+    # Muon's update is orthogonal, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982,
+    # section 2.2): the largest singular value is .2·sqrt(width).
     "muon": 0.5,
 }
-"""The exponent x of each optimizer that has rules; values tuned with any other do not transfer."""
+"""Exponent x of each optimizer that has rules; values tuned with another optimizer do not transfer."""
 
 
 class TableOptions(TypedDict, total=False):
@@ -89,8 +88,8 @@ class TableOptions(TypedDict, total=False):
 
 
 TIED_REACH = 2.0
-"""Ratio of widths over which a rate that was tuned with a tied table is to be trusted without a grid: from width 16 to 128 the best
-rate of GPT-2 and of decoders rose by .11 to .17 octaves at each doubling, untied by -.06 to .09 (tests/benchmarks/RESULTS.md)."""
+"""Largest ratio of widths at which a rate tuned with a tied table is trusted without a grid. From width 16 to 128 the best rate of
+GPT-2 and of decoders rose by .11 to .17 octaves per doubling; untied it rose by -.06 to .09 (tests/benchmarks/RESULTS.md)."""
 
 
 class TensorClass(StrEnum):
@@ -108,7 +107,7 @@ class TensorClass(StrEnum):
     TIED = "tied"
 
 
-_LISTED = 3  # differences between two tables that an error lists
+_LISTED = 3  # largest number of differences between two tables that an error lists
 
 HIDDEN_MATRICES = {TensorClass.HIDDEN, TensorClass.HIDDEN_STACK}
 _IN_BLOCK = {*HIDDEN_MATRICES, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
@@ -118,7 +117,7 @@ _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShape:
-    """Shape of one parameter as the rules take it: its class, its fan-in (1 for vectors), and its width against the base."""
+    """Shape of one parameter as the rules take it: its class, fan-in (1 for vectors), and width relative to the base."""
 
     tensor_class: TensorClass
     fan_in: int
@@ -126,13 +125,13 @@ class TensorShape:
 
 
 def fan_in_of(name: str, tensor_class: TensorClass, dims: Sequence[int], grows: Sequence[bool]) -> int:
-    """Return the fan-in of a parameter of this class, whose outputs come before its inputs; 1 for embeddings and vectors.
+    """Return the fan-in of a parameter of this class, with outputs before inputs; 1 for embeddings and vectors.
 
     Args:
-        name: Of the parameter, for the error.
-        tensor_class: Found, or stated by the user.
-        dims: Its dimensions.
-        grows: Whether each of them is width.
+        name: Name of the parameter, for the error.
+        tensor_class: Class, found or stated by the user.
+        dims: Dimensions of the parameter.
+        grows: Whether each dimension is width.
 
     Raises:
         ValueError: If the dimensions can't be those of the class.
@@ -151,7 +150,7 @@ def fan_in_of(name: str, tensor_class: TensorClass, dims: Sequence[int], grows: 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """Factors for one parameter; one with `init_std` 0 starts at `init_mean` everywhere: a gain at 1, a bias at 0."""
+    """Factors for one parameter. If `init_std` is 0, all entries start at `init_mean`: a gain at 1, a bias at 0."""
 
     tensor_class: TensorClass
     width_mult: float
@@ -166,7 +165,7 @@ class TensorRule:
         return float(self.tensor_class in (TensorClass.BLOCK_NORM, TensorClass.QK_NORM, TensorClass.FINAL_NORM))
 
 
-_MOST = (2 - 2**-23) * 2.0**127  # of 32 bits, as decoders keep them
+_MOST = (2 - 2**-23) * 2.0**127  # largest fp32 number, since decoders keep multipliers in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +183,7 @@ class ForwardMultipliers:
                 raise ValueError(f"the multiplier {name} must be a number of 32 bits, got {value!r}")
 
     def tuned(self, *, embedding: float, readout: float, attention: float) -> ForwardMultipliers:
-        """These multipliers times the tuned ones."""
+        """Return these multipliers times the tuned multipliers."""
         return replace(
             self,
             embedding=self.embedding * embedding,
@@ -195,7 +194,7 @@ class ForwardMultipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class Parametrization(Serializable):
-    """The table of one shape against its base.
+    """Table of one shape relative to its base.
 
     Attributes:
         scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
@@ -223,7 +222,7 @@ class Parametrization(Serializable):
             raise ValueError(f"the state was trained under another parametrization: {listed}{more}")
 
     def _entries(self) -> dict[str, Any]:
-        """Values of the table by their places."""
+        """Return the values of the table by their paths."""
         plain = self.to_dict()
         entries = {"scheme": self.scheme, "optimizer": self.optimizer}
         entries |= {
@@ -257,7 +256,7 @@ def tensor_rule(
     optimizer: OptimizerName,
     decay_scaling: DecayScaling,
 ) -> TensorRule:
-    """The rule of one parameter: a row of the table above, with the optimizer's exponent."""
+    """Return the rule of one parameter: a row of the table above, with the optimizer's exponent."""
     m, tensor_class = shape.width_mult, shape.tensor_class
     in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in MATRICES
     base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
@@ -291,7 +290,7 @@ def tensor_rule(
 
 
 def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str, TensorShape]]:
-    """Name and shape of every parameter of `Decoder`, in its order, written out."""
+    """Yield the name and shape of every parameter of `Decoder`, in its order, without building a decoder."""
     width, m = config.d_model, config.d_model / base.d_model
 
     def shape(tensor_class: TensorClass, fan_in: int = width) -> TensorShape:
@@ -340,8 +339,8 @@ def parametrize(config: ModelConfig, base: ModelConfig, **options: Unpack[TableO
     """Return the table that carries values tuned at `base` to `config`; options as for `parametrization_of`.
 
     Raises:
-        ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
-            optimizer has no rules, or none for the decay.
+        ValueError: If the shapes differ in more than width and depth, the exponent is out of its range, or the optimizer
+            has no rules, or no rule for the decay.
     """
     for name in (field.name for field in fields(base)):
         if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
@@ -352,7 +351,8 @@ def parametrize(config: ModelConfig, base: ModelConfig, **options: Unpack[TableO
     return parametrization_of(
         dict(decoder_shapes(config, base)),
         depth_mult=config.n_layers / base.n_layers,
-        attention=1 / math.sqrt(config.head_dim),  # head_dim is the base's, so the table's sqrt(d0)/d_head is this
+        attention=1
+        / math.sqrt(config.head_dim),  # equals the table's sqrt(d0)/d_head, since the base has the same head_dim
         **options,
     )
 
@@ -380,7 +380,7 @@ def parametrization_of(
 
     Raises:
         ValueError: If there is no readout or readouts of several widths, the exponent is out of its range, or the
-            optimizer has no rules, or none for the decay.
+            optimizer has no rules, or no rule for the decay.
     """
     if optimizer not in RATE_EXPONENT:
         raise ValueError(

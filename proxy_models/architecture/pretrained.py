@@ -1,8 +1,9 @@
-"""A trained model of one of transformers' configuration classes as transformers itself writes it, without muP's multipliers.
+"""Export of a trained model of a transformers configuration class in transformers' format, without muP's multipliers.
 
-The embedding's multiplier goes into its table and the readout's into its matrix. A tied table can't take two different ones, so it is
-written as two. A block's multiplier scales what the whole block adds (`causal_lm`), which no weight inside it can express: it has to
-be 1, as it is at the depth of the base. The folded model is held against the trained one before anything is written.
+The embedding's multiplier goes into its table and the readout's into its matrix. A tied table can't absorb two different multipliers,
+so it is written as two tables. A block's multiplier scales what the whole block adds (`causal_lm`), which no weight inside the block
+can express, so it has to be 1, as at the depth of the base. The folded model is compared with the trained model before any file is
+written.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.files import atomic_directory
 
 _TOLERANCE = 1e-4
-"""Of the logits' largest magnitude; products in fp32 by matrices that were multiplied beforehand round differently by 1e-6 or so."""
+"""Tolerance relative to the largest logit; premultiplied matrices change fp32 rounding by about 1e-6."""
 
 
 class NotFoldableError(ValueError):
-    """The multipliers of a model can't go into its weights."""
+    """Error for a model whose multipliers can't go into its weights."""
 
 
 def folded(model: CausalLM) -> Any:
-    """Return a model of transformers' class with the multipliers in its weights, that gives the same logits.
+    """Return a model of transformers' class that has the multipliers in its weights and gives the same logits.
 
     Args:
-        model: On the CPU, in fp32.
+        model: Trained model on the CPU, in fp32.
 
     Raises:
-        NotFoldableError: If blocks have a multiplier, or the logits differ.
+        NotFoldableError: If blocks have a multiplier other than 1, or the logits differ.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,13 +63,13 @@ def folded(model: CausalLM) -> Any:
 def write_pretrained(
     model: CausalLM, folder: Path, tokenizer: Tokenizer | None, *, context_length: int, card: str | None = None
 ) -> None:
-    """Write a folder that `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer` load, by `save_pretrained`.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load by `from_pretrained`.
 
     Args:
         folder: Must not exist or be empty; it appears with all files or not at all.
-        tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
+        tokenizer: None if the corpus was given as tokens; then no tokenizer is written.
         context_length: Tokens in one training sequence.
-        card: The text of a README.md beside them.
+        card: Text of a README.md in the folder.
 
     Raises:
         NotFoldableError: As `folded`; nothing is written then.

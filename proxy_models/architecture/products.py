@@ -1,8 +1,8 @@
-"""The decoder's matrix products. On an AMD processor with AVX-512, those of fp32 go to oneDNN in place of MKL.
+"""The decoder's matrix products. On an AMD processor with AVX-512, oneDNN computes fp32 products instead of MKL.
 
-torch sends fp32 products to MKL, which keeps its AVX-512 kernels for Intel's processors; oneDNN has them for all. Measured here
-(AMD EPYC, one thread, 1024 rows, GFLOP/s): MKL 95 to 100 from width 64 on, oneDNN 171 to 230 forward and for the gradient of the
-input, 101 to 193 for that of the weight. It is fp32 throughout; only the order of the sums differs.
+torch sends fp32 products to MKL, which uses its AVX-512 kernels only on Intel's processors; oneDNN uses them on all. Measured here
+(AMD EPYC, one thread, 1024 rows, GFLOP/s): MKL 95 to 100 from width 64 on; oneDNN 171 to 230 forward and for the gradient of the
+input, 101 to 193 for the gradient of the weight. All products stay fp32; only the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from proxy_models.architecture.layers import cast_like
 
-_MIN_FEATURES, _MIN_ROWS = 64, 256  # below, the overhead of a call exceeds its savings
+_MIN_FEATURES, _MIN_ROWS = 64, 256  # for smaller products the overhead of a call exceeds its savings
 
 
 def _mkl_is_slow() -> bool:
@@ -32,7 +32,7 @@ def _mkl_is_slow() -> bool:
     )
 
 
-MKL_IS_SLOW = _mkl_is_slow()  # here and not at the first call, which torch.compile would trace
+MKL_IS_SLOW = _mkl_is_slow()  # computed at import, since torch.compile would trace a first call
 """True if MKL has AVX-512 kernels that it does not use on this machine's processor."""
 
 
@@ -54,7 +54,7 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
         and input.numel() >= _MIN_ROWS * input.shape[-1]
         and input.dtype == weight.dtype == torch.float32
         and input.device.type == "cpu"
-        and not torch._C._are_functorch_transforms_active()  # which `_Product` does not follow
+        and not torch._C._are_functorch_transforms_active()  # `_Product` does not support these transforms
         and MKL_IS_SLOW
     )
 
@@ -76,12 +76,12 @@ _LIBRARY.impl("product", _shape_alone, "Meta")  # type: ignore[no-untyped-call]
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two fp32 matrices, (n, k) and (k, m) to (n, m), by oneDNN; without gradients."""
+    """Return the product of two fp32 matrices, (n, k) and (k, m) to (n, m), by oneDNN; without gradients."""
     return cast(Tensor, torch.ops.muscale.product.default(left, right))
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two matrices, (n, k) and (k, m) to (n, m), by the faster library; without gradients."""
+    """Return the product of two matrices, (n, k) and (k, m) to (n, m), by the faster library; without gradients."""
     return product(left, right) if left.dim() == 2 and _suits(left, right) else left @ right
 
 
@@ -91,7 +91,7 @@ def _flops(left: tuple[int, int], right: tuple[int, int], **_: Any) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """input · weightᵀ."""
+    """Product input · weightᵀ with gradients."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
@@ -101,6 +101,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         input, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a graph of the gradients is wanted, which torch's products have
+        if torch.is_grad_enabled():  # the caller needs a graph of the gradients, which torch's products provide
             return gradient @ weight, gradient.t() @ input
         return product(gradient, weight), product(gradient.t(), input)

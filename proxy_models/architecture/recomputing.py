@@ -1,8 +1,8 @@
 """Activation checkpointing: a block keeps some activations for its backward pass and recomputes the rest.
 
-"full" keeps the block's input (Chen et al., arXiv 1604.06174). "selective" keeps the outputs of matrix products and of fused
-attention too, so that only cheap operations are recomputed (Korthikanti et al., arXiv 2205.05198, section 5, do so for attention's
-core, which fused kernels do by themselves). Losses are the same, as recomputation draws the same random numbers.
+"full" keeps the block's input (Chen et al., arXiv 1604.06174). "selective" also keeps the outputs of matrix products and of fused
+attention, so that only cheap operations are recomputed (Korthikanti et al., arXiv 2205.05198, section 5, recompute attention's core,
+as fused kernels do anyway). Losses stay the same, since recomputation draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
 def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments: Any, is_random: bool) -> Tensor:
     """Call `function`, keeping for its backward pass the activations that `kind` keeps.
 
-    If it draws random numbers, `is_random`, their state is kept too.
+    Also keep the state of the random numbers if the function draws any (`is_random`).
     """
     if kind == "none" or not torch.is_grad_enabled():
         return function(*arguments)

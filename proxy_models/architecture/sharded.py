@@ -1,6 +1,6 @@
-"""Sharded tensors (torch's DTensor), for code that works on ordinary ones too.
+"""Sharded tensors (torch's DTensor), for code that also handles ordinary tensors.
 
-Importing DTensor takes most of a second, so it is not imported here: if nothing else has imported it, no tensor is sharded.
+Importing DTensor takes most of a second, so this module does not: if no other module has imported it, no tensor is sharded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this device, with gradients; a replicated or ordinary tensor is all here."""
+    """Return the part of a tensor on this device, with gradients; a replicated or ordinary tensor is returned whole."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or not is_sharded(tensor):
         return tensor
     return tensor.to_local()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, gathered where it is sharded: all its ranks call this."""
+    """Return the whole tensor, gathered if sharded; all ranks of a sharded tensor must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def have_same_values(one: Tensor, other: Tensor) -> bool:
-    """Return True for tensors of the same shape, dtype and bits, so that NaN equals NaN; sharded ones are gathered."""
+    """Return True for tensors of the same shape, dtype and bits, so that NaN equals NaN; sharded tensors are gathered."""
     one, other = whole(one), whole(other)
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
         one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
@@ -42,9 +42,9 @@ def have_same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor as one that belongs to the parameter `like`: sharded as it, a copy on each rank if of another shape.
+    """Return a whole tensor laid out for the parameter `like`: sharded as `like`, or copied to each rank if the shapes differ.
 
-    Whatever is sharded already, is a single number or belongs to an ordinary parameter comes back as it is.
+    A tensor that is already sharded, is a single number, or belongs to an ordinary parameter is returned unchanged.
     """
     if not is_sharded(like) or is_sharded(values) or not values.ndim:
         return values
@@ -58,13 +58,13 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
 
 
 def first_row(table: DTensor) -> int:
-    """Return the number of the first row on this rank, of a table sharded by rows over one dimension."""
+    """Return the number of this rank's first row in a table sharded by rows over one dimension."""
     group = table.device_mesh.get_group()
     return group.rank() * -(-len(table) // group.size())
 
 
 def within(ids: Tensor, first: int | None, n_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Return where ids lie in the `n_rows` rows from `first` on, and which lie elsewhere; None: all rows are here."""
+    """Return the indices of ids among the `n_rows` rows from `first` on, and a mask of ids elsewhere; None: all rows are here."""
     if first is None:
         return ids, None
     index = ids - first
@@ -73,7 +73,7 @@ def within(ids: Tensor, first: int | None, n_rows: int) -> tuple[Tensor, Tensor 
 
 @torch.no_grad()
 def write(parameter: Tensor, values: Tensor) -> None:
-    """Overwrite a parameter with `values` of its global shape; every device takes its own part and nothing is sent."""
+    """Overwrite a parameter with `values` of its global shape; every device takes its part, without communication."""
     if not is_sharded(parameter):
         parameter.copy_(values)
         return
@@ -81,6 +81,6 @@ def write(parameter: Tensor, values: Tensor) -> None:
 
 
 def part_of(tensor: DTensor) -> tuple[slice, ...]:
-    """Return which part of the whole is on this device."""
+    """Return the slices of the whole tensor that are on this device."""
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))

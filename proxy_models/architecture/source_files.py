@@ -1,7 +1,7 @@
-"""The files that define a family: its class's own, and those of its package that it imports.
+"""The files that define a family: the file of its class, and the files of its package that this file imports.
 
-They are found by reading import statements, and by where a package has its modules, so nothing is imported that was not, and a
-package has the same files wherever it lies. A helper that a package finds in another way (importlib, a plugin) is not seen.
+The files are found by reading import statements and the package's folder structure, so no module is imported for this, and a package
+has the same files wherever it is installed. A helper that a package finds in another way (importlib, a plugin) is missed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 
 def source_files(module: str, file: Path) -> dict[str, bytes]:
-    """Contents of a module's file and of what it imports from its own package, also through others of it, by path below its root.
+    """Return the contents of a module's file and of its package's files that it imports, also indirectly, by path below the root.
 
-    Of a module in no package they are those beside it, in its folder. The module's own is the first, the others follow by path.
+    If the module is in no package, files in its folder count as the package. The module's file comes first, the others by path.
 
     Args:
-        module: Its name, "package.module".
-        file: Its file.
+        module: Name of the module, "package.module".
+        file: File of the module.
 
     Raises:
-        OSError: If one of them can't be read.
+        OSError: If a file can't be read.
     """
     first, *inner = module.split(".")
     root = file.absolute().parents[len(inner) + (file.stem == "__init__")]
@@ -45,7 +45,7 @@ def source_files(module: str, file: Path) -> dict[str, bytes]:
 
 
 def _imported(source: bytes, package: str) -> Iterator[Sequence[str]]:
-    """Each name that a file imports, as the modules that it may be or be in, the likeliest first."""
+    """Yield for each imported name the modules that it may be or belong to, the likeliest first."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ([alias.name] for alias in node.names)
@@ -55,6 +55,6 @@ def _imported(source: bytes, package: str) -> Iterator[Sequence[str]]:
 
 
 def _file_of(root: Path, module: str) -> Path | None:
-    """A module's file below the folder that its first name is found in, if it is there."""
+    """Return a module's file below the folder of its top-level name, or None if there is none."""
     stem = root.joinpath(*module.split("."))
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
