@@ -1,8 +1,8 @@
 """The models that are searched, and how they train: shape, decoder, parametrization, optimizer, schedule, data, loop, check.
 
-    ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the one that values are tuned at
+    ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the base at which values are tuned
     parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape
-    Family                                           a family of one's own: its `build`; all of these take its members
+    Family                                           base class of custom families; all of these functions take its members
     module_shapes(…), parametrization_of(shapes, …)  the table of any module
     initialize(model, …), make_optimizer(model, …)   a model that follows the table
     Hyperparameters(…)                               hyperparameters of a training, given at the base shape
@@ -10,7 +10,7 @@
     Trainer(corpus).train(…)                         one segment of a run after another, in one warm process
     coordinate_check(family, …)                      does every activation move by the same amount at every size? -> CoordinateCheck
 
-Torch is imported only where it is needed: shapes, tables, hyperparameters and corpora do without it.
+Shapes, tables, hyperparameters and corpora work without torch, which is imported only when needed.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ LOCK = ".writing"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; at the end of the block the file becomes `path`.
+    """Yield a name next to `path` to write to; at the end of the block the file becomes `path`.
 
-    After an error it is removed, after a kill it stays behind under a name that ends in `.unfinished`.
+    An error removes the unfinished file; a kill leaves it under a name that ends in `.unfinished`.
 
     Raises:
         OSError: With the file's name, which the error of a write to a full disk lacks.
@@ -29,14 +29,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield unfinished
             unfinished.replace(path)
         except BaseException:
-            with suppress(OSError):  # of storage that is gone or read-only; the first error is the one to raise
+            with suppress(OSError):  # the storage may be gone or read-only; the first error is the important one
                 unfinished.unlink(missing_ok=True)
             raise
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to an error of the operating system within the block that names none."""
+    """Add the path to an operating system's error within the block that names no file."""
     try:
         yield
     except OSError as error:
@@ -47,12 +47,12 @@ def named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a folder beside `path` to write into; at the end of the block its files are on disk and it becomes `path`.
+    """Yield a folder next to `path` to write into; at the end of the block its files are on disk and it becomes `path`.
 
-    After an error it is removed, after a kill it stays behind under a name that ends in `.unfinished`.
+    An error removes the unfinished folder; a kill leaves it under a name that ends in `.unfinished`.
 
     Raises:
-        FileExistsError: If there is something at `path`, other than an empty folder.
+        FileExistsError: If something other than an empty folder exists at `path`.
         OSError: With the folder's name, if the error itself names no file.
     """
     require_free(path)
@@ -65,28 +65,28 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             readable = stat.S_IMODE(unfinished.stat().st_mode) & 0o666
             for file in unfinished.rglob("*"):
                 if file.is_file():
-                    file.chmod(readable)  # some libraries write files that only their owner may read
+                    file.chmod(readable)  # some libraries write files that only their owner can read
                 to_disk(file)
             to_disk(unfinished)
             require_free(path)
-            unfinished.rename(path)  # over an empty folder, if there is one; never over a file that came meanwhile
+            unfinished.rename(path)  # may replace an empty folder, but never a file that appeared meanwhile
             to_disk(path.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def require_free(path: Path) -> None:
-    """Require a path at which there is nothing, or an empty folder.
+    """Require that nothing or an empty folder exists at a path.
 
     Raises:
-        FileExistsError: If there is something else.
+        FileExistsError: If anything else exists there.
     """
     if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FileExistsError(f"{path}: must not exist or be an empty folder; name another folder, or remove this one")
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file or a folder's entries are written; where folders can't be opened there is nothing to wait for."""
+    """Wait until a file or a folder's entries are on disk; if the system can't open folders, there is nothing to wait for."""
     with suppress(PermissionError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -97,9 +97,9 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock `folder`, which is made if need be, against other processes; wait for the one that holds it.
+    """Create `folder` if needed and lock it against other processes; wait for a process that holds the lock.
 
-    The kernel drops the lock of a process that dies. A folder that is empty at the end is removed.
+    The kernel releases the lock of a process that dies. A folder that is empty at the end is removed.
     """
     lock = _hold(folder / LOCK)
     try:
@@ -107,7 +107,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     finally:
         (folder / LOCK).unlink()
         lock.close()
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             folder.rmdir()
 
 
@@ -122,4 +122,4 @@ def _hold(path: Path) -> IO[str]:
         with suppress(FileNotFoundError):
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
-        lock.close()  # the last holder removed the file that we waited for
+        lock.close()  # the last holder removed the file while this process waited

@@ -14,6 +14,6 @@ def content_key(values: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, 64 hexadecimal digits; a block at a time is in memory."""
+    """Return the SHA-256 of a file's content, 64 hexadecimal digits, reading the file block by block."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

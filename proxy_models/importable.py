@@ -1,7 +1,7 @@
-"""Imports that need help on a CPU build of torch.
+"""Repairs of imports on a CPU build of torch.
 
-mup requires torchvision, whose only wheels are CUDA builds; with a CPU torch its import fails on unregistered operators, and
-Lightning (through torchmetrics) and transformers import it. Declaring the two operators that the import looks for is enough:
+mup requires torchvision, which has only CUDA wheels; with a CPU torch its import fails on unregistered operators. Lightning
+(through torchmetrics) and transformers import torchvision. Declaring the two operators that the import looks for is enough, since
 nothing calls them.
 """
 
@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any
 
-_declared: list[Any] = []  # torch drops the operators with the object that declared them
+_declared: list[Any] = []  # keeps the declaring object alive, since torch drops the operators with it
 
 
 def mend_torchvision() -> None:
@@ -19,7 +19,7 @@ def mend_torchvision() -> None:
     try:
         importlib.import_module("torchvision")
     except ImportError:
-        pass  # not installed, so nobody imports it
+        pass  # torchvision is not installed, so nothing imports it
     except RuntimeError:
         _declare_operators()
         importlib.import_module("torchvision")

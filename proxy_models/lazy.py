@@ -8,10 +8,10 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The package's `__getattr__`.
+    """Return a package's `__getattr__`.
 
     Args:
-        homes: The module below it that each public name is from.
+        homes: Module of each public name, below the package.
     """
 
     def found(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The one converter of this package: dataclasses to plain values for JSON and for hashes, and back."""
+"""The converter of this package: dataclasses to plain values for JSON and for hashes, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCEPTED: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (i
 
 
 def _unchanged(value: Any, kind: type) -> Any:
-    """Return a value of the type as it is: 3 must not become 3.0, as hashes tell the two apart."""
+    """Return a value of the type unchanged: 3 must not become 3.0, since hashes distinguish them."""
     if not isinstance(value, _ACCEPTED[kind]) or isinstance(value, bool) != (kind is bool):
         raise ValueError(f"must be of type {kind.__name__}, got {value!r}")
     return value
@@ -22,7 +22,7 @@ def _unchanged(value: Any, kind: type) -> Any:
 
 for _kind in _ACCEPTED:
     converter.register_structure_hook(_kind, _unchanged)
-# As a member is a string, cattrs would leave it as it is, and `torch.load` would refuse a checkpoint that names its class.
+# A StrEnum member is a string, so cattrs would keep it, and `torch.load` would refuse a checkpoint that names its class.
 converter.register_unstructure_hook(StrEnum, lambda member: member.value)
 converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
 
@@ -31,7 +31,7 @@ class Serializable:
     """A dataclass that the converter writes and reads field by field."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` makes an equal object of them."""
+        """Return plain values, from which `from_dict` makes an equal object."""
         plain: dict[str, Any] = converter.unstructure(self)
         return plain
 
@@ -40,7 +40,7 @@ class Serializable:
         """Read what `to_dict` wrote.
 
         Raises:
-            ValueError: Naming each place, its rule and the value there.
+            ValueError: Naming each path, its rule and its value.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"must be a table, got {values!r}")

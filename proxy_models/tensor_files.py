@@ -1,8 +1,8 @@
-"""Tensors by name in safetensors files, written and read one at a time: a model larger than the memory passes through.
+"""Tensors by name in safetensors files, written and read one at a time, so that a model may be larger than memory.
 
-The format is an 8-byte length, a JSON table of dtype, shape and place of each tensor, and their bytes
-(https://huggingface.co/docs/safetensors). Tensors of more than a file's size lie in several, with an index, as transformers writes
-them: `<stem>-00001-of-00002.safetensors` and `<stem>.safetensors.index.json`.
+The format is an 8-byte length, a JSON table with dtype, shape and position of each tensor, and their bytes
+(https://huggingface.co/docs/safetensors). Tensors that exceed a file's size are split over several files with an index, as
+transformers writes them: `<stem>-00001-of-00002.safetensors` and `<stem>.safetensors.index.json`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _DTYPES = {
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Tensors in files; each is mapped into memory when it is asked for, and none is held.
+    """Tensors in files; each is mapped into memory when it is read, and none is kept.
 
     Attributes:
-        path: The file, or that beside whose index the files lie.
-        shapes: By name.
+        path: The file; if there are several files, the name to which their index belongs.
+        shapes: Shape of each tensor, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
         Raises:
             FileNotFoundError: If there are no such files.
-            ValueError: If they are not safetensors, or the index is not one.
+            ValueError: If a file is not in the safetensors format, or the index is invalid.
         """
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -75,20 +75,20 @@ def write_tensors(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write tensors as they come, in any order; one at a time is in memory.
+    """Write tensors as they arrive, in any order, with one tensor in memory at a time.
 
     Args:
         path: The file, `<stem>.safetensors`.
-        shapes: The tensors' shapes and dtypes, of any device ("meta" takes no memory).
-        max_file_bytes: Tensors of more are split over several files.
+        shapes: The tensors' shapes and dtypes, on any device ("meta" takes no memory).
+        max_file_bytes: Larger sets of tensors are split over several files.
 
     Raises:
-        OSError: If the disk does not take them, with the file's name.
-        ValueError: If a tensor is missing, or another than announced.
+        OSError: If writing to disk fails, with the file's name.
+        ValueError: If a tensor is missing or differs from `shapes`.
     """
     aligned = sorted(
         shapes, key=lambda name: -shapes[name].element_size()
-    )  # each begins at a multiple of its element's
+    )  # large dtypes come first, so that each tensor begins at a multiple of its element size
     parts = cut({name: shapes[name].nbytes for name in aligned}, max_file_bytes)
     files = [path]
     if len(parts) > 1:
@@ -120,12 +120,12 @@ def write_tensors(
 
 
 def index_of(path: Path) -> Path:
-    """Path of the index, where the tensors lie in several files."""
+    """Return the path of the index for tensors in several files."""
     return path.with_name(f"{path.name}.index.json")
 
 
 def cut(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in their order, cut wherever the next one would not fit any more."""
+    """Return the names in their order, cut where the next tensor would exceed `most`."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -138,7 +138,7 @@ def cut(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _begin(file: Path, shapes: Mapping[str, Tensor]) -> dict[str, tuple[Path, int]]:
-    """Write a file's table; return where the bytes of each tensor begin."""
+    """Write a file's table and return the position of each tensor's bytes."""
     offset, begins = 0, dict[str, int]()
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
@@ -156,7 +156,7 @@ def _begin(file: Path, shapes: Mapping[str, Tensor]) -> dict[str, tuple[Path, in
 
 
 def _listed(index: Path) -> list[Path]:
-    """The files of an index, which lie beside it."""
+    """Return the files of an index, which lie in its folder."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if any(Path(name).name != name for name in names):

@@ -1,12 +1,12 @@
 """The coordinate check: does a few steps of training move every activation by the same amount at every width and depth?
 
-One fixed batch is trained on for a few steps at several widths. The size of each module's output and of its change
-since initialisation are fitted as powers of the width, rms ∝ width^slope. Under muP hidden slopes are zero, so a rate
-tuned at one width is right at all (Yang et al., arXiv 2203.03466, appendix D.1). Plain size alone is a weak test, at a
-small rate standard parametrization nearly passes it; the change after one step is the decisive one.
+The check trains on one fixed batch for a few steps at several widths. It fits the size of each module's output, and of its change
+since initialisation, as powers of the width, rms ∝ width^slope. Under muP hidden slopes are zero, so a rate tuned at one
+width is right at all widths (Yang et al., arXiv 2203.03466, appendix D.1). Plain size alone is a weak test, since standard
+parametrization nearly passes it at a small rate; the change after one step is the decisive test.
 
-Where depths are given too, the same is fitted as powers of the depth, at the base's width. Blocks at different depths have
-no counterpart in each other; compared are the stream, as the last block leaves it to the final norm, and the readout.
+If depths are given, the same is fitted as powers of the depth, at the base's width. Blocks of models with different depths do not
+correspond, so the check compares the stream, as the last block passes it to the final norm, and the readout.
 
 | criterion              | quantity                                     | slope           | a failure means                |
 | ---------------------- | -------------------------------------------- | --------------- | ------------------------------ |
@@ -20,20 +20,20 @@ no counterpart in each other; compared are the stream, as the last block leaves 
 | (h) initial norm       | hidden matrix's norm at t = 0                | within ±0.15    | init                           |
 | (i) first update       | norm of a matrix's change at its first step  | in [-0.4, 0.3]  | learning-rate scaling          |
 
-Hidden is every module but the readout, the model, and what is computed from the readout's output, as a function of the logits: these
-are held to the readout's bounds. Outputs of norms are left out of (a) and (c): a norm holds its own size.
+Hidden modules are all except the readout, the model, and modules that compute from the readout's output: these are functions of the
+logits and have the readout's bounds. (a) and (c) leave out the outputs of norms, since a norm fixes the size of its output.
 
-(h) and (i) are of tensors, along the width: the largest singular value over √(fan_out / fan_in) (`tensors`). They find what
-activations don't show: a recurrent matrix of a GRU whose rate is wrong by a factor of √m or 1/m keeps every bound up to (g), and
+(h) and (i) test tensors, along the width: the largest singular value over √(fan_out / fan_in) (`tensors`). They find faults
+that activations don't show: a recurrent matrix of a GRU whose rate is wrong by a factor of √m or 1/m keeps every bound up to (g), and
 has slopes of +0.44 to +0.52, and of -1.06 to -0.98, in (i). The bounds were measured here, in seven variants of the decoder, five
 optimizers, the GRU, and transformers' Qwen3 and GPT-2, over widths of 16 to 256: hidden matrices -0.04 to +0.06 in (h), -0.26 to
-+0.06 in (i); embeddings and readouts -0.12 to +0.15 in (i); all rates left as at the base, +0.84 to +1.04. Updates of queries and
-keys lie lowest: at first their gradients are the least aligned. Initial norms of embeddings and readouts are left out, as the
-vocabulary is not small against the width.
++0.06 in (i); embeddings and readouts -0.12 to +0.15 in (i); with all rates left as at the base, +0.84 to +1.04. Updates of queries
+and keys have the lowest slopes, since at first their gradients are the least aligned. (h) leaves out embeddings and readouts, since
+the vocabulary is not small relative to the width.
 
 The bounds in depth were measured here: widths 32 to 128, depths 1 to 24 in sets that span a factor of 4 or 8, four pairs
-of seeds, rates 2^-10 to 2^-7, and every variant of the tests under AdamW, every optimizer in the first variant; the last
-two rows in five variants, and under Lion and Muon.
+of seeds, rates 2^-10 to 2^-7, every variant of the tests under AdamW, and every optimizer in the first variant. The last
+two rows were measured in five variants under AdamW, and under Lion and Muon.
 
 | parametrization                          | (e)            | (f)            | (g)            |
 | ---------------------------------------- | -------------- | -------------- | -------------- |
@@ -44,8 +44,8 @@ two rows in five variants, and under Lion and Muon.
 | exponent 1, block rates times m_L^(1/2)  | as CompleteP's | +0.21 to +0.44 | -0.02 to +0.03 |
 | exponent 1, block rates times m_L^(-1/2) | as CompleteP's | -0.66 to -0.60 | -0.04 to +0.02 |
 
-(e) lies below zero under exponent 1 because independent initial outputs of m_L blocks, each divided by m_L, add up to less
-the deeper the model; at most to a slope of -1/2, where nothing else is in the stream.
+Under exponent 1, (e) lies below zero because the initial outputs of m_L blocks are independent and each divided by m_L, so the sum
+shrinks as the model gets deeper; the slope is at least -1/2, its value if the stream contains nothing else.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 Axis = Literal["width", "depth"]
-MIN_SIZES = 4  # widths, or depths
-MIN_SPAN = 8.0  # largest over smallest of them
+MIN_SIZES = 4  # smallest number of widths, or of depths
+MIN_SPAN = 8.0  # smallest ratio of the largest to the smallest size
 MIN_SEEDS = 2
-_SHOWN = 3  # findings in the printed result
+_SHOWN = 3  # largest number of findings in the printed result
 _SLOPE_COLUMNS = ["axis", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """One line of the table above: the interval a slope must lie in."""
+    """One line of the table above: the interval for a slope."""
 
     name: str
     low: float
@@ -98,7 +98,7 @@ _BY_READOUT: dict[Axis, Criterion] = {"width": READOUT_SIZE, "depth": READOUT_IN
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A module that breaks a bound: the fault it points to, and its worst slope."""
+    """A module that breaks a bound: the fault that it indicates, and its worst slope."""
 
     fault: str
     axis: Axis
@@ -124,11 +124,11 @@ class CoordinateCheck:
 
     Attributes:
         measurements: One row for each axis ("width" or "depth"), width, depth, module, quantity ("size" or "change" since
-            step 0) and step: its root mean square over the batch, geometric mean over the seeds, and the module's kind
-            ("hidden", "norm", "readout", or "stream"). For each matrix a row with "norm of weight", say, and one with "update of
-            weight", whose rms is the largest singular value over its scale; kinds "hidden matrix", "embedding matrix" and
-            "readout matrix", or "tied matrix" for a table that is both.
-        multipliers: Whether each forward multiplier for which the model has a buffer moves its logits, by name.
+            step 0) and step: the root mean square over the batch, geometric mean over the seeds, and the module's kind
+            ("hidden", "norm", "readout", or "stream"). Each matrix has a row with "norm of weight", for example, and a row with
+            "update of weight"; their rms is the largest singular value over its scale, and their kind "hidden matrix",
+            "embedding matrix", "readout matrix", or "tied matrix" for a table with both uses.
+        multipliers: Whether each forward multiplier for which the model has a buffer changes its logits, by name.
     """
 
     measurements: pd.DataFrame
@@ -137,10 +137,10 @@ class CoordinateCheck:
 
     @cached_property
     def slopes(self) -> pd.DataFrame:
-        """Exponent of width or depth for each axis, module, quantity and step, with the criterion and bound it is held to.
+        """Exponent of width or depth for each axis, module, quantity and step, with its criterion and bound.
 
         Columns: axis, module, kind, quantity, step, slope, criterion, low, high, fault; the last four are empty for a
-        slope that no criterion looks at. A slope is NaN where a size is zero or not finite.
+        slope without a criterion. A slope is NaN if a size is zero or not finite.
         """
         rows: list[dict[str, Any]] = []
         for (axis, module, kind), group in self.measurements.groupby(["axis", "module", "kind"], sort=False):
@@ -153,9 +153,9 @@ class CoordinateCheck:
 
     @cached_property
     def criteria(self) -> pd.DataFrame:
-        """Least and largest finite slope under each criterion, with its bound.
+        """Least and largest finite slope under each criterion, with the criterion's bound.
 
-        Columns: criterion, least, largest (NaN where no slope is finite), low, high.
+        Columns: criterion, least, largest (NaN if no slope is finite), low, high.
         """
         held = self.slopes.dropna(subset="fault").assign(
             slope=lambda rows: rows["slope"].where(np.isfinite(rows["slope"]))
@@ -167,9 +167,9 @@ class CoordinateCheck:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """Findings, one for each module that breaks a bound at the first step at which any does along its axis, worst first.
+        """Findings, worst first: one for each module that breaks a bound at the first step at which any module on its axis does.
 
-        Later steps are left out, as their faults may be consequences. A wrong init, or a readout that is wrong from the
+        Later steps are left out, since their faults may be consequences. A wrong init, or a readout that is wrong from the
         start, is therefore reported under its own name although it disturbs training too.
         """
         held = self.slopes.dropna(subset="fault")
@@ -181,7 +181,7 @@ class CoordinateCheck:
 
     @property
     def unapplied(self) -> tuple[str, ...]:
-        """Multipliers that the rules need, for which the model has a buffer that its forward pass does not use."""
+        """Required multipliers for which the model has a buffer, but which its forward pass does not use."""
         return tuple(name for name in ("branch", "readout") if not self.multipliers.get(name, True))
 
     @property
@@ -191,7 +191,7 @@ class CoordinateCheck:
 
     @property
     def caution(self) -> str:
-        """A limit of the rules that the slopes don't show, or nothing."""
+        """Limit of the rules that the slopes don't show, or an empty string."""
         return (
             "the readout is the embedding table, and at small widths the best rate then rises with the width: trust it over "
             f"{TIED_REACH:g}× beyond the widest grid of the transfer check, or untie the two"
@@ -201,7 +201,7 @@ class CoordinateCheck:
 
     @property
     def passed(self) -> bool:
-        """True if every slope keeps its bound, and no multiplier that the rules need is without effect."""
+        """True if every slope keeps its bound, and every required multiplier with a buffer has an effect."""
         return not self.findings and not self.unapplied
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class CoordinateCheck:
 
     @property
     def about(self) -> str:
-        """The verdict and the worst findings, without the table of `criteria`."""
+        """Return the verdict and the worst findings, without the table of `criteria`."""
         sizes = [
             f"{axis}s {', '.join(map(str, sorted(rows[axis].unique())))}"
             for axis, rows in self.measurements.groupby("axis", sort=False)
@@ -244,7 +244,7 @@ class CoordinateCheck:
         printer.text(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, sizes that are not finite as null; the verdict is derived again on reading."""
+        """Return plain values for JSON, with sizes that are not finite as null; reading computes the verdict again."""
         measurements = self.measurements.to_dict("list")
         measurements["rms"] = [rms if math.isfinite(rms) else None for rms in measurements["rms"]]
         return {
@@ -266,14 +266,14 @@ class CoordinateCheck:
         )
 
     def plot(self) -> go.Figure:
-        """Size and change of every module against width, and depth, and matrices' norms; one colour a step, the readout dashed."""
+        """Plot size and change of every module against width and depth, and matrices' norms; a colour per step, readouts dashed."""
         from proxy_models.coordinates.figures import coordinates_data, draw_coordinates
 
         return draw_coordinates(coordinates_data(self.measurements))
 
 
 def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:
-    """The criterion of each (quantity, step) of one module along one axis, by its kind.
+    """Return the criterion of each (quantity, step) of one module along one axis, by the module's kind.
 
     A module that starts at zero (a zero-initialised tensor) is judged from the first step at which it has a size, or
     has changed.
@@ -302,7 +302,7 @@ def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int
 
 
 def _slope(sizes: pd.Series[int], rms: pd.Series[float]) -> float:
-    """Least-squares exponent of `rms` in `sizes`; NaN where one has no logarithm."""
+    """Return the least-squares exponent of `rms` in `sizes`; NaN if a value has no logarithm."""
     if not (np.isfinite(rms) & (rms > 0)).all():
         return math.nan
     return float(np.polyfit(np.log2(sizes.to_numpy(dtype=float)), np.log2(rms.to_numpy(dtype=float)), 1)[0])
@@ -312,7 +312,7 @@ def require_sizes(axis: Axis, sizes: Sequence[int]) -> None:
     """Require widths or depths from which a slope can be fitted.
 
     Raises:
-        ValueError: If there are too few, or they span too little.
+        ValueError: If there are too few sizes, or their span is too small.
     """
     if len(set(sizes)) < MIN_SIZES:
         raise ValueError(f"the coordinate check needs at least {MIN_SIZES} {axis}s, got {sorted(set(sizes))}")

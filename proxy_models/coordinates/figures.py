@@ -1,4 +1,4 @@
-"""The figure of a coordinate check: data by one function, drawing by another."""
+"""The figure of a coordinate check: one function computes the data, another draws them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def coordinates_data(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Sort `CoordinateCheck.measurements` so that each (axis, quantity, step, module) is a run of rows by size."""
+    """Sort `CoordinateCheck.measurements` so that each (axis, quantity, step, module) has consecutive rows by size."""
     order = ["axis", "quantity", "step", "module", "width", "depth"]
     return measurements.sort_values(order, ascending=[False] + [True] * 5, ignore_index=True)
 
 
 def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
-    """Figure of `coordinates_data`: rms against width and, below, depth and matrices' norms against width, all logarithmic.
+    """Draw `coordinates_data`: rms against width and, below, depth and matrices' norms against width, all axes logarithmic.
 
-    Sizes and initial norms are left, changes and updates right.
+    Sizes and initial norms are on the left, changes and updates on the right.
     """
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -44,7 +44,7 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
     for (row, axis, quantity, step, is_readout), part in lines.groupby(
         ["row", "axis", "quantity", "step", "is_readout"], sort=False
     ):
-        # One trace for many modules, a gap after each: figures of a trace for each line are slow to make and to show.
+        # One trace holds many modules, with a gap after each: a figure with a trace per line is slow to make and to show.
         gapped = pd.concat([line.reindex([*line.index, -1]) for _, line in part.groupby("module", sort=False)])
         figure.add_trace(
             go.Scatter(

@@ -30,9 +30,9 @@ from proxy_models.training.optimizer import clip, initialize, make_optimizer, se
 from proxy_models.training.state import buffer_check
 
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
-_NOISE = 0.1  # added to every weight before the future is looked for, as what starts at zero hides what it would mix; assumed
+_NOISE = 0.1  # added to every weight before the test for the future, since zero weights hide leaks; assumed
 _ROUNDING = (
-    1e-4  # of the logits' change: a convolution by FFT computes every position from all, and rounds by about 1e-6
+    1e-4  # relative to the change of the logits: a convolution by FFT mixes all positions, and rounds by about 1e-6
 )
 
 
@@ -49,23 +49,23 @@ def coordinate_check(
     scheme: Scheme = "mup",
     parametrization: Callable[[M, M], Parametrization] | None = None,
 ) -> CoordinateCheck:
-    """Train on one fixed batch at every width for a few steps, fit activations and matrices' norms against width; and for depth.
+    """Train on one fixed batch at every width for a few steps and fit activations and matrices' norms; optionally also in depth.
 
-    The rate is the peak rate from the first step on, without warmup and without weight decay; it should not lie above
-    the tuned optimum.
+    Every step has the peak rate, without warmup and without weight decay; the rate should not lie above the tuned
+    optimum.
 
     Args:
-        family: Its base is where the hyperparameters are tuned.
+        family: Family whose base is the shape at which the hyperparameters are tuned.
         hyperparameters: Their rate, scales, betas and clipping are used.
-        widths: At least 4, spanning at least a factor of 8; trained at the base's depth.
-        depths: The same of depths, trained at the base's width; None leaves the check in depth out.
+        widths: At least 4 widths that span at least a factor of 8; trained at the base's depth.
+        depths: At least 4 depths that span at least a factor of 8, trained at the base's width; None: no check in depth.
         seeds: At least 2 seeds of the initial values.
-        scheme: "mup", or "standard" to see it fail.
-        parametrization: Makes the table of (member, base) instead of the family under `scheme`.
+        scheme: "mup", or "standard" to see the check fail.
+        parametrization: Function that makes the table of (member, base); None: the family's table under `scheme`.
 
     Raises:
         ValueError: If there are too few widths, depths or seeds, the sizes span too little, or there is no step.
-        FamilyError: If the model sees the future.
+        FamilyError: If the model's predictions depend on later tokens.
     """
     sizes: dict[Axis, Sequence[int]] = {"width": widths}
     if depths is not None:
@@ -77,7 +77,7 @@ def coordinate_check(
         raise ValueError(f"n_steps must be at least 1, got {n_steps}")
     of_family = partial(family_of(family.base).parametrization, scheme=scheme, optimizer=hyperparameters.optimizer)
     table = parametrization or of_family
-    # Any long horizon: warmup, batch ramp and decay, which depend on it, are switched off.
+    # Any long horizon works, since warmup, batch ramp and decay, which depend on it, are switched off.
     n_tokens = 10_000 * hyperparameters.batch_tokens
     plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
     recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
@@ -117,9 +117,9 @@ def measure(
     n_steps: int,
     matrices: bool = False,
 ) -> dict[Key, float]:
-    """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps.
+    """Return the root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps.
 
-    With `matrices` also the norm of each at first, and of its change at the first step that has one, as `Norms` has them.
+    With `matrices`, also return each matrix's initial norm, and the norm of its change at its first step, as `Norms` computes them.
     """
     model = build(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
@@ -134,7 +134,7 @@ def measure(
         nodes: dict[str, Any] = {}
         check_buffers = buffer_check(model)
         with recorded_outputs(model, nodes) as outputs:
-            loss = sequence_loss(model, sequences)  # the readout is to be seen
+            loss = sequence_loss(model, sequences)  # the readout returns logits here, so that they are recorded
         check_buffers()
         first, kinds = first or outputs, kinds or _kinds(model, readout, parametrization, nodes)
         for name, output in outputs.items():
@@ -154,7 +154,7 @@ def measure(
 
 @contextmanager
 def recorded_outputs(model: nn.Module, nodes: dict[str, Any] | None = None) -> Iterator[dict[str, Tensor]]:
-    """Detached output of each module in the forward passes inside, by name; `nodes` takes what computed each, torch's `grad_fn`.
+    """Yield detached outputs of the modules by name, in the forward passes inside; `nodes` receives each output's `grad_fn`.
 
     A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
     a second time, nor is one whose output no parameter enters (rotary angles). Of a tuple it is the first entry: the values
@@ -180,7 +180,7 @@ def recorded_outputs(model: nn.Module, nodes: dict[str, Any] | None = None) -> I
 
 
 def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, float]:
-    """Keep what has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
+    """Keep the values that correspond at every depth: the stream after the last block, and the readout."""
     return {
         ("last block", "stream", quantity, step) if module == stream else (module, kind, quantity, step): rms
         for (module, kind, quantity, step), rms in measured.items()
@@ -189,7 +189,7 @@ def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, f
 
 
 def _kinds(model: nn.Module, readout: str, parametrization: Parametrization, nodes: dict[str, Any]) -> dict[str, str]:
-    """Kind of each module; the model itself, and whatever is computed from a readout's output, is held to a readout's bounds."""
+    """Return each module's kind; the model, and modules that compute from a readout's output, have the readout's kind."""
     rules = parametrization.rules.items()
     tables = {name.rpartition(".")[0] for name, rule in rules if rule.tensor_class is TensorClass.READOUT}
     readouts = {"", readout, *tables}
@@ -200,7 +200,7 @@ def _kinds(model: nn.Module, readout: str, parametrization: Parametrization, nod
 
 
 def _is_computed_from(node: Any, others: set[Any]) -> bool:
-    """Whether one of the others is in the graph of a node."""
+    """Whether the graph of a node contains one of the others."""
     left, seen = [node], {node}
     while left:
         if (one := left.pop()) in others:
@@ -212,16 +212,16 @@ def _is_computed_from(node: Any, others: set[Any]) -> bool:
 
 @torch.no_grad()
 def require_causal(family: Family, model: nn.Module, tokens: Tensor) -> None:
-    """Change the token in the middle of a sequence, and compare the logits before it. The model's weights are changed, too.
+    """Require logits that do not depend on later tokens: change a token in the middle of a sequence. This changes the weights.
 
-    A family with a loss of its own may predict something else than the next token, and is not asked.
+    A family with its own loss may predict something other than the next token, and is not tested.
 
     Args:
         model: A member on the CPU, in evaluation mode.
         tokens: Ids (batch, time).
 
     Raises:
-        FamilyError: If they move by more than rounding; such a model's loss would say nothing.
+        FamilyError: If logits before the token change by more than rounding; the loss of such a model would be meaningless.
     """
     if type(family).evaluation_loss is not Family.evaluation_loss or tokens.shape[1] < 2:
         return

@@ -1,6 +1,6 @@
-"""Checks of tensors instead of activations: norms by the largest singular value, and multipliers that act.
+"""Checks of tensors instead of activations: norms by the largest singular value, and multipliers with an effect.
 
-A module's output hides a tensor whose part in it is small, and a tensor that is used by a function has no output of its own.
+A module's output hides a tensor with a small part in it, and a tensor that a function uses has no output.
 Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)
 (Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Between widths that ratio is constant for a hidden matrix, grows as the
 width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it.
@@ -19,27 +19,27 @@ from proxy_models.training.optimizer import MULTIPLIERS
 _KINDS = {
     **dict.fromkeys(HIDDEN_MATRICES, "hidden matrix"),
     TensorClass.EMBEDDING: "embedding matrix",
-    TensorClass.TIED: "tied matrix",  # held to a readout's bounds
+    TensorClass.TIED: "tied matrix",  # has the readout's bounds
 }
 
 
 class Norms:
-    """Largest singular values of a model's matrices over what they should grow with, at first and of their first change."""
+    """Largest singular values of a model's matrices and of their first changes, relative to their expected scale."""
 
     def __init__(self, model: nn.Module, table: Parametrization, width: int) -> None:
-        """Take the values as they are for those before the first step."""
+        """Store the current values as those before the first step."""
         self._classes = {name: rule.tensor_class for name, rule in table.rules.items() if rule.tensor_class in MATRICES}
         self._model, self._width, self._readout = model, width, table.multipliers.readout
         self._first = {name: model.get_parameter(name).detach().clone() for name in self._classes}
         self._moved: set[str] = set()
 
     def initial(self) -> dict[tuple[str, str, str], float]:
-        """Norm of each matrix by (module, kind, quantity)."""
+        """Return the norm of each matrix by (module, kind, quantity)."""
         return {self._key(name, "norm"): self._norm(name, values) for name, values in self._first.items()}
 
     @torch.no_grad()
     def updates(self, *, last: bool) -> dict[tuple[str, str, str], float]:
-        """Norm of the change of each matrix that moved for the first time; at the last step, 0 for those that never did."""
+        """Return the norm of each matrix's first change; at the last step, 0 for matrices that never changed."""
         found = {}
         for name in self._classes.keys() - self._moved:
             change = self._model.get_parameter(name) - self._first[name]
@@ -67,7 +67,7 @@ class Norms:
 
 @torch.no_grad()
 def acting_multipliers(model: nn.Module, tokens: Tensor) -> dict[str, bool]:
-    """Whether each multiplier for which the model has a buffer moves its logits when it is doubled, by `ForwardMultipliers`' names."""
+    """Return whether each multiplier with a buffer changes the logits when it is doubled, by `ForwardMultipliers`' names."""
     buffers, once = dict(model.named_buffers()), model(tokens)
     acting = {}
     for name, buffer in MULTIPLIERS.items():

@@ -1,8 +1,8 @@
-"""A batch that doubles while training goes on: small where the critical batch is small, at the beginning.
+"""A batch that doubles during training: small at the beginning, when the critical batch is small.
 
-Doubling follows Merrill et al. (arXiv 2505.23971), GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every part of the
-ramp lasts whole final batches, so that any multiple of the final batch is the end of a step, and with it a place for a rung, a
-branch or a checkpoint. The schedule's factor does not depend on the batch: it is the same function of the tokens.
+Doubling follows Merrill et al. (arXiv 2505.23971); GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every part of the
+ramp lasts whole final batches, so every multiple of the final batch is the end of a step and can have a rung, a branch or a
+checkpoint. The schedule's factor does not depend on the batch: it is the same function of the tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MOST_DOUBLINGS = 62
-"""Largest number of doublings, as a batch has at most 63 bits."""
+"""Largest number of doublings, since a batch has at most 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
-    """Batch of each step as a function of the tokens seen; without doublings it is the same for ever.
+    """Batch of each step as a function of the tokens seen; without doublings it is constant.
 
     Attributes:
         batch_tokens: Tokens of a step after the ramp.
-        doublings: Times that the batch doubles; it begins with batch_tokens / 2^doublings.
+        doublings: Number of doublings; the first batch has batch_tokens / 2^doublings tokens.
         ramp_tokens: Tokens until the last doubling; a multiple of doublings · batch_tokens.
     """
 
@@ -49,13 +49,13 @@ class BatchRamp:
         return self.batch_tokens >> self.doublings
 
     def batch_at(self, tokens: int) -> int:
-        """Tokens of the step that starts after `tokens` tokens."""
+        """Return the tokens of the step that starts after `tokens` tokens."""
         if tokens >= self.ramp_tokens:
             return self.batch_tokens
         return self.first_batch_tokens << (tokens * self.doublings // self.ramp_tokens)
 
     def n_steps(self, tokens: int) -> int:
-        """Steps that end at or before `tokens`."""
+        """Return the number of steps that end at or before `tokens`."""
         if not self.doublings:
             return tokens // self.batch_tokens
         part, count = self.ramp_tokens // self.doublings, 0
@@ -65,7 +65,7 @@ class BatchRamp:
         return count + max(tokens - self.ramp_tokens, 0) // self.batch_tokens
 
     def steps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """(tokens seen before, tokens of the step) of each step from `start` to `end`."""
+        """Yield (tokens seen before, tokens of the step) for each step from `start` to `end`."""
         while start < end:
             batch = self.batch_at(start)
             yield start, batch

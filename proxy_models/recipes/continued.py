@@ -1,4 +1,4 @@
-"""Training that goes on from the state of another run: its recipe, and a schedule of its own that counts from where it begins."""
+"""Training that continues from the state of another run: its recipe, and a schedule that counts tokens from there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxy_models.recipes.schedule import COOLING, Cooldown, LinearCooldown, Pha
 from proxy_models.recipes.segments import Segment, branch, single_phase
 
 ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
-"""Schedules that need only a warmup, a cooldown's share or a final fraction."""
+"""Schedules that need only a warmup, a cooldown fraction or a final fraction."""
 
 
 def continued(
@@ -28,20 +28,20 @@ def continued(
     """Return the segments, counted from 0, of a continuation of `n_tokens` that starts from a run's state.
 
     The rate rises linearly from zero to its peak over `rewarm_tokens` (re-warming: Gupta et al., arXiv 2308.04014; Ibrahim et
-    al., arXiv 2403.08763, section 4), then follows the schedule. A continuation that is all cooldown is a branch of the run
-    (Hägele et al., arXiv 2405.18392). The product of rate and decay stays, and with it the decay's timescale in tokens.
+    al., arXiv 2403.08763, section 4), then follows the schedule. A continuation that consists of cooldown is a branch of the run
+    (Hägele et al., arXiv 2405.18392). The product of rate and decay stays the same, and so does the decay's timescale in tokens.
 
     Args:
         before: Recipe of the run's last step.
-        n_tokens: Rounded to whole batches; at least one.
+        n_tokens: Length, rounded to whole batches; at least one batch.
         learning_rate: Peak rate at the base shape.
-        rewarm_tokens: Rounded to whole batches.
+        rewarm_tokens: Length of the re-warming, rounded to whole batches.
         cooldown_fraction: Share of the continuation that cools down to zero, under "wsd" and "wsd_linear"; 1: all of it.
         final_fraction: Factor on the rate at the end of "cosine".
-        optimizer: Optimizer that takes over with fresh moments; None: the run's, which keeps them.
+        optimizer: Optimizer that takes over with new moments; None: the run's optimizer with its moments.
 
     Raises:
-        ValueError: If the re-warming leaves no tokens for the schedule after it.
+        ValueError: If no tokens remain for the schedule after the re-warming.
     """
     batch = before.batch_tokens
     n_tokens = max(1, round(n_tokens / batch)) * batch

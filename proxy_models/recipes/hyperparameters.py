@@ -28,25 +28,24 @@ OPTIMIZERS_THAT_READ: dict[str, tuple[OptimizerName, ...]] = {
     "beta2": ("adamw", "adam", "lion", "muon"),
     "eps": ("adamw", "adam", "muon"),
 }
-"""Settings that only some schedules or optimizers read: one set for another would be ignored, so it is refused."""
+"""Settings that only some schedules or optimizers read; under any other they are refused, since they would be ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters(Serializable):
-    """Values tuned at the base shape, transferable by the parametrization and the horizon law.
+    """Values tuned at the base shape; the parametrization and the horizon law transfer them.
 
     Attributes:
         learning_rate: Peak rate at the base shape.
         init_scale: Factor on every initial standard deviation of the parametrization's table.
-        zero_readout: True to start the readout at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); for an
-            untied one only.
+        zero_readout: True to start an untied readout at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2).
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
-        batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
+        batch_doublings: Number of doublings before the batch reaches `batch_tokens`.
         batch_ramp_tokens: Tokens until the last doubling, in equal parts, each rounded to whole batches.
         warmup_fraction: Warmup as a fraction of the run's tokens.
-        warmup_floor_tokens: Least warmup, even where the fraction gives less.
+        warmup_floor_tokens: Smallest warmup, even if the fraction gives less.
         schedule: One of `schedule.ScheduleName`, which describes each.
         cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
         final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
@@ -54,16 +53,16 @@ class Hyperparameters(Serializable):
             arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
-        beta1, beta2, eps: Adam's and AdamW's, Muon's beside it; Lion takes the betas, Adafactor none of them.
+        beta1, beta2, eps: Settings of Adam and AdamW, also next to Muon; Lion uses the betas, Adafactor none of the three.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
-        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table goes by the
+        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table uses the
             readout's.
-        swap_optimizer: Optimizer that takes over during the run, with fresh moments and another warmup; None: no swap. The
+        swap_optimizer: Optimizer that takes over during the run, with new moments and another warmup; None: no swap. The
             timescale of the decay stays, and so do all other values.
         swap_fraction: Share of the run's tokens before the swap.
-        swap_learning_rate: Its peak rate at the base shape; the rest of the schedule is the same.
-        stages: Other values from points of the stable part on, under a schedule with a cooldown; the cooldown keeps the last.
+        swap_learning_rate: Peak rate of that optimizer at the base shape; the rest of the schedule is the same.
+        stages: Changes of values at points of the stable part, under a schedule with a cooldown; the cooldown keeps the last values.
     """
 
     learning_rate: float
@@ -138,7 +137,7 @@ class Hyperparameters(Serializable):
             raise ValueError(f"cycles must be at least 1, got {self.cycles}")
 
     def _refuse_ignored(self, kind: str, users: Mapping[str, tuple[str, ...]], chosen: Set[str | None]) -> None:
-        """Refuse a setting, other than its default, that nothing chosen would read."""
+        """Refuse a setting that differs from its default if nothing in `chosen` would read it."""
         for field in fields(self):
             readers = users.get(field.name)
             if readers and not chosen & set(readers) and getattr(self, field.name) != field.default:
@@ -172,7 +171,7 @@ class Hyperparameters(Serializable):
 
     @property
     def stretches(self) -> tuple[Hyperparameters, ...]:
-        """Hyperparameters in force from the start and from each stage on, each without stages."""
+        """Hyperparameters from the start and from each stage on, each without stages."""
         found = [replace(self, stages=())]
         for stage in self.stages:
             changes: dict[str, Any] = {**stage.changes}
@@ -183,7 +182,7 @@ class Hyperparameters(Serializable):
 
     @property
     def set_by_stages(self) -> frozenset[str]:
-        """Names of the values that stages overwrite; the rate is not among them, as stages are factors on it."""
+        """Names of the values that stages overwrite; the rate is not among them, since stages state factors on it."""
         return frozenset(name for stage in self.stages for name in stage.changes) - {"learning_rate"}
 
     def whole_batches(self, n_tokens: float) -> int:
@@ -191,23 +190,23 @@ class Hyperparameters(Serializable):
         return max(1, round(n_tokens / self.batch_tokens)) * self.batch_tokens
 
     def stable_tokens(self, n_tokens: int) -> int:
-        """Return the tokens before the cooldown of a WSD run of `n_tokens`, which lasts at least one batch."""
+        """Return the tokens of a WSD run of `n_tokens` before the cooldown, which lasts at least one batch."""
         return min(self.whole_batches(n_tokens * (1 - self.cooldown_fraction)), n_tokens - self.batch_tokens)
 
     def annealed_tokens(self, stable_tokens: int) -> int:
-        """Return D of the run that cools down from `stable_tokens`: S / (1 - f), in whole batches, at least one of cooldown."""
+        """Return D of the run that cools down from `stable_tokens`: S / (1 - f) in whole batches, with at least one of cooldown."""
         return max(self.whole_batches(stable_tokens / (1 - self.cooldown_fraction)), stable_tokens + self.batch_tokens)
 
     @property
     def _ramp(self) -> BatchRamp:
-        """The ramp, each of its parts rounded to whole batches; what can't be a ramp stays as it is, to be refused."""
+        """Ramp with each of its parts rounded to whole batches; invalid values are passed on, so that BatchRamp refuses them."""
         doublings, ramp = self.batch_doublings, self.batch_ramp_tokens
         if doublings > 0 and ramp > 0:
             ramp = doublings * self.whole_batches(ramp / doublings)
         return BatchRamp(batch_tokens=self.batch_tokens, doublings=doublings, ramp_tokens=ramp)
 
     def resolve(self, n_tokens: int) -> Recipe:
-        """Return the absolute values of a run of `n_tokens`; a branch of it keeps them.
+        """Return the absolute values of a run of `n_tokens`; a branch of the run keeps them.
 
         Raises:
             ValueError: If the warmup or the batch ramp does not fit into the run.
@@ -226,7 +225,7 @@ class Hyperparameters(Serializable):
         return Recipe(**as_here, **resolved)
 
 
-# Hashes of values without stages are those of versions that had none.
+# Values without stages are written as before stages existed, so that their hashes stay the same.
 converter.register_unstructure_hook(
     Hyperparameters, make_dict_unstructure_fn(Hyperparameters, converter, stages=override(omit_if_default=True))
 )

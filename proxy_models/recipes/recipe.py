@@ -1,4 +1,4 @@
-"""The absolute values of one run at the base shape, as `Hyperparameters.resolve` makes them for its length."""
+"""Absolute values of one run at the base shape, which `Hyperparameters.resolve` computes from the run's length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxy_models.serialization import Serializable
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Serializable):
-    """Absolute hyperparameters of one run at the base shape; none depends on the planned length any more."""
+    """Absolute hyperparameters of one run at the base shape; none depends on the planned length."""
 
     learning_rate: float
     weight_decay: float
@@ -34,7 +34,7 @@ class Recipe(Serializable):
     batch_ramp_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _ = self.ramp  # a ramp that can't be is refused here
+        _ = self.ramp  # raises for an invalid ramp
 
     @cached_property
     def ramp(self) -> BatchRamp:
@@ -43,10 +43,10 @@ class Recipe(Serializable):
         )
 
     def swapped(self, optimizer: OptimizerName, learning_rate: float) -> Recipe:
-        """Return the recipe that another optimizer goes on with; rate · decay, and so the decay's timescale, stays."""
+        """Return the recipe for another optimizer; rate · decay stays, and so does the decay's timescale."""
         decay = self.weight_decay * self.learning_rate / learning_rate
         return replace(self, optimizer=optimizer, learning_rate=learning_rate, weight_decay=decay)
 
     def weight_decay_tau(self, n_tokens: int) -> float:
-        """B / (eta·lambda·D) of a run that ends at `n_tokens`."""
+        """Return B / (eta·lambda·D) of a run that ends at `n_tokens`."""
         return self.batch_tokens / (self.learning_rate * self.weight_decay * n_tokens)

@@ -1,11 +1,11 @@
-"""Learning-rate schedules as phases: plain functions of the tokens seen, multiplicative on every group's own rate.
+"""Learning-rate schedules as phases: plain functions of the tokens seen that return a factor on every group's rate.
 
-A run is a chain of phases. Warmup + constant followed by a cooldown is WSD (Hu et al., arXiv 2404.06395; Hägele et al.,
-arXiv 2405.18392): its constant phase does not know how long the run will be, so one stem serves branches of many lengths.
-So does the inverse square root. The decays that know their horizon are one phase each, and cycles are one phase a cycle.
+A run is a chain of phases. Warmup and constant rate followed by a cooldown is WSD (Hu et al., arXiv 2404.06395; Hägele et al.,
+arXiv 2405.18392). Its constant phase does not depend on the run's length, so one run before cooldown (the stem) serves branches of
+many lengths; the same holds for the inverse square root. A decay that depends on the length is one phase, as is each cycle.
 
-Every phase answers the same question: the factor, in (0, 1], on the rate of the step that starts after `tokens` tokens and
-takes `batch_tokens`.
+Every phase computes the factor, in (0, 1], on the rate of the step that starts after `tokens` tokens and takes
+`batch_tokens`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ScheduleName = Literal[
     "cosine_cycles",  # `cycles` times: (re-)warmup, half a cosine to `final_fraction`
 ]
 COOLING = ("wsd", "wsd_linear")
-"""Schedules that hold the rate and then cool it down to zero: runs of several lengths share their beginning."""
+"""Schedules that hold the rate and then cool it down to zero; runs of several lengths share their beginning."""
 
 
 def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:
-    """Linear warmup that reaches 1 with the step that ends at `warmup_tokens`; the first step is not wasted at rate 0."""
+    """Return the factor of a linear warmup that reaches 1 at the step that ends at `warmup_tokens`; the first step is above 0."""
     return min(1.0, (tokens + batch_tokens) / warmup_tokens) if warmup_tokens else 1.0
 
 
@@ -43,7 +43,7 @@ def _progress(tokens: int, start: int, end: int) -> float:
 
 
 def _half_cosine(progress: float, final_fraction: float) -> float:
-    """Half a cosine from 1 to `final_fraction` (Loshchilov and Hutter, arXiv 1608.03983, section 3)."""
+    """Return half a cosine from 1 to `final_fraction` (Loshchilov and Hutter, arXiv 1608.03983, section 3)."""
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -59,7 +59,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt:
-    """Linear warmup, then 1/sqrt of the tokens, counted in warmups (Vaswani et al., arXiv 1706.03762, section 5.3)."""
+    """Linear warmup, then 1/sqrt(tokens / warmup tokens) (Vaswani et al., arXiv 1706.03762, section 5.3)."""
 
     warmup_tokens: int
 
@@ -87,7 +87,7 @@ class Cooldown:
 class LinearCooldown:
     """Linear cooldown from `start_factor` at `start` to 0 at `end`.
 
-    After a constant phase: Hägele et al., section 3. After an inverse square root: Zhai et al., arXiv 2106.04560.
+    It follows a constant phase (Hägele et al., section 3) or an inverse square root (Zhai et al., arXiv 2106.04560).
     """
 
     start: int
@@ -125,7 +125,7 @@ class CosineDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialDecay:
-    """Linear warmup, then from 1 to `final_fraction` at `end`, the same share in equal tokens (as in Li et al., arXiv 1905.04753)."""
+    """Linear warmup, then exponential decay from 1 to `final_fraction` at `end` (as in Li et al., arXiv 1905.04753)."""
 
     warmup_tokens: int
     end: int
@@ -138,7 +138,7 @@ class ExponentialDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecay:
-    """Linear warmup, then 1, times `step_factor` from each of `milestones` (tokens) on (arXiv 2401.02954, section 2.3)."""
+    """Linear warmup, then 1, multiplied by `step_factor` at each of `milestones` (tokens) (arXiv 2401.02954, section 2.3)."""
 
     warmup_tokens: int
     end: int
@@ -154,8 +154,8 @@ class StepDecay:
 class CosineCycle:
     """One cycle of several: linear warmup from `start_factor` to 1, then half a cosine to `final_fraction` at `end`.
 
-    Restarts are Loshchilov and Hutter's (arXiv 1608.03983, section 3); that a restarted language model is warmed up again
-    is Gupta et al.'s (arXiv 2308.04014) and Ibrahim et al.'s (arXiv 2403.08763).
+    Restarts follow Loshchilov and Hutter (arXiv 1608.03983, section 3). The warmup after a restart of a language model follows
+    Gupta et al. (arXiv 2308.04014) and Ibrahim et al. (arXiv 2403.08763).
     """
 
     start: int
@@ -172,7 +172,7 @@ class CosineCycle:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarmed:
-    """The rest of a phase for an optimizer that takes over at `start`: its factor times a linear warmup from there."""
+    """The rest of a phase for an optimizer that takes over at `start`: its factor times a linear warmup from `start`."""
 
     phase: Phase
     start: int
@@ -180,7 +180,7 @@ class Rewarmed:
 
     @property
     def end(self) -> int | None:
-        """Tokens at which the phase's rate has come down, None for one without an end."""
+        """Tokens at which the phase's decay ends, or None for a phase without an end."""
         return getattr(self.phase, "end", None)
 
     def factor(self, tokens: int, batch_tokens: int) -> float:

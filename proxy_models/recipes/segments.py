@@ -1,4 +1,4 @@
-"""Segments that a run is trained in: from hyperparameters and a length to recipes, phases and token positions."""
+"""Segments of a run: hyperparameters and a length become recipes, phases and token positions."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ class Segment(Serializable):
         return self.recipe.ramp.n_steps(self.end) - self.recipe.ramp.n_steps(self.start)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """(tokens seen before, tokens of the step) of each step."""
+        """Return (tokens seen before, tokens of the step) for each step."""
         return self.recipe.ramp.steps(self.start, self.end)
 
     @property
     def begins_with_swap(self) -> bool:
-        """True if its recipe's optimizer takes over from another at its start."""
+        """True if the optimizer of this segment's recipe takes over from another optimizer at its start."""
         return isinstance(self.phase, Rewarmed) and self.phase.start == self.start
 
     def rate_factor(self, tokens: int) -> float:
-        """The schedule's factor, nothing of muP's, on every rate in the step that starts after `tokens` tokens of the run."""
+        """Return the schedule's factor, without muP's, on every rate in the step that starts after `tokens` tokens of the run."""
         return self.phase.factor(tokens, self.recipe.ramp.batch_at(tokens))
 
 
 def stem(recipe: Recipe, stable_tokens: int) -> Segment:
-    """The warmup and constant phase of a WSD run, up to `stable_tokens`."""
+    """Return the warmup and constant phase of a WSD run, up to `stable_tokens`."""
     return Segment(recipe=recipe, phase=Constant(warmup_tokens=recipe.warmup_tokens), start=0, end=stable_tokens)
 
 
 def branch(
     recipe: Recipe, stable_tokens: int, n_tokens: int, schedule: ScheduleName = "wsd"
 ) -> tuple[Segment, Segment]:
-    """Return a run that cools down to zero: its stem to `stable_tokens`, then the cooldown to `n_tokens`.
+    """Return a run that cools down to zero: the run before cooldown to `stable_tokens`, then the cooldown to `n_tokens`.
 
     Raises:
         ValueError: If the schedule has no cooldown.
@@ -91,7 +91,7 @@ def branch(
 
 
 def staged_branch(h: Hyperparameters, stable_tokens: int, n_tokens: int, *, tuned_at: int) -> tuple[Segment, ...]:
-    """Return a run that cools down from `stable_tokens`, a segment for each stage; warmup and decay as in a run of `tuned_at`.
+    """Return a run that cools down from `stable_tokens`, one segment per stage; warmup and decay as in a run of `tuned_at`.
 
     Raises:
         ValueError: If the schedule has no cooldown, or the run is too short for its warmup, batch ramp or stages.
@@ -113,8 +113,8 @@ def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...
     """Return the segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
 
     Raises:
-        ValueError: If the run is too short for its warmup, batch ramp, stages and cooldown, its cycles for their warmups, or
-            the parts before and after a swap of the optimizer for the warmup there.
+        ValueError: If the run is too short for its warmup, batch ramp, stages and cooldown, a cycle is too short for its warmup,
+            or a part before or after a swap of the optimizer is too short for its warmup.
     """
     h = hyperparameters
     segments = _scheduled(h, n_tokens)
@@ -149,7 +149,7 @@ def single_phase(
     end: int,
     final_fraction: float,
 ) -> Phase:
-    """Return the one phase of a run that ends at `end` tokens; only the last two schedules read `final_fraction`."""
+    """Return the single phase of a run that ends at `end` tokens; only "cosine" and "exponential" read `final_fraction`."""
     match schedule:
         case "constant":
             return Constant(warmup_tokens=warmup_tokens)
@@ -162,7 +162,7 @@ def single_phase(
 
 
 def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -> tuple[Segment, ...]:
-    """Return equal cycles in whole batches; each after the first warms up from the final fraction."""
+    """Return equal cycles in whole batches; each cycle after the first warms up from the final fraction."""
     batch = recipe.batch_tokens
     if cycles > n_tokens // batch:
         raise ValueError(f"{n_tokens // batch} batches are too few for {cycles} cycles")
@@ -190,7 +190,7 @@ def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -
 
 
 def _swapped(segments: tuple[Segment, ...], recipe: Recipe, swap: int) -> tuple[Segment, ...]:
-    """Cut the run after `swap` tokens, and from there on put it under another optimizer's recipe."""
+    """Cut the run after `swap` tokens, and give the rest another optimizer's recipe."""
     n_tokens, warmup = segments[-1].end, recipe.warmup_tokens
     if not warmup <= swap < n_tokens - warmup:
         raise ValueError(

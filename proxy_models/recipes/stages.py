@@ -1,7 +1,7 @@
-"""A schedule that changes more than the rate: from points of the stable part on, training goes on with other values.
+"""A schedule that changes more than the rate: at points of the stable part, training continues with other values.
 
-A member of a population follows such a schedule (Jaderberg et al., arXiv 1711.09846, section 4.3, call it discovered); stages
-write it down so that a run of any size and length can follow it, too.
+A member of a population follows such a schedule (Jaderberg et al., arXiv 1711.09846, section 4.3, call it discovered). Stages
+record the schedule, so that a run of any size and length can follow it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from proxy_models.serialization import Serializable, converter
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterStage(Serializable):
-    """Values that change at a point of the stable part; values that a stage leaves out stay as they were.
+    """Values that change at a point of the stable part; values that a stage leaves out stay the same.
 
     Attributes:
-        after: Share of the tokens before the cooldown after which it begins.
-        learning_rate: Factor on the run's own rate (not on the rate of the stage before), so that the rules that carry the rate
-            across width and length carry its course as well.
-        weight_decay_tau, beta1, beta2, clip_norm, embedding_rate, output_rate: The values themselves.
+        after: Share of the tokens before the cooldown at which the stage begins.
+        learning_rate: Factor on the run's rate (not on the previous stage's rate), so that the rules that carry the rate
+            across width and length also carry its changes.
+        weight_decay_tau, beta1, beta2, clip_norm, embedding_rate, output_rate: New values.
     """
 
     after: float
@@ -41,7 +41,7 @@ class HyperparameterStage(Serializable):
 
     @property
     def changes(self) -> dict[str, float]:
-        """The values that it changes, by name; the rate's is a factor."""
+        """Values that the stage changes, by name; the rate's is a factor."""
         return {name: value for name in CHANGEABLE if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
