@@ -1,8 +1,8 @@
-"""Batches: the sequences of a step are a function of (corpus, seed, tokens seen so far, share) and of nothing else.
+"""Batches: the sequences of a step depend only on (corpus, seed, tokens seen so far, share).
 
-The training tokens are cut into sequences, and an epoch visits each once in an order that is computed, not stored: a
-keyed permutation of the sequence numbers. So any step's batch, or any rank's share of it, is found directly, at any
-position of any length of corpus, and a resumed, resharded or replayed run sees the same tokens.
+The training tokens are cut into sequences, and an epoch visits each sequence once in an order that is computed, not stored: a
+keyed permutation of the sequence numbers. Any step's batch, or any rank's share of a batch, is therefore found directly, at any
+position in a corpus of any length, and a resumed, resharded or replayed run sees the same tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import Interleaving, Mixture
 from proxy_models.data.tokenizer import Tokens
 
-_ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
-_BLOCK = 1024  # sequences whose places are found at once: step by step it would take as long as a small model's update
+_ROUNDS = 4  # rounds of the Feistel network; four suffice (Luby and Rackoff, SIAM J. Comput. 17, 1988)
+_BLOCK = 1024  # sequences located at once; step by step this would take as long as the update of a small model
 
 
 def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
     """Map each of `numbers` (all below `size`) through a permutation of range(size) that `key` chooses.
 
-    A Feistel network over the next even number of bits; a value that falls outside walks on until it is inside
-    (Black and Rogaway, CT-RSA 2002).
+    The permutation is a Feistel network over the next even number of bits; a value that falls outside is mapped again until
+    it is inside (Black and Rogaway, CT-RSA 2002).
     """
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
@@ -46,7 +46,7 @@ def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint
 
 
 def _mix(values: NDArray[np.uint64], key: int, turn: int) -> NDArray[np.uint64]:
-    """A well-mixed 64-bit value of (values, key, turn): the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Return a well-mixed 64-bit value of (values, key, turn) by splitmix64's finalizer (Steele et al., OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         mixed = values + np.uint64((key + (turn + 1) * 0x9E3779B97F4A7C15) % 2**64)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,13 +62,13 @@ class Stream(Protocol):
     """Training batches by position."""
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
-        """The sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
+        """Return the sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
 
         Args:
             tokens_seen: Position in the run, a multiple of the context length.
             batch_tokens: Tokens of the step over all shares; a multiple of the context length.
-            rank: Number of the share to return, of `world_size` consecutive ones; they are equal, or the first have a
-                sequence more.
+            rank: Number of the share to return, of `world_size` consecutive shares; they are equal, or the first shares have
+                one more sequence.
             world_size: Number of shares, no more than sequences.
 
         Raises:
@@ -83,7 +83,7 @@ class TokenStream:
     Attributes:
         tokens: The training split, one dimension, possibly memory-mapped.
         context_length: Tokens that a sequence predicts; a sequence holds one more.
-        seed: Chooses the order.
+        seed: Seed of the order.
     """
 
     tokens: Tokens
@@ -100,12 +100,12 @@ class TokenStream:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences in one pass; one is kept back, so that each epoch can cut the corpus at another offset."""
+        """Sequences in one pass; one sequence is held back, so that each epoch can cut the corpus at another offset."""
         sequences = (len(self.tokens) - 1) // self.context_length
         return sequences - 1 if sequences > 1 else sequences
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
-        """The sequences of a step, as `Stream.batch` states."""
+        """Return the sequences of a step, as `Stream.batch` states."""
         numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
         return torch.from_numpy(self._sequences(numbers.astype(np.uint64)))
 
@@ -121,7 +121,7 @@ class TokenStream:
         return sequences
 
     def _starts_of(self, block: int) -> NDArray[np.int64]:
-        """Return where the sequences of a block begin; the last two blocks are cached, as a step may span their border."""
+        """Return the starts of a block's sequences; the last two blocks are cached, since a step may span their border."""
         if block not in self._kept:
             for old in list(self._kept)[:-1]:
                 del self._kept[old]
@@ -143,13 +143,13 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureStream:
-    """Training batches of several sources, each read in the order of a `TokenStream` of its own.
+    """Training batches of several sources, each read in the order of its `TokenStream`.
 
     Attributes:
         tokens: The training split of each source.
-        mixture: Its proportions, every end in tokens.
+        mixture: Proportions of the sources, with every end in tokens.
         context_length: Tokens that a sequence predicts; a sequence holds one more.
-        seed: Chooses the order.
+        seed: Seed of the order.
     """
 
     tokens: Mapping[str, Tokens]
@@ -159,7 +159,7 @@ class MixtureStream:
 
     @cached_property
     def streams(self) -> tuple[TokenStream, ...]:
-        """One for each of `mixture.names`; the seeds differ, lest sources of one length go in step."""
+        """A stream for each of `mixture.names`; the seeds differ, so that sources of equal length have different orders."""
         return tuple(
             TokenStream(
                 tokens=self.tokens[name], context_length=self.context_length, seed=_key("source", self.seed, name)
@@ -172,7 +172,7 @@ class MixtureStream:
         return self.mixture.interleave(self.context_length, self.seed)
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
-        """The sequences of a step, as `Stream.batch` states."""
+        """Return the sequences of a step, as `Stream.batch` states."""
         numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
         sources, within = self.interleaving.locate(numbers)
         sequences = np.empty((len(numbers), self.context_length + 1), dtype=np.int64)
@@ -183,7 +183,7 @@ class MixtureStream:
 
 
 def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, world_size: int) -> NDArray[np.int64]:
-    """Return the numbers, in the run, of a share's sequences."""
+    """Return the numbers, within the run, of a share's sequences."""
     if tokens_seen < 0 or tokens_seen % context_length:
         raise ValueError(f"tokens_seen must be a multiple of context_length = {context_length}, got {tokens_seen}")
     if world_size < 1 or not 0 <= rank < world_size:
@@ -200,12 +200,12 @@ def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, 
 
 
 def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_tokens: int | None = None) -> Stream:
-    """Return the training batches of a corpus, of one source or a mixture.
+    """Return the training batches of a corpus with one source or a mixture.
 
     Args:
         context_length: Tokens that a sequence predicts.
-        seed: Chooses the order.
-        run_tokens: Tokens of the run; needed where a stage ends at a fraction of it.
+        seed: Seed of the order.
+        run_tokens: Tokens of the run; needed if a stage ends at a fraction of the run.
 
     Raises:
         ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
@@ -221,7 +221,7 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
         context_length=context_length,
         seed=seed,
     )
-    _ = stream.streams, stream.interleaving  # so that errors come here and not in the first step
+    _ = stream.streams, stream.interleaving  # raises errors here instead of in the first step
     return stream
 
 
@@ -231,7 +231,7 @@ class EvaluationSet:
 
     Attributes:
         sequences: int64 (sequences, context_length + 1).
-        weight: Weight of its loss in the corpus's; the weights of a corpus sum to 1.
+        weight: Weight of this source's loss in the corpus's loss; the weights of a corpus sum to 1.
     """
 
     sequences: Tensor
@@ -246,11 +246,11 @@ def corpus_loss(sets: Mapping[str, EvaluationSet], source_losses: Mapping[str, f
 def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[str, EvaluationSet]:
     """Return fixed held-out sequences of each source, equally many of each, by the source's name.
 
-    A single source has weight 1 and all `n_tokens`; each source of a mixture has an equal part of them, and as weight its
-    share in the last stage, the one that a finished model is for. They are those of `corpus.held_out`, where it is set.
+    A single source has weight 1 and all `n_tokens`. Each source of a mixture has an equal part of them, weighted by its share in
+    the last stage, which the finished model is for. `corpus.held_out`, if set, provides the sequences.
 
     Raises:
-        ValueError: If a source's validation split is shorter than asked for.
+        ValueError: If a source's validation split is shorter than requested.
     """
     corpus = corpus.held_out or corpus
     n_each = n_tokens // len(corpus.sources)
@@ -268,7 +268,7 @@ def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int) -> 
     """Return fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
 
     Raises:
-        ValueError: If the split is shorter than asked for.
+        ValueError: If the split is shorter than requested.
     """
     count = max(1, n_tokens // context_length)
     available = (len(tokens) - 1) // context_length

@@ -1,7 +1,7 @@
 """Process that trains byte-level BPE. The library ignores signals while it trains, so the caller ends this process instead.
 
-It is started as a file and imports nothing of the project: that takes a tenth of a second. Standard input has the texts, each
-after its length in 8 bytes; standard output gets the `tokenizer.json`.
+The process runs this file and imports nothing of the project, so that it starts in a tenth of a second. Standard input has the texts,
+each after its length in 8 bytes; standard output receives the `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-LONGEST_WORD = 1000  # characters; assumed: words of ordinary text are shorter, so their training is unchanged
+LONGEST_WORD = 1000  # characters (assumed); words of ordinary text are shorter, so their training is unchanged
 _CLASSES = (
     r"\p{L}",
     r"\p{N}",
     r"[^\s\p{L}\p{N}]",
     r"\s",
-)  # a word of ByteLevel has one class, and perhaps a space before
+)  # a word of ByteLevel has characters of one class, and perhaps a space before them
 
 
 def train(texts: Iterator[str], vocab_size: int, end_of_text: str) -> str:
     """Train on the texts with long words cut, since the time of a merge grows with the square of a word's length.
 
-    The trained tokenizer cuts nothing, as its encoder takes words of any length.
+    The trained tokenizer does not cut words, since its encoder handles any length.
     """
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -2,10 +2,10 @@
 
     folder/manifest.json, train.bin, validation.bin        one source
     folder/manifest.json, sources/<name>/…                 a mixture
-    folder/tokenizer.json, tokenizer.manifest.json         where the tokenizer is not bytes
+    folder/tokenizer.json, tokenizer.manifest.json         if the tokenizer is not bytes
     folder/manifest.json                                   without token files: data that a training program reads itself
 
-`corpus_writing` writes one.
+`corpus_writing` writes corpora.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from proxy_models.data.token_files import MANIFEST, STATED, TokenFiles, read_man
 from proxy_models.data.tokenizer import Tokenizer, Tokens
 from proxy_models.hashing import content_key
 
-ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
+ONE_SOURCE = "corpus"  # name of the source of a corpus without a mixture
 SOURCES = "sources"
 OWN_DATA = "own_data"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-NAMED = "a source's name must be of letters, digits, - and _"  # as it names its folder
+NAMED = "a source's name must be of letters, digits, - and _"  # the name is also the folder's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Corpus:
     """A finished corpus in `folder`.
 
     Attributes:
-        sources: The token files of each source, by name; one source is named "corpus". None: a program reads its own data.
-        mixture: The proportions of the sources, or None with one source.
-        held_out: The corpus whose held-out splits are evaluated in the place of its own; None: its own.
+        sources: The token files of each source, by name; a single source is named "corpus". None: a program reads its own data.
+        mixture: The proportions of the sources, or None with a single source.
+        held_out: Corpus whose held-out splits are evaluated instead of this corpus's; None: this corpus's.
     """
 
     folder: Path
@@ -49,10 +49,10 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open what was written by `corpus_writing`.
+        """Open a corpus that `corpus_writing` wrote.
 
         Raises:
-            CorpusError: If a manifest is missing or broken, or the size of a token file differs from it.
+            CorpusError: If a manifest is missing or broken, or the size of a token file differs from the manifest.
         """
         manifest = read_manifest(folder)
         if OWN_DATA in manifest:
@@ -78,22 +78,22 @@ class Corpus:
 
     @property
     def key(self) -> str:
-        """Hash of the content: of all token files, how they were made, and the proportions; not of where they lie."""
+        """Hash of the content: of all token files, how they were made, and the proportions; independent of their location."""
         own = str(self.manifest["key"])
         return content_key([own, {"held_out": self.held_out.key}]) if self.held_out else own
 
     def evaluated_on(self, held_out: Corpus) -> Self:
-        """Return the same training data, evaluated on the held-out splits of another corpus in the same tokens."""
+        """Return the same training data, evaluated on the held-out splits of another corpus with the same tokenizer."""
         return replace(self, held_out=held_out)
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it; 0 without token files."""
+        """Upper limit of token ids, exclusive; 0 without token files."""
         return max((files.vocab_size for files in self.sources.values()), default=0)
 
     @property
     def is_own_data(self) -> bool:
-        """True if a training program reads data of its own, of which only a name is known."""
+        """True if a training program reads its own data, of which only a name is known."""
         return OWN_DATA in self.manifest
 
     @property
@@ -108,7 +108,7 @@ class Corpus:
 
     @property
     def train(self) -> Tokens:
-        """Training tokens of the one source, memory-mapped.
+        """Training tokens of the single source, memory-mapped.
 
         Raises:
             CorpusError: If the corpus is a mixture; `batches.training_stream` reads both.
@@ -117,7 +117,7 @@ class Corpus:
 
     @property
     def validation(self) -> Tokens:
-        """Validation tokens of the one source, memory-mapped.
+        """Validation tokens of the single source, memory-mapped.
 
         Raises:
             CorpusError: If the corpus is a mixture; `batches.evaluation_sets` reads both.
@@ -131,19 +131,19 @@ class Corpus:
 
     @property
     def stages_by_fraction(self) -> bool:
-        """True if a stage of the mixture ends at a fraction of the run, so that the data of a run depend on its length."""
+        """True if a stage of the mixture ends at a fraction of the run, so that a run's data depend on its length."""
         return self.mixture is not None and not self.mixture.is_resolved
 
     @property
     def evaluation_weights(self) -> dict[str, float]:
-        """Weight of each source's loss in the corpus's: its share in the last stage."""
+        """Weight of each source's loss in the corpus's loss: its share in the last stage."""
         return self.mixture.stages[-1].shares if self.mixture else {ONE_SOURCE: 1.0}
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, closing tokens among them; None where a source was given as tokens.
+        """Bytes of text per token, including closing tokens; None if a source was given as tokens.
 
-        Sources are weighted as in the corpus's loss.
+        The weights of sources are those of the corpus's loss.
         """
         each = {name: files.bytes_per_token for name, files in self.sources.items()}
         known = {name: value for name, value in each.items() if value is not None}
@@ -162,7 +162,7 @@ class Corpus:
 
     @property
     def end_of_document(self) -> int | None:
-        """Id that closes documents; None where the corpus was given as tokens."""
+        """Id that closes documents; None if the corpus was given as tokens."""
         return self.tokenizer().end_of_document if self._has_tokenizer else None
 
     @property
@@ -170,7 +170,7 @@ class Corpus:
         return any(files.manifest["tokenizer"] != STATED for files in self.sources.values())
 
     def epochs(self, n_tokens: int) -> dict[str, float]:
-        """Return how often a run of `n_tokens` sees each source."""
+        """Return how many times a run of `n_tokens` sees each source."""
         planned = self.mixture.tokens(n_tokens) if self.mixture else {ONE_SOURCE: float(n_tokens)}
         return {name: planned[name] / files.n_tokens for name, files in self.sources.items()}
 
@@ -184,7 +184,7 @@ class Corpus:
         ]
 
     def table(self) -> pd.DataFrame:
-        """One row per source: tokens, fertility (tokens per word), bytes per token, and its share at the end of a run."""
+        """Return one row per source: tokens, fertility (tokens per word), bytes per token, and its share at the end of a run."""
         rows = [
             (
                 name,

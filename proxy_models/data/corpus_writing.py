@@ -1,6 +1,6 @@
-"""Writing a corpus: one source, a mixture of several, or the name of what a training program reads itself.
+"""Writing of a corpus: one source, a mixture of several, or the name of data that a training program reads itself.
 
-A finished corpus is not written again but compared with the request, so that a folder never stands for another source.
+A finished corpus is compared with the request instead of written again, so that a folder never holds another source than requested.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def write_corpus(
 ) -> Corpus:
     """Write the token files and the manifest of one source into `folder`, or open them if they are finished.
 
-    An interrupted folder is written again; a finished one is compared with the source, by sizes and hashes.
+    An interrupted folder is written again; a finished folder is compared with the source, by sizes and hashes.
 
     Args:
-        source: The source to read; a string is the path of text.
-        tokenizer: Not used for a source of tokens.
+        source: Source to read; a string is the path of text.
+        tokenizer: Settings of the tokenizer; ignored for a source of tokens.
         on_progress: Called with the bytes done and all bytes; BPE reads the source twice, and both passes count.
 
     Raises:
@@ -79,12 +79,12 @@ def write_mixture(
     Sources that were finished before an interruption or an error are kept, and compared in the same way.
 
     Args:
-        mixture: Weights of the same names.
-        tokenizer: Not used for sources of tokens; BPE is trained on all others together.
+        mixture: Proportions of sources with the same names.
+        tokenizer: Settings of the tokenizer; ignored for sources of tokens; BPE is trained on all other sources together.
         on_progress: Called as in `write_corpus`, over all sources.
 
     Raises:
-        ValueError: If the names are not those of the mixture, or can't name folders.
+        ValueError: If the names differ from those of the mixture, or can't name folders.
         CorpusError: As in `write_corpus`, or if the sources' vocabularies differ in size.
     """
     if set(sources) != set(mixture.names):
@@ -103,7 +103,7 @@ def write_mixture(
 
 
 def write_own_data(folder: Path, name: str) -> Corpus:
-    """Write or open the corpus of a training program that reads its own data; the name is all that identifies them.
+    """Write or open the corpus of a training program that reads its own data; only the name identifies the data.
 
     Raises:
         CorpusError: If the folder holds another corpus.
@@ -142,7 +142,7 @@ class _Request:
         if (folder / MANIFEST).exists():
             return self._reopen(folder)
         with folder_lock(folder):
-            if (folder / MANIFEST).exists():  # written while we waited
+            if (folder / MANIFEST).exists():  # another process wrote it meanwhile
                 return self._reopen(folder)
             return self._write(folder, on_progress)
 
@@ -161,7 +161,7 @@ class _Request:
         return corpus
 
     def _compare(self, files: TokenFiles, name: str) -> None:
-        """Refuse token files of another source."""
+        """Refuse token files that belong to another source."""
         source, manifest = self.sources[name], files.manifest
         try:
             there, recorded = Source(**manifest["source"]), recorded_files(manifest)
@@ -206,7 +206,7 @@ class _Request:
                     self._compare(kept := TokenFiles.open(place), name)
                     if source.kind == "tokens" or kept.manifest["tokenizer"] == tokenizer.key:
                         continue
-                    (place / MANIFEST).unlink()  # finished with a tokenizer that is gone
+                    (place / MANIFEST).unlink()  # the tokenizer of these finished files is gone
                 place.mkdir(parents=True, exist_ok=True)
                 write_token_files(
                     place,

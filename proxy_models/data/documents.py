@@ -1,8 +1,8 @@
-"""The text of a source as a stream of pieces, in bounded memory, checked on the way.
+"""The text of a source as a stream of pieces, checked while it is read, in bounded memory.
 
-A document is a text file, a line of JSONL or a row of a table. It goes entirely to training or to validation, by a
-hash, so that no other document moves it: files by their path, lines and rows by their text, which keeps exact
-duplicates on one side. A source that is one text file is cut by position instead.
+A document is a text file, a line of JSONL or a row of a table. A hash assigns each whole document to training or to
+validation, independently of other documents: the hash of a file's path, or of a line's or row's text, so that exact duplicates
+are on one side. A source that is a single text file is cut by position instead.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Literal
 from proxy_models.data.sources import CorpusError, Source, decompressor
 
 Split = Literal["train", "validation"]
-PIECE_BYTES = 1 << 20  # assumed: large against most documents, small against memory
+PIECE_BYTES = 1 << 20  # assumed: large compared with most documents, small compared with memory
 _log = logging.getLogger(__name__)
-_ROWS = 256  # of a table that are held at once
+_ROWS = 256  # rows of a table that are held at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class Piece:
     """Piece of the text of one document.
 
     Attributes:
-        file: The file that it came from, relative to the source's root.
-        split: Side that its document is on.
+        file: File of the document, relative to the source's root.
+        split: Side that the document is on.
         content: Valid UTF-8 without byte 0.
         closes: True if the document ends here.
         done_bytes: Bytes of the file that have been read.
@@ -44,7 +44,7 @@ class Piece:
 
 
 def in_validation(document: str | bytes, fraction: float) -> bool:
-    """Return True if the document of this name, or text, is held out."""
+    """Return True if the document with this name or text is held out."""
     name = document.encode() if isinstance(document, str) else document
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") < fraction * 2**64
 
@@ -52,7 +52,7 @@ def in_validation(document: str | bytes, fraction: float) -> bool:
 def pieces(source: Source, validation_fraction: float) -> Iterator[Piece]:
     """Yield every document that is not empty, piece by piece, in the order of `source.files()`.
 
-    A document longer than `PIECE_BYTES` is cut after the end of a line where it has one, else between characters.
+    A document longer than `PIECE_BYTES` is cut after the end of a line if there is one, else between characters.
 
     Raises:
         CorpusError: If a file can't be read or is broken, or a text is not UTF-8 or holds byte 0. Lines are counted
@@ -129,7 +129,7 @@ def _cut(stream: BinaryIO, n_bytes: int, where: str) -> Iterator[tuple[bytes, bo
 
 
 def _last_cut(content: bytes) -> int:
-    """Return the place after the last line's end, or before the last character."""
+    """Return the position after the end of the last complete line, or before the last character."""
     if line_end := content.rfind(b"\n") + 1:
         return line_end
     end = len(content) - 1
@@ -161,7 +161,7 @@ def _check_text(content: bytes, where: str, offset: int) -> None:
         raise CorpusError(f"{where}: byte 0 at {offset + zero}; it closes documents, so this is no text file")
 
 
-# Records: (place, text or None for a blank line or a null, bytes of the file that are done)
+# Records: (location, text or None for a blank line or a null, bytes of the file that have been read)
 
 
 def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:

@@ -1,6 +1,6 @@
-"""A corpus's tokenizer as the files that `transformers.AutoTokenizer` reads, giving the ids that the model was trained on.
+"""A corpus's tokenizer as the files that `transformers.AutoTokenizer` reads, with the ids that the model was trained on.
 
-transformers adds nothing to a text either: a template that would put tokens around it is left out, and special tokens that
+transformers also adds no token to a text: a template that would add tokens is left out, and special tokens that
 are spelled out in a text are encoded as plain characters.
 """
 
@@ -33,7 +33,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
         "clean_up_tokenization_spaces": False,
     }
     before = content["pre_tokenizer"] or {}
-    if "add_prefix_space" in before:  # transformers 4 overrules the file's by a default of its own
+    if "add_prefix_space" in before:  # the default of transformers 4 overrides the value in the file
         settings["add_prefix_space"] = before["add_prefix_space"]
     paths = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     for path, values in zip(paths, (content, settings), strict=True):
@@ -46,9 +46,9 @@ def _without_template(tokenizer: FileTokenizer) -> dict[str, Any]:
 
 
 def _bytes_as_bpe() -> dict[str, Any]:
-    """Byte-level BPE without a merge: the id of a byte is its value, and 0 closes documents.
+    """Return byte-level BPE without merges: the id of a byte is its value, and 0 closes documents.
 
-    Byte 0 itself is the one that the vocabulary does not know, so a text that holds it is given id 0, as by `BytesTokenizer`.
+    Byte 0 is missing in the vocabulary and so encodes as the unknown token, id 0, as in `BytesTokenizer`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -62,9 +62,9 @@ def _bytes_as_bpe() -> dict[str, Any]:
 
 
 def _characters() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level BPE (Radford et al., 2019, their released encoder).
+    """Return the printable character for each byte in byte-level BPE (Radford et al., 2019, their released encoder).
 
-    A byte that prints as itself in Latin-1 does so here; the others have the characters from U+0100 on, in their order.
+    A byte that is printable in Latin-1 keeps its character; the other bytes have the characters from U+0100 on, in their order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(BYTE_ALPHABET) if byte not in printable]

@@ -1,6 +1,6 @@
-"""The tokenizer that a corpus keeps in its folder: trained or copied once, with a manifest that names how.
+"""The tokenizer that a corpus keeps in its folder, trained or copied once, with a manifest that records how.
 
-The manifest is written last; without one, or with another request in it, the tokenizer is made again.
+The manifest is written last. If it is missing or records another request, the tokenizer is made again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from proxy_models.hashing import content_key
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_MANIFEST = "tokenizer.manifest.json"
-BPE_SAMPLE_BYTES = 512 << 20  # of text, evenly over the sources, that BPE is trained on at most; assumed
+BPE_SAMPLE_BYTES = 512 << 20  # largest amount of text that BPE is trained on, evenly over the sources; assumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class TrainingText:
     """Training text of BPE: the training side of every source of text.
 
     Attributes:
-        validation_fraction: Share that is left out.
+        validation_fraction: Share of the text that is left out.
     """
 
     sources: Mapping[str, Source]
@@ -36,7 +36,7 @@ class TrainingText:
 
     @property
     def key(self) -> str:
-        """Hash of the files' contents and the fields that are read, wherever the files lie."""
+        """Hash of the files' contents and the fields that are read, independent of the files' location."""
         contents = {
             name: {**self.sources[name].to_dict(), "path": None, "files": [file.content for file in files]}
             for name, files in self.files.items()
@@ -44,7 +44,7 @@ class TrainingText:
         return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
 
     def read(self, progress: PassProgress) -> Iterator[bytes]:
-        """Yield its pieces, thinned evenly where it is longer than `BPE_SAMPLE_BYTES`."""
+        """Yield the pieces of the text, thinned evenly if the text is longer than `BPE_SAMPLE_BYTES`."""
         texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
         share = BPE_SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
         for name, source in texts.items():
@@ -60,7 +60,7 @@ class TrainingText:
 
 
 def tokenizer_name(settings: TokenizerSettings) -> str:
-    """Name the tokenizer that settings ask for; equal names encode a corpus equally.
+    """Return the name of the tokenizer for these settings; tokenizers with equal names encode a corpus equally.
 
     Raises:
         CorpusError: If the file of a tokenizer can't be used.
@@ -74,7 +74,7 @@ def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText
     """Load or train a tokenizer, and keep it in the folder unless it is bytes.
 
     Raises:
-        CorpusError: If its file or the text can't be used.
+        CorpusError: If the tokenizer's file or the text can't be used.
     """
     if settings.kind == "bytes":
         return BytesTokenizer()
@@ -114,7 +114,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a kept tokenizer.
 
     Raises:
-        CorpusError: If it can't be read, or a key is missing.
+        CorpusError: If the manifest can't be read, or a key is missing.
     """
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Mixtures of sources in stated proportions that may change along a run: the source of each sequence.
 
-A stage repeats one pattern of `SLOTS` slots. Each source has its share of them, spread evenly, so that every stretch of
-a run has the stated proportions up to a sequence or two. The n-th sequence of a run then has a source, and a number
-among that source's sequences, by arithmetic alone: each source is read in its own order, without gaps, at any position.
+A stage repeats one pattern of `SLOTS` slots. The slots of each source are spread evenly, so that every part of a run has the
+stated proportions up to a sequence or two. Arithmetic alone gives the source of the n-th sequence of a run, and its number
+among that source's sequences: each source is read in its own order, without gaps, at any position.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 from proxy_models.serialization import Serializable, converter
 
 SLOTS = 10_000  # so that proportions of four decimals are exact
-MAX_EPOCHS = 4.0  # up to here repeated data is almost as good as new (Muennighoff et al., arXiv 2305.16264, section 5)
+MAX_EPOCHS = 4.0  # repeated data is almost as good as new up to here (Muennighoff et al., arXiv 2305.16264, section 5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureStage(Serializable):
-    """A stretch of training with fixed proportions.
+    """A part of a run with fixed proportions.
 
     Attributes:
         weights: Weight of each source, in tokens, on any common scale; 0 leaves a source out.
         until_tokens: End of the stage, in tokens of the run, rounded down to a multiple of a sequence.
-        until_fraction: End of the stage as a fraction of the run, for `Mixture.resolve`. The last stage has neither.
+        until_fraction: End of the stage as a fraction of the run, for `Mixture.resolve`. The last stage has neither end.
     """
 
     weights: Mapping[str, float]
@@ -62,7 +62,7 @@ class MixtureStage(Serializable):
 
     @property
     def slots(self) -> dict[str, int]:
-        """Number of sequences of each source in every `SLOTS`, rounded by the largest remainder."""
+        """Number of sequences of each source per `SLOTS` sequences, rounded by the largest remainder."""
         total = sum(map(Fraction, self.weights.values()))
         exact = {name: Fraction(weight) / total * SLOTS for name, weight in self.weights.items()}
         slots = {name: math.floor(share) for name, share in exact.items()}
@@ -73,7 +73,7 @@ class MixtureStage(Serializable):
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each source in the stage's tokens, as it is realized."""
+        """Share of each source in the stage's tokens after rounding to slots."""
         return {name: slots / SLOTS for name, slots in self.slots.items()}
 
 
@@ -111,7 +111,7 @@ class Mixture(Serializable):
 
     @classmethod
     def constant(cls, weights: Mapping[str, float]) -> Self:
-        """Make a mixture with the same proportions all along."""
+        """Make a mixture with constant proportions."""
         return cls(stages=(MixtureStage(weights=dict(weights)),))
 
     @property
@@ -120,14 +120,14 @@ class Mixture(Serializable):
 
     @property
     def is_resolved(self) -> bool:
-        """True if every end is stated in tokens, so that position alone decides."""
+        """True if every end is stated in tokens, so that the position alone determines the source."""
         return all(stage.until_fraction is None for stage in self.stages)
 
     def resolve(self, n_tokens: int) -> Self:
         """Return the mixture with every end in tokens, for a run of `n_tokens`.
 
         Raises:
-            ValueError: If the stages don't end one after another in that run.
+            ValueError: If the stages' ends do not ascend within that run.
         """
         return type(self)(
             stages=tuple(
@@ -151,7 +151,7 @@ class Mixture(Serializable):
         """Assign a source to each sequence of `context_length` tokens.
 
         Raises:
-            ValueError: If an end is a fraction, which depends on the run's length.
+            ValueError: If an end is a fraction and so depends on the run's length.
         """
         if not self.is_resolved:
             raise ValueError("until_fraction needs the run's length: call resolve(n_tokens) first")
@@ -168,7 +168,7 @@ class Interleaving:
 
     Attributes:
         starts: First sequence of each stage, int64 (stages,).
-        patterns: Source of each slot by its place in `Mixture.names`, int64 (SLOTS,) for each stage.
+        patterns: Source of each slot as an index into `Mixture.names`, int64 (SLOTS,) for each stage.
     """
 
     starts: NDArray[np.int64]
@@ -176,21 +176,21 @@ class Interleaving:
 
     @cached_property
     def _before(self) -> tuple[NDArray[np.int64], ...]:
-        """Sequences of each source before each slot, (SLOTS + 1, sources) for each stage."""
+        """Number of sequences of each source before each slot, (SLOTS + 1, sources) for each stage."""
         n_sources = max(int(pattern.max()) for pattern in self.patterns) + 1
         counts = [pattern[:, None] == np.arange(n_sources) for pattern in self.patterns]
         return tuple(np.concatenate([np.zeros((1, n_sources), np.int64), np.cumsum(c, axis=0)]) for c in counts)
 
     @cached_property
     def _firsts(self) -> tuple[NDArray[np.int64], ...]:
-        """Sequences of each source before each stage."""
+        """Number of sequences of each source before each stage."""
         firsts = [np.zeros_like(self._before[0][0])]
         for length, before in zip(np.diff(self.starts), self._before, strict=False):
             firsts.append(firsts[-1] + length // SLOTS * before[-1] + before[length % SLOTS])
         return tuple(firsts)
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each sequence of the run and its number within it, both of the shape of `numbers`."""
+        """Return the source of each sequence of the run and its number within the source, both in the shape of `numbers`."""
         sources, within = np.empty_like(numbers), np.empty_like(numbers)
         stages = np.searchsorted(self.starts, numbers, side="right") - 1
         for stage in np.unique(stages):
@@ -204,7 +204,7 @@ class Interleaving:
 
 
 def _pattern(stage: MixtureStage, names: tuple[str, ...], seed: str) -> NDArray[np.int64]:
-    """Place each source's slots at even distances from an offset of its own, and return the sources in that order."""
+    """Place each source's slots at even distances, each source from its own offset, and return the sources in that order."""
     places, sources = [], []
     for number, name in enumerate(names):
         slots = stage.slots[name]

@@ -1,6 +1,6 @@
 """Sources of a corpus: the files that a source names, and the hashes that identify them.
 
-A source is named by a path and the kind of file that lies there. `documents` reads its text.
+A source is named by a path and the kind of its files. `documents` reads its text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _DECOMPRESSORS = {
 
 
 class CorpusError(ValueError):
-    """Error for data that cannot be read or written, naming the file, the place, the rule and the value."""
+    """Error for data that cannot be read or written; names the file, the location, the rule and the value."""
 
 
 def at_home(path: str) -> Path:
-    """Expand ~ to the user's folder; the path of an unknown user stays as it is."""
+    """Expand ~ to the user's folder; the path of an unknown user stays unchanged."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -56,11 +56,11 @@ def is_hidden(path: Path, root: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source as it was when it was hashed.
+    """One file of a source at the time of its hash.
 
     Attributes:
-        path: Relative to the source's root, with forward slashes.
-        modified_ns: Its time of modification; a file is not hashed again while this and its size stay the same.
+        path: Path relative to the source's root, with forward slashes.
+        modified_ns: Time of modification; the file is not hashed again while its time and size stay the same.
     """
 
     path: str
@@ -79,13 +79,13 @@ class Source:
     """Source of text or tokens.
 
     Attributes:
-        path: `python-stdlib`, a file, or a folder, of which names that begin with a dot are left out.
+        path: `python-stdlib`, a file, or a folder; names in the folder that begin with a dot are left out.
         kind: "text": each file is a document in UTF-8. "jsonl": each line of the `*.jsonl` files is an object.
             "parquet": each row of the `*.parquet` files is a document. "huggingface": a folder that the datasets
             library's `save_to_disk` wrote. "tokens": little-endian token ids, one after another, in `*.bin` files.
         field: Field or column that holds the text; for jsonl, parquet and huggingface.
         dtype: Type of the ids; required for tokens.
-        vocab_size: Ids lie below it; required for tokens.
+        vocab_size: Upper limit of ids, exclusive; required for tokens.
     """
 
     path: str
@@ -117,7 +117,7 @@ class Source:
         return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"
 
     def files(self) -> tuple[Path, list[Path]]:
-        """The root and the files, sorted by path; those of a saved data set in the order that it states.
+        """Return the root and the files, sorted by path; files of a saved data set are in its stated order.
 
         Raises:
             CorpusError: If there is no such source or it holds no file of its kind.
@@ -175,7 +175,7 @@ class Source:
 
 
 def _library_files(root: Path) -> list[Path]:
-    """Return the library's modules, without its tests and installed packages, which may be thousands of folders."""
+    """Return the library's modules, without its tests and installed packages, which may have thousands of folders."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - _NOT_THE_LIBRARY
@@ -184,7 +184,7 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _saved_files(root: Path) -> list[Path]:
-    """The Arrow files of one data set that `save_to_disk` wrote, in its order."""
+    """Return the Arrow files of one data set that `save_to_disk` wrote, in the data set's order."""
     if (splits := root / "dataset_dict.json").is_file():
         try:
             names = ", ".join(json.loads(splits.read_text())["splits"])

@@ -1,7 +1,7 @@
 """One tokenized source on disk: training and validation tokens, memory-mapped, and the manifest that identifies them.
 
-Token files and manifest get their names only when they are complete, the manifest last: a folder without one is
-unfinished and is written again.
+Token files and manifest get their names only when they are complete, and the manifest comes last: a folder without a
+manifest is unfinished and is written again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from proxy_models.hashing import content_key
 FORMAT = 2
 MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("train", "validation")
-STATED = "stated"  # the tokenizer of a source of tokens
+STATED = "stated"  # name of the tokenizer of a source of tokens
 UNFINISHED = ".unfinished"
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and all of them."""
+"""Called with the bytes done and all bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class TokenFiles:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open what `write_token_files` finished.
+        """Open a folder that `write_token_files` finished.
 
         Raises:
-            CorpusError: If the manifest is missing or broken, or the size of a token file differs from it.
+            CorpusError: If the manifest is missing or broken, or the size of a token file differs from the manifest.
         """
         manifest = read_manifest(folder)
         _require_fields(manifest, folder / MANIFEST)
@@ -62,12 +62,12 @@ class TokenFiles:
 
     @property
     def key(self) -> str:
-        """Hash of the content: of both token files and how they were made, not of where they lie."""
+        """Hash of the content: of both token files and how they were made; independent of their location."""
         return str(self.manifest["key"])
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
+        """Upper limit of token ids, exclusive."""
         return int(self.manifest["vocab_size"])
 
     @property
@@ -81,13 +81,13 @@ class TokenFiles:
 
     @property
     def fertility(self) -> float | None:
-        """Tokens per word, the closing tokens not counted; a word has no ASCII white space. None without text."""
+        """Tokens per word without the closing tokens; words are separated by ASCII white space. None without text."""
         text = self.manifest["text"]
         return (self._n_in_both - text["documents"]) / text["words"] if text and text["words"] else None
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, closing tokens among them, as a loss is a mean over them too. None without text."""
+        """Bytes of text per token, including closing tokens, over which a loss is a mean too. None without text."""
         text = self.manifest["text"]
         return text["bytes"] / self._n_in_both if text else None
 
@@ -109,7 +109,7 @@ class TokenFiles:
         return np.memmap(self.folder / f"{split}.bin", dtype=stored_dtype(self.manifest["dtype"]), mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the maps: a worker opens its own."""
+        """Pickle without the maps, since each worker opens the files itself."""
         return {"folder": self.folder, "manifest": self.manifest}
 
 
@@ -122,18 +122,18 @@ def write_token_files(
     validation_fraction: float,
     on_progress: OnProgress | None = None,
 ) -> TokenFiles:
-    """Tokenize `source` into `folder`; one process at a time.
+    """Tokenize `source` into `folder`; only one process may do so at a time.
 
-    A single text file and every file of tokens are split by position, their last part held out; other documents are
+    A single text file and every file of tokens are split by position, with their last part held out; other documents are
     not split.
 
     Args:
-        folder: The folder to write, which exists.
-        tokenizer: Not used for a source of tokens.
+        folder: Existing folder to write into.
+        tokenizer: Ignored for a source of tokens.
         validation_fraction: Share of the documents or of a file that is held out.
 
     Raises:
-        CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; nothing is left then.
+        CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; no files are left then.
     """
     vocab_size = source.vocab_size or tokenizer.vocab_size
     dtype = smallest_dtype(vocab_size)
@@ -185,17 +185,17 @@ def write_token_files(
 
 
 def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
-    """The fingerprint of the source that a manifest records."""
+    """Return the fingerprint of the source that a manifest records."""
     names = SourceFile.__dataclass_fields__
     listed = manifest["files"] + manifest["empty_files"]
     return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished folder.
+    """Return the manifest of a finished folder.
 
     Raises:
-        CorpusError: If it is missing or broken.
+        CorpusError: If the manifest is missing or broken.
     """
     path = folder / MANIFEST
     try:
@@ -214,7 +214,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _require_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Require the keys of a manifest of token files that are read later.
+    """Require the keys of a token files' manifest that are read later.
 
     Raises:
         CorpusError: Naming the file, the key, the rule and the value.
@@ -248,7 +248,7 @@ def _are_files(value: Any) -> bool:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Put the manifest in its place atomically."""
+    """Write the manifest of a folder atomically."""
     replace(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
@@ -278,7 +278,7 @@ class PassProgress:
         return lambda done, _total: report(before + done, total * self._passes)
 
     def start_last_pass(self) -> None:
-        """Count every other pass as done from now on."""
+        """Count all passes except the last as done."""
         self._ended = self._passes - 1
 
 
@@ -295,7 +295,7 @@ class _Tally:
         self.of_file: dict[str, dict[str, Any]] = {}
 
     def count(self, block: Block, dtype: str) -> bytes:
-        """Count a block and return it as it is stored."""
+        """Count a block and return its bytes for the file."""
         stored = block.tokens.astype(stored_dtype(dtype), copy=False).tobytes()
         self.hashes[block.split].update(stored)
         self.tokens[block.split] += len(block.tokens)

@@ -11,7 +11,7 @@ from proxy_models.data.documents import Piece, Split, pieces
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.tokenizer import Tokenizer, Tokens, stored_dtype
 
-BATCH_BYTES = 4 << 20  # of text that is encoded at a time; the encoder holds about a hundred times that
+BATCH_BYTES = 4 << 20  # text that is encoded at a time; the encoder holds about a hundred times as many bytes
 _BLOCK_TOKENS = 1 << 20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
@@ -21,12 +21,12 @@ class Block:
     """Some tokens of one file and one split.
 
     Attributes:
-        file: Relative to the source's root.
-        split: Side that they are on.
-        tokens: The ids, closing tokens among them.
+        file: Path relative to the source's root.
+        split: Side that the tokens are on.
+        tokens: Ids, including closing tokens.
         done_bytes: Bytes of the file that have been read.
-        n_bytes: Bytes of text that it encodes.
-        n_words: Words in them: runs without ASCII white space.
+        n_bytes: Bytes of text that the block encodes.
+        n_words: Words in the text: runs of characters without ASCII white space.
     """
 
     file: str
@@ -42,7 +42,7 @@ def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> 
     """Yield every token of a source, file after file.
 
     Raises:
-        CorpusError: If a file can't be read or is broken, or an id lies beyond the vocabulary.
+        CorpusError: If a file can't be read or is broken, or an id is outside the vocabulary.
     """
     if source.kind == "tokens":
         return _token_blocks(source, validation_fraction)
@@ -102,6 +102,6 @@ def _token_blocks(source: Source, validation_fraction: float) -> Iterator[Block]
 
 
 def _count_words(text: bytes) -> int:
-    """Count runs without ASCII white space."""
+    """Count runs of bytes without ASCII white space."""
     in_word = ~_IS_SPACE[np.frombuffer(text, dtype=np.uint8)]
     return int(np.count_nonzero(in_word[1:] & ~in_word[:-1])) + int(in_word[:1].any())

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, byte-level BPE trained on the corpus, or any `tokenizer.json`.
 
-Every document is closed by one token of its own. Text can't produce that token: with bytes it is byte 0, which no text
-holds, and elsewhere special tokens that are spelled out in a text are encoded as plain characters.
+A special token closes every document. Text can't produce that token: with bytes it is byte 0, which no text
+contains, and otherwise special tokens that are spelled out in a text are encoded as plain characters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Tokens = NDArray[np.unsignedinteger[Any]]
 END_OF_TEXT = "<|endoftext|>"
 BYTE_ALPHABET = 256
-MIN_BPE_VOCAB = BYTE_ALPHABET + 1  # every byte, and the token that closes documents
+MIN_BPE_VOCAB = BYTE_ALPHABET + 1  # every byte, and the closing token
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
     """Interface of a corpus's tokenizer.
 
     Attributes:
-        key: Identifies it; equal keys encode equally.
-        vocab_size: Ids lie below it.
+        key: Identifier; tokenizers with equal keys encode equally.
+        vocab_size: Upper limit of ids, exclusive.
         end_of_document: Id that closes a document.
     """
 
@@ -48,20 +48,20 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The ids of each text, which is UTF-8; nothing is added to them."""
+        """Return the ids of each UTF-8 text, without added tokens."""
 
     def decode(self, tokens: Tokens) -> str:
-        """The text of ids; each end of a document becomes a line's end."""
+        """Return the text of ids; each end of a document becomes a newline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """Choice of the tokenizer that a corpus is written with.
+    """Choice of the tokenizer for writing a corpus.
 
     Attributes:
         kind: "bytes"; "bpe", trained on the training split of the corpus; or "file", a `tokenizer.json`.
-        vocab_size: Ids of "bpe", with the closing token and the 256 bytes.
-        end_of_document: The token of a "file" that closes documents; None takes the one of the usual names it has.
+        vocab_size: Number of ids of "bpe", including the closing token and the 256 bytes.
+        end_of_document: Token of a "file" that closes documents; None: the only usual name that the tokenizer has.
     """
 
     kind: Literal["bytes", "bpe", "file"] = "bytes"
@@ -89,23 +89,23 @@ BYTES = TokenizerSettings()
 
 @dataclass(frozen=True, kw_only=True)
 class BytesTokenizer:
-    """Token = byte; byte 0 closes documents."""
+    """Tokenizer with a token per byte; byte 0 closes documents."""
 
     key: str = "bytes"
     vocab_size: int = BYTE_ALPHABET
     end_of_document: int = 0
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Tokens) -> str:
-        """The text; a character that is cut becomes U+FFFD."""
+        """Return the text; a truncated character becomes U+FFFD."""
         return tokens.astype(np.uint8).tobytes().replace(b"\0", b"\n").decode(errors="replace")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, read by the tokenizers library."""
+    """Tokenizer from a `tokenizer.json`, read by the tokenizers library."""
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
         """Read a tokenizer.
@@ -130,24 +130,24 @@ class FileTokenizer:
         self.end_of_document: int = identifier
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The ids of each text, in parallel."""
+        """Return the ids of each text, computed in parallel."""
         encodings = self._loaded.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Tokens) -> str:
-        """The text; a character that is cut becomes U+FFFD."""
+        """Return the text; a truncated character becomes U+FFFD."""
         ends = np.flatnonzero(tokens == self.end_of_document)
         return "\n".join(
             self._loaded.decode(part[part != self.end_of_document].tolist()) for part in np.split(tokens, ends)
         )
 
     def to_json(self) -> str:
-        """The content of a `tokenizer.json` that neither cuts nor pads."""
+        """Return the content of a `tokenizer.json` without truncation and padding."""
         return self._loaded.to_str()
 
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:
-    """The smallest unsigned type that holds every id below `vocab_size`."""
+    """Return the smallest unsigned type that holds every id below `vocab_size`."""
     for name in get_args(TokenDtype):
         if vocab_size - 1 <= np.iinfo(name).max:
             found: TokenDtype = name
@@ -164,13 +164,13 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
     """Train byte-level BPE (Sennrich et al., arXiv 1508.07909; Radford et al., 2019, section 2.2).
 
     Memory grows with the number of distinct words, not with the length of the text. Words longer than
-    `bpe_process.LONGEST_WORD` are cut for the training, not by the tokenizer.
+    `bpe_process.LONGEST_WORD` are cut during training; the tokenizer does not cut them.
 
     Returns:
         The content of a `tokenizer.json`; its token 0 closes documents.
 
     Raises:
-        CorpusError: If the texts have too few distinct pairs for `vocab_size`, or the process that trains fails.
+        CorpusError: If the texts have too few distinct pairs for `vocab_size`, or the training process fails.
     """
     import tokenizers
 
@@ -184,25 +184,25 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
 
 
 def _in_process(texts: Iterable[bytes], *arguments: str) -> str:
-    """Return the output of `bpe_process.py`; an error or interruption here ends that process."""
+    """Return the output of `bpe_process.py`; an error or interruption in the caller ends that process."""
     with subprocess.Popen(  # noqa: S603
         [sys.executable, "-P", Path(__file__).with_name("bpe_process.py"), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        process_group=0,  # so that Ctrl-C in a terminal reaches only this process
+        process_group=0,  # Ctrl-C in a terminal then reaches only the caller
     ) as process:
         stdin = cast("IO[bytes]", process.stdin)
         try:
-            with suppress(BrokenPipeError):  # the process has failed; its exit code follows
+            with suppress(BrokenPipeError):  # the process failed; its exit code is checked below
                 for text in texts:
                     stdin.write(len(text).to_bytes(8) + text)
             content, _ = process.communicate()
         finally:
-            process.kill()  # does nothing if it has ended
+            process.kill()  # has no effect if the process has ended
             with suppress(BrokenPipeError):
                 stdin.close()
-            process.wait()  # `with` does not wait at an interruption
+            process.wait()  # after an interruption, `with` does not wait
     if process.returncode:
         raise CorpusError(
             f"the process that trains the tokenizer must exit with 0, got {process.returncode}; "
