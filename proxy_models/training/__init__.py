@@ -1,1 +1,1 @@
-"""The lean loop that trains proxies, and the step that it shares with the full run."""
+"""The lean loop that trains proxies, and the step that it shares with full runs."""

@@ -1,10 +1,10 @@
-"""Adafactor (Shazeer and Stern, arXiv 1804.04235) at the rates it is given; torch's own caps every rate at 1/√step.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235) that uses the given rates; torch's own caps every rate at 1/√step.
 
-That cap is the paper's relative step. Under a table of rates it would cut the groups with the largest and leave the others,
-and after some thousand steps no schedule would reach any. All else is as in torch's: the update is relative to a tensor's
+That cap is the paper's relative step. Under a table of rates, the cap would reduce only the groups with the largest rates, and
+after some thousand steps no schedule would have an effect. The rest is as in torch: the update is relative to a tensor's
 root mean square, clipped at a root mean square of 1, and decay is rate · decay. A tensor of more than two dimensions keeps rows and
-columns of its last two, as in torch's and in the authors' (tensor2tensor/utils/adafactor.py): those of each matrix of a stack, and
-of (inputs, kernel) for each output of a convolution.
+columns of its last two dimensions, as in torch and the authors' code (tensor2tensor/utils/adafactor.py): of each matrix in a stack,
+and of (inputs, kernel) for each output of a convolution.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from proxy_models.architecture.sharded import is_sharded, own, part_of
 
-_DECAY = 0.8  # the weight of step t in the second moments is t^-.8; algorithm 6, as are the next two
+_DECAY = 0.8  # step t has weight t^-.8 in the second moments; algorithm 6, as are the next two constants
 _LEAST_SQUARE = 1e-30  # epsilon 1, added to a mean squared gradient
-_LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of this size
+_LEAST_RMS = 1e-3  # epsilon 2: a tensor with a smaller root mean square moves as if it had this one
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without momentum; matrices keep a mean squared gradient per row and per column, a vector one per entry.
+    """Adafactor without momentum; matrices keep a mean squared gradient per row and per column, vectors one per entry.
 
-    It works on sharded tensors, with two reductions a step for all of them, and never waits for a device.
+    Sharded tensors are supported, with two reductions per step for all tensors, and no step waits for a device.
     """
 
     def __init__(self, settings: list[dict[str, Any]]) -> None:
@@ -33,7 +33,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -43,7 +43,7 @@ class Adafactor(torch.optim.Optimizer):
         sums = _over_ranks(parameters, [_sums(parameter) for parameter in parameters])
         for parameter, of_gradient in zip(parameters, sums, strict=True):
             _take_in(parameter, of_gradient, self.state[parameter])
-        # Twice, so that the updates of all parameters are never in memory together.
+        # Updates are computed twice, so that those of all parameters are never in memory together.
         squares = [_counted_once(one, _preconditioned(one, self.state[one]).square().sum()[None]) for one in parameters]
         squares = _over_ranks(parameters, squares)
         for (group, parameter), own_sums, square in zip(moving, sums, squares, strict=True):
@@ -55,9 +55,9 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def _sums(parameter: Tensor) -> Tensor:
-    """Summed squares of a gradient's rows and of its columns, unless it is a vector, and of the parameter, in this order.
+    """Return summed squares of a gradient's rows and columns (except for a vector), then of the parameter.
 
-    Those of a shard lie where the shard does, in zeros; of copies the first alone has them.
+    A shard's sums are at the shard's positions, with zeros elsewhere; only the first of several copies has nonzero sums.
     """
     entries, gradient = own(parameter).square().sum()[None], own(cast(Tensor, parameter.grad))
     edges = (-1, -2) if parameter.ndim > 1 else ()
@@ -73,7 +73,7 @@ def _sums(parameter: Tensor) -> Tensor:
 
 
 def _counted_once(parameter: Tensor, sums: Tensor) -> Tensor:
-    """Return the sums, or zeros on a rank that holds a further copy of the parameter's part."""
+    """Return the sums, or zeros on a rank that has a further copy of the parameter's part."""
     if not is_sharded(parameter):
         return sums
     place = parameter.device_mesh.get_coordinate() or ()
@@ -82,7 +82,7 @@ def _counted_once(parameter: Tensor, sums: Tensor) -> Tensor:
 
 
 def _over_ranks(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-    """Their totals, of all parameters in one reduction."""
+    """Return the totals of the sums over ranks, of all parameters in one reduction."""
     if not parameters or not is_sharded(parameters[0]):
         return sums
     flat = torch.cat(sums)
@@ -91,7 +91,7 @@ def _over_ranks(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
 
 
 def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:
-    """Take a gradient, of which these are the sums, into the running means."""
+    """Update the running means with a gradient and its sums."""
     state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
     weight, gradient = float(state["step"]) ** -_DECAY, cast(Tensor, parameter.grad)
     if gradient.ndim < 2:
@@ -104,7 +104,7 @@ def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:
 
 
 def _copied(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The same tensor on every rank, so that a checkpoint has it once."""
+    """Return the tensor as a replicated DTensor for a sharded parameter, so that a checkpoint stores it once."""
     if not is_sharded(parameter):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -114,18 +114,18 @@ def _copied(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _average(state: dict[str, Tensor], name: str, squares: Tensor, weight: float) -> None:
-    """The running mean takes in these squares."""
+    """Update a running mean with these squares."""
     floored = squares + _LEAST_SQUARE
     state[name] = state[name].lerp_(floored, weight) if name in state else floored
 
 
 def _preconditioned(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """This rank's part of the gradient over the root of its second moments."""
+    """Return this rank's part of the gradient over the root of its second moments."""
     gradient = own(cast(Tensor, parameter.grad))
     if gradient.ndim < 2:
         return gradient * own(state["variance"]).rsqrt()
     rows, columns = own(state["row_var"]), own(state["col_var"])
-    mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]  # the product of rows and columns would underflow
+    mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]  # a product of rows and columns would underflow
     if is_sharded(parameter):
         part = part_of(parameter)
         mean, rows = mean[part[:-2]], rows[part[:-1]]

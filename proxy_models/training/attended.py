@@ -1,4 +1,4 @@
-"""Length that attention reaches in a training that keeps documents apart, from which its FLOPs are counted."""
+"""Length over which attention reaches in a training that separates documents; its FLOPs depend on this length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 
 _PLACES, _SEQUENCES = 64, 8
-"""Places in the run at which sequences are looked at, and how many at each: 512 in all, 4 million tokens at a context of 8,192."""
+"""Positions in the run at which sequences are sampled, and sequences at each: 512 in all, 4 million tokens at a context of 8,192."""
 
 
 def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | None:
-    """Mean over tokens of the length of the part of a document that they are in; None where attention crosses documents.
+    """Return the length of a token's document within its sequence, averaged over tokens; None if attention crosses documents.
 
-    Sequences are looked at evenly over a run of `n_tokens`, so that stages of a mixture count by their length.
+    Sequences are sampled evenly over a run of `n_tokens`, so that stages of a mixture count by their length.
 
     Raises:
         ValueError: If a source is shorter than one sequence.
@@ -35,7 +35,7 @@ def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | Non
 
 
 def mean_length(tokens: Tensor, separator: int) -> float:
-    """Sum of the squares of documents' lengths over that of their lengths, in sequences (batch, time)."""
+    """Return the sum of squared document lengths over the sum of document lengths, in sequences (batch, time)."""
     numbers = number_documents(tokens, separator)
     rows = torch.arange(len(tokens)).unsqueeze(-1) * (tokens.shape[1] + 1)
     lengths = torch.bincount((rows + numbers).flatten()).double()

@@ -1,4 +1,4 @@
-"""torch.compile where there is a compiler, eager where there is none."""
+"""Use of torch.compile if there is a compiler, and eager execution otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 Compile = bool | Literal["auto"]
-"""Compile or not; "auto" where it pays."""
+"""Whether to compile; "auto" compiles if that pays."""
 _PAYS_FROM_TOKENS = 4_000_000
 
 
@@ -19,8 +19,8 @@ _PAYS_FROM_TOKENS = 4_000_000
 def missing_compiler(device_type: str) -> str | None:
     """Return the reason why torch.compile cannot work for this machine's "cpu" or "cuda" devices, or None.
 
-    It needs Python's headers, and for a CPU a C++ compiler, for a GPU Triton and the C compiler that Triton calls. The reason
-    is logged, once in a process.
+    torch.compile needs Python's headers; for a CPU also a C++ compiler, for a GPU Triton and the C compiler that Triton calls.
+    The reason is logged once per process.
     """
     reason = None
     language, compilers = ("C++", ("g++", "clang++")) if device_type == "cpu" else ("C", ("gcc", "clang"))
@@ -36,7 +36,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def configure() -> None:
-    """Let one process compile many shapes, and make a recompilation beyond that an error instead of a silent eager."""
+    """Let one process compile many shapes, and make recompilation beyond that an error instead of a silent eager fallback."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64
@@ -45,16 +45,16 @@ def configure() -> None:
 
 
 def pays(n_tokens: int) -> bool:
-    """Return True if compiling a shape saves more time than it costs, for so many tokens on a CPU.
+    """Return True if compiling a shape saves more time than it costs, for this number of tokens on a CPU.
 
     Measured here at depth 2, widths 32 to 256, batches of 8 × 128 tokens, one thread: compiling took 7 to 21 s and then saved
-    3 to 5.5 microseconds a token at any width, as it is the overhead of single operations that it saves. Both grow with depth
-    alike. On a GPU it is not measured yet, and the same number holds.
+    3 to 5.5 microseconds per token at any width, since it removes the overhead of single operations. Cost and saving grow
+    alike with depth. For a GPU nothing is measured yet; the same number is assumed.
     """
     return n_tokens >= _PAYS_FROM_TOKENS
 
 
 def decide(compile: Compile, n_tokens: int, device_type: str) -> bool:
-    """Decide whether to compile a shape that will be trained for so many tokens on a "cpu" or "cuda" device."""
+    """Decide whether to compile a shape that will train for this number of tokens on a "cpu" or "cuda" device."""
     wanted = pays(n_tokens) if compile == "auto" else compile
     return wanted and missing_compiler(device_type) is None

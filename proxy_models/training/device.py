@@ -1,4 +1,4 @@
-"""The device of a training, the CPU or one CUDA device: choice, transfers, and its datasheet's FLOP/s."""
+"""The device of a training, the CPU or one CUDA device: its choice, transfers, and the FLOP/s in its datasheet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxy_models.architecture.memory import MEMORY_SHARE, Checkpointing, Precis
 
 CPU = torch.device("cpu")
 EVALUATION_BATCH = 64
-"""Most sequences of an evaluation's pass."""
+"""Largest number of sequences in a pass of evaluation."""
 _HALF_PRECISION = {
     r"H100 PCIe": 756e12,
     r"H100 NVL": 835e12,
@@ -24,16 +24,16 @@ _HALF_PRECISION = {
     r"L40S": 362e12,
     r"L4": 121e12,
 }
-"""FLOP/s of one GPU in bf16 or fp16 with fp32 sums, dense, by a pattern in the name that the driver reports; the first that
-matches counts. From NVIDIA's datasheets of A100, H100, H200, GH200, L4, L40S, HGX B200 and GB200 NVL72; where they state
-the rate of sparse matrices, half of it."""
+"""FLOP/s of one GPU in bf16 or fp16 with fp32 sums, dense, by a pattern in the name that the driver reports; the first match
+counts. Source: NVIDIA's datasheets of A100, H100, H200, GH200, L4, L40S, HGX B200 and GB200 NVL72; half of the rate if they state
+that of sparse matrices."""
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """Resolve a device; "cuda" alone is torch's current one.
+    """Resolve a device; "cuda" without an index is torch's current device.
 
     Raises:
-        ValueError: If it is neither the CPU nor a CUDA device that torch sees here.
+        ValueError: If the device is neither the CPU nor a CUDA device that torch finds here.
     """
     try:
         meant = torch.device(device)
@@ -51,7 +51,7 @@ def usable(device: str | torch.device) -> torch.device:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Bytes that an estimate may fill on a GPU."""
+    """Return the bytes that an estimate may fill on a GPU."""
     return int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
@@ -65,15 +65,15 @@ def fitting_on(
     share: float = 1.0,
     ranks: int = 1,
 ) -> tuple[int | None, Checkpointing]:
-    """`Family.fitting` within a share of a GPU's memory, the least of any rank; on a CPU the whole batch (None), without recomputing.
+    """Return `Family.fitting` for a share of the GPU memory, the smallest of all ranks; on a CPU the whole batch (None) and "none".
 
-    Each pass has collectives, so all ranks call this and take as many passes.
+    Each pass has collectives, so all ranks call this function and run the same number of passes.
     """
     if device.type == "cpu":
         return None, "none"
     limit = int(share * memory_limit(device))
     if ranks > 1:
-        from proxy_models.training.fsdp import least_of_ranks  # slow to import
+        from proxy_models.training.fsdp import least_of_ranks  # a late import, since it is slow
 
         limit = least_of_ranks(limit, device)
     return family_of(config).fitting(
@@ -82,15 +82,15 @@ def fitting_on(
 
 
 def evaluation_batch(device: torch.device, micro_batch: int | None) -> int:
-    """Sequences of an evaluation's pass: on a GPU at most training's micro-batch, more of which may not fit.
+    """Return the sequences in a pass of evaluation: on a GPU at most training's micro-batch, since more may not fit.
 
-    On a CPU always the same number, as another sums the losses in another order.
+    On a CPU the number is constant, since another number would sum the losses in another order.
     """
     return EVALUATION_BATCH if device.type == "cpu" or not micro_batch else min(micro_batch, EVALUATION_BATCH)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU to the device; through pinned memory to a GPU, as other copies wait for earlier steps."""
+    """Copy a tensor from the CPU to the device; to a GPU through pinned memory, since other copies wait for earlier steps."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -101,10 +101,10 @@ def wait(device: torch.device) -> None:
 
 
 def datasheet_flops(name: str, precision: Precision) -> float | None:
-    """Return the vendor's FLOP/s for the GPU of this name (`torch.cuda.get_device_name`), or None where none is known here.
+    """Return the vendor's FLOP/s for the GPU of this name (`torch.cuda.get_device_name`), or None if unknown.
 
-    None is known in fp32, where the rate depends on whether TF32 is allowed, nor for a slice of a GPU (MIG). It is the
-    denominator of model FLOP utilisation (Chowdhery et al., arXiv 2204.02311, appendix B).
+    The result is the denominator of model FLOP utilisation (Chowdhery et al., arXiv 2204.02311, appendix B). It is None for fp32,
+    whose rate depends on whether TF32 is allowed, and for a slice of a GPU (MIG).
     """
     if precision == "fp32" or "MIG" in name.split():
         return None

@@ -1,6 +1,6 @@
-"""Data parallelism of a model by torch's FSDP2, for proxies and full runs: fp32 shards, gathered in the model's own precision.
+"""Data parallelism of a model by torch's FSDP2, for proxies and full runs: shards are fp32, gathered in the model's precision.
 
-Gradients are reduced in fp32. Parameters become DTensors under their own names, which optimizer groups, clipping and states use.
+Gradients are reduced in fp32. Parameters become DTensors under the same names, which optimizer groups, clipping and states use.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def shard(
     *,
     min_unit_params: int = MIN_UNIT_PARAMS,
 ) -> None:
-    """Shard the family's units, where they are large, and the rest as one unit.
+    """Shard each large unit of the family by itself, and the rest as one unit.
 
     Args:
-        model: With or without values; with them, every rank has the same.
-        family: The model's, which names its units.
-        mesh: Of the ranks that share a batch, one dimension; two of "none" and "hybrid", replicas and shards.
-        min_unit_params: Units with fewer parameters go with the rest.
+        model: Model with or without values; with values, every rank has the same.
+        family: Family of the model, which names the units.
+        mesh: Mesh of the ranks that share a batch, with one dimension; for "none" and "hybrid" two, replicas and shards.
+        min_unit_params: Units with fewer parameters belong to the rest.
 
     Raises:
-        FamilyError: If a parameter has no dimension, along which it could be sharded.
+        FamilyError: If a parameter has no dimension along which it could be sharded.
     """
     if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         raise FamilyError(
@@ -55,14 +55,14 @@ def shard(
         again = module is not readout and sharding in ("full", "hybrid")
         sharded = unit(module, reshard_after_forward=again)
         if isinstance(module, nn.Embedding):
-            sharded.set_unshard_in_backward(False)  # its gradient takes no weights
-    unit(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
+            sharded.set_unshard_in_backward(False)  # the gradient of an embedding does not need its weights
+    unit(model, reshard_after_forward=False)  # the backward pass needs these weights immediately
 
 
 def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: int = MIN_UNIT_PARAMS) -> list[nn.Module]:
-    """The family's units that are sharded by themselves: large ones, without a parameter that another unit has, too.
+    """Return the units that are sharded by themselves: large units that share no parameter with another unit.
 
-    What is shared goes with the rest of the model, where both uses find it.
+    Shared parameters belong to the rest of the model, so that both uses find them.
     """
     units = {unit: set(unit.parameters()) for unit in family.units(model)}
     uses = Counter(parameter for parameters in units.values() for parameter in parameters)
@@ -75,7 +75,7 @@ def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: in
 
 
 def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) -> None:
-    """Set up for one part of a rank's batch: gradients are reduced and weights resharded after the last part only."""
+    """Prepare for one part of a rank's batch: only the last part reduces gradients, and under "none" and "zero2" reshards."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)
@@ -91,7 +91,7 @@ def settle(model: nn.Module) -> None:
 
 
 def rank_mean(value: Tensor) -> Tensor:
-    """Mean over all ranks, on the device; not waited for on a GPU."""
+    """Return the mean over all ranks, on the device; do not wait for a GPU."""
     if dist.is_initialized():
         dist.all_reduce(value)
         value /= dist.get_world_size()
@@ -99,7 +99,7 @@ def rank_mean(value: Tensor) -> Tensor:
 
 
 def least_of_ranks(value: int, device: torch.device) -> int:
-    """The least value of any rank; all ranks call it."""
+    """Return the smallest value of any rank; all ranks must call this."""
     least = torch.tensor(value, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)

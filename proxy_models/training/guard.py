@@ -1,12 +1,12 @@
-"""The stability guard: a step whose loss or gradient norm is far out of the ordinary is not taken.
+"""The stability guard: it leaves out a step whose loss or gradient norm is far above the usual values.
 
-The reference is the median and the median absolute deviation of the accepted steps before it, which one spike
-can't move. Skipping the batch, and going back before skipping, are what PaLM's training did by hand (Chowdhery et al., arXiv
+The reference is the median and the median absolute deviation of the previous accepted steps, which one spike can't
+move. Skipping the batch, and going back before skipping, are what PaLM's training did by hand (Chowdhery et al., arXiv
 2204.02311, section 5.1).
 
-The guard is off unless a run asks for it: a search wants to know which configurations are unstable, and one whose spikes are
-skipped would be ranked as if it were stable. A loss that is not finite ends a run as diverged, guard or none, and so does what
-`judge_evaluation` finds.
+The guard is off unless a run asks for it. A search has to know which configurations are unstable; without their spikes, they would
+be ranked as if they were stable. With or without a guard, a run ends as diverged if a loss is not finite or `judge_evaluation` finds
+a divergence.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from proxy_models.training.guard_settings import Action, GuardSettings
 
-_MAD_TO_SD = 1.4826  # of a normal distribution
-_LEAST_DEVIATION = 0.01  # of the median: in a window with less noise than this, small steps would be spikes
+_MAD_TO_SD = 1.4826  # for a normal distribution
+_LEAST_DEVIATION = 0.01  # relative to the median: in a window with less noise, small steps would count as spikes
 
 MOST_UNIFORMS = 10.0
 """Validation loss after warmup, in units of ln V, above which a run has diverged. Measured here on 131 runs of 200 steps (five
-optimizers and seven variants of the decoder, rates of 1e-3 to 1e4, initial scales of 1/4 to 16, readouts × 4 and 16): of the 71 runs
-that end, annealed, below ln V the highest before the cooldown is 4.0 ln V; those above 10 there all end at ln V or above. Training
-losses of runs that end below have peaks of 9 ln V in the warmup and 17 after it, so a training loss is not judged by this."""
+optimizers and seven variants of the decoder, rates of 1e-3 to 1e4, initial scales of 1/4 to 16, readouts × 4 and 16). In the 71 runs
+whose annealed loss is below ln V, the highest loss before the cooldown is 4.0 ln V; all runs above 10 ln V there end at ln V or above.
+Training losses of the 71 runs peak at 9 ln V in the warmup and 17 ln V after it, so this limit does not apply to training losses."""
 VANISHED_NORM = 1e-6
-"""Gradient norm below which a model no better than uniform has stopped learning. The same runs: 0 exactly where all logits have
-become equal, at least .098 after warmup in any run that ends below ln V."""
-_UNIFORM = 0.999  # of ln V: equal logits give it but for rounding
+"""Gradient norm below which a model no better than uniform has stopped learning. In the same runs the norm is exactly 0 if all logits
+have become equal, and at least .098 after warmup in every run that ends below ln V."""
+_UNIFORM = 0.999  # relative to ln V, which equal logits have up to rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A step that was not taken."""
+    """A step that the guard left out."""
 
     step: int
     quantity: Literal["loss", "gradient norm"]
@@ -61,13 +61,13 @@ Verdict = Spike | Divergence
 
 
 def judge_evaluation(loss: float, norm: float, *, vocab_size: int, step: int, is_warm: bool) -> Divergence | None:
-    """Whether a validation loss tells of a divergence.
+    """Return a divergence if a validation loss shows one, else None.
 
     Args:
-        loss: In nats per token.
+        loss: Validation loss, nats per token.
         norm: Global gradient norm of the last step, before clipping.
         vocab_size: V; the uniform distribution has a loss of ln V.
-        is_warm: Whether the warmup is over; before that only a loss that is not finite counts.
+        is_warm: Whether the warmup is over; before, only a loss that is not finite counts.
     """
     uniform = math.log(vocab_size)
     if not math.isfinite(loss):
@@ -82,7 +82,7 @@ def judge_evaluation(loss: float, norm: float, *, vocab_size: int, step: int, is
 
 
 class Guard:
-    """Judges one step after the other on the device, where the window stays; `read` tells what it found, at any later time."""
+    """Judge of each step, with its window on the device; `read` returns the verdicts at any later time."""
 
     def __init__(self, settings: GuardSettings, device: torch.device, memory: Tensor | None = None) -> None:
         self.settings = settings
@@ -95,7 +95,7 @@ class Guard:
 
     @property
     def memory(self) -> Tensor:
-        """Losses, norms and steps of the spikes read, newest last, NaN where there are none yet; float64 (3, n), n by the settings."""
+        """Losses, norms and steps of the spikes read, newest last and padded with NaN; float64 (3, n), n given by the settings."""
         rows = torch.full((3, max(self.settings.window, self.settings.max_spikes + 1)), math.nan, dtype=torch.float64)
         rows[:2, -self.settings.window :] = self._window.cpu()
         if self._spikes:
@@ -103,7 +103,7 @@ class Guard:
         return rows
 
     def judge(self, step: int, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether the step may be taken: a bool on the device, which the host need not wait for."""
+        """Return whether the step may be taken, as a bool on the device, so that the host need not wait."""
         values = torch.stack([loss, norm]).double()
         known = (~self._window[:1].isnan()).sum(dim=1)
         limits = torch.where(
@@ -115,7 +115,7 @@ class Guard:
         return passes
 
     def read(self) -> dict[int, Verdict]:
-        """The steps since the last time that may not be taken, and why; waits for the device."""
+        """Return the refused steps since the last call with their reasons; wait for the device."""
         unread, self._unread = self._unread, []
         figures = torch.stack([of_step for _, of_step in unread]).tolist() if unread else []
         verdicts = {step: self._verdict(step, *values) for (step, _), values in zip(unread, figures, strict=True)}
@@ -141,14 +141,14 @@ class Guard:
 
 
 def robust_limit(values: Tensor, threshold: float) -> Tensor:
-    """Median plus `threshold` robust standard deviations of each row, NaN apart."""
+    """Return median plus `threshold` robust standard deviations of each row, ignoring NaN."""
     median = _median(values)
     deviation = _MAD_TO_SD * _median((values - median[:, None]).abs())
     return median + threshold * torch.maximum(deviation, _LEAST_DEVIATION * median.abs())
 
 
 def _median(values: Tensor) -> Tensor:
-    """Median of each row, of an even number the mean of the middle two; NaN, which sorts last, does not count."""
+    """Return the median of each row, for an even number the mean of the middle two; ignores NaN, which sorts last."""
     known, ascending = (~values.isnan()).sum(dim=1, keepdim=True), values.sort(dim=1).values
     low, high = ((known - 1) // 2).clamp(min=0), (known // 2).clamp(max=values.shape[1] - 1)
     return ((ascending.gather(1, low) + ascending.gather(1, high)) / 2).squeeze(1)

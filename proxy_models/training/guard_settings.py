@@ -1,4 +1,4 @@
-"""Settings of the stability guard, for whoever reads a study without torch."""
+"""Settings of the stability guard, for readers of a study without torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Action = Literal["skip", "rewind"]
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Definition of a spike and the action taken on one; they determine the numbers of a run.
+    """Definition of a spike and the action after a spike; both change the numbers of a run.
 
     Attributes:
-        action: "skip" leaves the step out; "rewind" also puts the weights and moments of the last snapshot back. The
-            position goes on in both: the batches between snapshot and spike are not seen again.
-        window: Accepted steps that a step is compared with; nothing is judged before half of them are there.
+        action: "skip" leaves the step out; "rewind" also restores the weights and moments of the last snapshot. The
+            position advances in both cases, so the batches between snapshot and spike are not seen again.
+        window: Number of accepted steps for comparison; the guard judges nothing before half of them exist.
         threshold: Robust standard deviations above the median that make a spike.
-        max_spikes: More than so many within `window` steps end the run as diverged.
+        max_spikes: Largest number of spikes within `window` steps; a further spike ends the run as diverged.
         snapshot_every: Steps between snapshots, kept in memory and in the training state; for "rewind" only.
     """
 

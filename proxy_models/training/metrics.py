@@ -14,7 +14,7 @@ from torch import Tensor
 from proxy_models.training.device import CPU, wait
 
 WAIT_EVERY = 32
-"""Steps after which a GPU is waited for, so that the time of as many steps is known."""
+"""Number of steps between waits for a GPU, so that the time of this many steps is known."""
 
 
 def passes(every_tokens: int | None, before: int, after: int) -> bool:
@@ -24,13 +24,13 @@ def passes(every_tokens: int | None, before: int, after: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One entry a step, in the order of training.
+    """Values for each step, in the order of training.
 
     Attributes:
         start: Tokens seen before the first step.
         tokens: Tokens seen after the step.
         train_loss: The minimised loss on the step's batch before the step, nats per token; with label smoothing or z-loss it
-            is not the validation loss's kind.
+            can't be compared with the validation loss.
         grad_norm: Global norm before clipping.
         seconds: Wall time since the first step began, at the step's end; on a GPU, which is waited for
             every `window` steps, other steps are but launched then.
@@ -54,13 +54,13 @@ class Curve:
     ) -> pd.DataFrame:
         """Return a row for each step with derived columns: bits per byte, tokens per second, utilisation.
 
-        The last two are means over the latest `window` steps, and NaN before there are so many.
+        The last two are means over the latest `window` steps, and NaN before that many steps.
 
         Args:
-            bytes_per_token: Bytes of text per token, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
-            train_flops_per_token: `Member.train_flops_within`.
+            bytes_per_token: Bytes of text per token, such as `Corpus.bytes_per_token`; None if unknown: bits per byte are NaN then.
+            train_flops_per_token: Training FLOPs per token by `Member.train_flops_within`.
             peak_flops: FLOP/s of the device in the run's precision, such as `device.datasheet_flops`; with both, the column `mfu`
-                is the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
+                is the used share (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
         tokens, seconds = np.array([self.start, *self.tokens]), np.array([0.0, *self.seconds])
         rate = np.full(len(self.tokens), np.nan)
@@ -82,7 +82,7 @@ class Curve:
 
 
 class Recorder:
-    """Collects a curve; losses and norms stay tensors until they are read, so that no step waits for them."""
+    """Recorder of a curve; losses and norms stay tensors until they are read, so that no step waits for them."""
 
     def __init__(self, start: int, device: torch.device) -> None:
         """Begin at `start`, the tokens seen before the first step, and start the clock."""

@@ -1,6 +1,6 @@
-"""Muon for hidden matrices (Jordan et al., 2024, github.com/KellerJordan/Muon), AdamW for everything else.
+"""Muon for hidden matrices (Jordan et al., 2024, github.com/KellerJordan/Muon), AdamW for the other parameters.
 
-The weight of a convolution is the matrix (outputs, inputs · kernel), as there. Of a stack of matrices each is orthogonalised.
+The weight of a convolution is the matrix (outputs, inputs · kernel), as there. In a stack, each matrix is orthogonalised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups marked `orthogonal`, torch's AdamW for the others, to which groups and state are lent for each step.
+    """Muon for the groups marked `orthogonal`, and torch's AdamW for the others, which receives groups and state for each step.
 
-    A matrix moves as by torch's Muon with Nesterov's momentum, which takes no other tensor and would communicate in each product of
-    sharded ones. These are orthogonalised by `Orthogonalization`, but for the groups marked `stack`: FSDP2 shards a stack between its
-    matrices, so that each rank has whole ones.
+    The update equals that of torch's Muon with Nesterov's momentum, which supports only matrices and would communicate in each
+    product of sharded matrices. `Orthogonalization` orthogonalises sharded matrices, except for the groups marked `stack`: FSDP2
+    shards a stack between its matrices, so that each rank has whole matrices.
     """
 
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
@@ -40,7 +40,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             copies = [dict(group) for group in others]
             self._adamw = torch.optim.AdamW(copies, betas=betas, fused=True)
             for ours, theirs in zip(others, copies, strict=True):
-                ours.update(theirs)  # with the defaults filled in
+                ours.update(theirs)  # theirs have the defaults filled in
 
     def _groups(self, *, orthogonal: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
@@ -59,7 +59,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Apply momentum and decay to each rank's own part, and its part of the orthogonalised updates."""
+        """Apply momentum, decay and the orthogonalised updates to each rank's own part."""
         moving = [(group, p) for group in groups for p in group["params"] if p.grad is not None]
         shared = [(group, p) for group, p in moving if is_sharded(p) and not group["stack"]]
         for group, parameter in moving:
@@ -75,7 +75,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             _move(parameter, group, update)
 
     def _nesterov(self, parameter: Tensor) -> Tensor:
-        """Take the gradient into the momentum, and return Nesterov's."""
+        """Update the momentum with the gradient, and return Nesterov's momentum."""
         gradient, state = cast(Tensor, parameter.grad), self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -84,9 +84,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _move(parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-    """Apply decay and an orthogonalised update to this rank's part; by the factor, AdamW's rates and decays serve.
+    """Apply decay and an orthogonalised update to this rank's part; the factor makes AdamW's rates and decays usable.
 
-    Liu et al., arXiv 2502.16982, section 2.2.
+    The factor is from Liu et al., arXiv 2502.16982, section 2.2.
     """
     rows, *others = parameter.shape[1:] if group["stack"] else parameter.shape
     rate = group["lr"] * (0.2 * math.sqrt(max(rows, math.prod(others))))

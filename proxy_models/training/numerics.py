@@ -1,4 +1,4 @@
-"""Everything that determines the numbers of a training besides its hyperparameters."""
+"""Inputs that determine the numbers of a training, except its hyperparameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from proxy_models.serialization import Serializable, converter
 from proxy_models.training.guard_settings import GuardSettings
 
 SEMANTICS = 1
-"""Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
-a sum): results of another number are not reused. tests/muscale/golden.json holds losses that are fixed by the number."""
+"""Version of the computation. Raise it with any change after which the same segment trains to another loss beyond rounding (another
+kernel, another order of a sum); results of other versions are not reused. tests/muscale/golden.json holds this version's losses."""
 ROUNDING = 2
-"""As `SEMANTICS`, for bf16 and fp16 alone: raise it with a change of what is rounded to them; fp32 keys stay. 1 was autocast."""
+"""Version of the values that are rounded to bf16 or fp16, as `SEMANTICS`; fp32 keys do not contain it. Version 1 was autocast."""
 DEPTH_DECAY = 2
-"""As `SEMANTICS`, for a depth exponent below 1 alone. 1 left the decay as it was in depth, so that rate × decay moved."""
+"""Version of the decay in depth, as `SEMANTICS`, for depth exponents below 1. Version 1 kept the decay, so rate × decay changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class Numerics(Serializable):
     """Inputs that determine the numbers of a training, except its segments.
 
     Attributes:
-        model, base: The shape, and the one that its hyperparameters are given at.
-        seed: Seeds the initial values, the data order and dropout.
+        model, base: The shape, and the shape at which its hyperparameters are given.
+        seed: Seed of the initial values, the data order and dropout.
         scheme, depth_exponent, decay_scaling: Arguments of `Family.parametrization`.
         guard: Settings of the stability guard; None: every step is taken.
         stages_by_fraction: True if stages of the corpus end at fractions of the run.
-        run_tokens: Length of the run, set by `for_run`; None where no stage ends at a fraction of it, so that runs of several
-            lengths may share their beginning.
-        rounding: Version of what is rounded to bf16 or fp16; not written, nor in the key, in fp32.
-        depth_decay: Version of the decay in depth; not written, nor in the key, at a depth exponent of 1.
+        run_tokens: Length of the run, set by `for_run`; None if no stage ends at a fraction of the run, so that runs of several
+            lengths can share their beginning.
+        rounding: Value of `ROUNDING`; in fp32 neither written nor part of the key.
+        depth_decay: Value of `DEPTH_DECAY`; at a depth exponent of 1 neither written nor part of the key.
     """
 
     model: Member
@@ -63,14 +63,14 @@ class Numerics(Serializable):
             )
 
     def for_run(self, n_tokens: int) -> Self:
-        """Return the numerics of a run of `n_tokens`; they differ only where the corpus's stages end at fractions of it."""
+        """Return the numerics of a run of `n_tokens`; they differ only if the corpus's stages end at fractions of the run."""
         return replace(self, run_tokens=n_tokens) if self.stages_by_fraction else self
 
     def require_length(self, end: int) -> None:
-        """Require that training may go up to `end` tokens.
+        """Require that training may continue to `end` tokens.
 
         Raises:
-            ValueError: If the run's length must be known, and it is unknown or shorter.
+            ValueError: If the run's length has to be known, and is unknown or shorter.
         """
         if not self.stages_by_fraction:
             return
@@ -82,7 +82,7 @@ class Numerics(Serializable):
             )
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
-        """Return the table of this shape against its base, for an optimizer."""
+        """Return the table of this shape relative to its base, for an optimizer."""
         return family_of(self.base).parametrization(
             self.model,
             self.base,

@@ -1,4 +1,4 @@
-"""Initial values, parameter groups, rates and clipping: one definition for the lean loop and for Lightning, by name."""
+"""Initial values, parameter groups, rates and clipping, by parameter name; the lean loop and Lightning share them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MULTIPLIERS = {
     "readout": "readout_multiplier",
     "attention": "attention_scale",
 }
-"""The zero-dimensional buffer in which a model has each of `ForwardMultipliers`, if it has it."""
+"""Name of the model's zero-dimensional buffer for each of `ForwardMultipliers`; a model may lack buffers."""
 
 
 @torch.no_grad()
@@ -38,12 +38,12 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
 
     A recipe may start the readout at 0.
 
-    Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
-    parameters, nor on how they are sharded.
+    Each tensor has its own generator, seeded by (seed, name), so the values depend neither on the order of the
+    parameters nor on their sharding.
 
     Raises:
-        ValueError: If the model's parameter names are not the table's, a tied readout is to start at zero, there is a rate
-            for embeddings and none of them is untied, or as `set_multipliers`.
+        ValueError: If the model's parameter names differ from the table's, a tied readout would start at zero, there is a rate
+            for embeddings but no untied embedding, or as `set_multipliers`.
     """
     parameters = dict(model.named_parameters())
     if parameters.keys() != parametrization.rules.keys():
@@ -73,7 +73,7 @@ def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
     """Write the forward multipliers into the model's buffers `MULTIPLIERS`.
 
     Raises:
-        FamilyError: If one that is not 1 has no buffer.
+        FamilyError: If a multiplier other than 1 has no buffer.
     """
     buffers = dict(model.named_buffers())
     for name, buffer in MULTIPLIERS.items():
@@ -97,9 +97,9 @@ def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardM
 
 
 def rate_decay_eps(rule: TensorRule, recipe: Recipe, optimizer: OptimizerName) -> tuple[float, float, float]:
-    """Return a tensor's absolute peak rate, weight decay and Adam's eps: here the tuned recipe meets the factors of muP.
+    """Return a tensor's absolute peak rate, weight decay and Adam's eps: the tuned values of the recipe times muP's factors.
 
-    The table has one factor for each (`TensorRule`); the schedule's factor on the rate comes at each step (`set_rates`).
+    The table has one factor for each (`TensorRule`); `set_rates` multiplies the rate by the schedule's factor at each step.
     """
     rates = {
         TensorClass.EMBEDDING: recipe.embedding_rate,
@@ -114,16 +114,16 @@ def rate_decay_eps(rule: TensorRule, recipe: Recipe, optimizer: OptimizerName) -
 
 
 def initial_std(rule: TensorRule, recipe: Recipe) -> float:
-    """Return the standard deviation of a tensor's initial values; 0: all are `rule.init_mean`."""
+    """Return the standard deviation of a tensor's initial values; 0: all values are `rule.init_mean`."""
     zero = recipe.zero_readout and rule.tensor_class is TensorClass.READOUT
     return 0.0 if zero else recipe.init_scale * rule.init_std
 
 
 def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
-    """Make the optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
+    """Make the table's optimizer, with one group for each distinct (rate, decay, eps, algorithm).
 
-    `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
-    "adam" takes no weight decay. AdamW is torch's fused kernel on every device: it rounds otherwise than the unfused one.
+    `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and the rest by AdamW.
+    "adam" has no weight decay. AdamW is torch's fused kernel on every device, since it rounds differently from the unfused one.
     """
     groups: dict[tuple[float, float, float, TensorClass | None], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer
@@ -143,7 +143,7 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
     betas = (recipe.beta1, recipe.beta2)
     match name_of:
         case "lion":
-            from pytorch_optimizer import Lion  # slow to import, and seldom wanted
+            from pytorch_optimizer import Lion  # a late import, since it is slow and rarely needed
 
             return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
         case "adafactor":
@@ -154,11 +154,11 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule_factor: float) -> None:
-    """Set every group to its own peak rate, which has muP's factor, times the schedule's."""
+    """Set every group's rate to its peak rate, which includes muP's factor, times the schedule's factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * schedule_factor
 
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most `max_norm`, and return the norm before; true also for sharded gradients."""
+    """Scale gradients to a global norm of at most `max_norm`, and return the previous norm; also for sharded gradients."""
     return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))

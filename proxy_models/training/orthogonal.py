@@ -1,7 +1,7 @@
-"""Newton–Schulz of matrices, and of sharded ones: each matrix is orthogonalised by one rank, and all ranks have as much to do.
+"""Newton–Schulz for matrices, also sharded: each matrix is orthogonalised by one rank, with the work balanced over ranks.
 
-Two exchanges a step, in the precision of torch's iteration, bf16: parts go to the ranks that orthogonalise them, and come back. A rank
-sends and receives its share of the matrices twice, where gathering all of them would bring every rank everything.
+A step has two exchanges in bf16, the precision of torch's iteration: parts go to the orthogonalising ranks and come back. A rank
+sends and receives its share of the matrices twice, whereas gathering would bring all matrices to every rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Part = tuple[slice, ...]
 
 
 def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
-    """Return an update orthogonalised, bf16: each matrix of a stack, or else the one matrix (outputs, everything else).
+    """Return an update orthogonalised in bf16: each matrix of a stack, or else the single matrix (outputs, all other dimensions).
 
-    torch's iteration takes one matrix; what follows is the same for many.
+    torch's iteration supports a single matrix; the code for stacks repeats its steps.
     """
     if not stack:
         coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
@@ -49,26 +49,26 @@ def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
 
 
 class Orthogonalization:
-    """Orthogonalises the same sharded matrices at every step; the ranks of their mesh must be all there are."""
+    """Orthogonalises the same sharded matrices at every step; the ranks of their mesh must be all ranks."""
 
     def __init__(self, like: Sequence[DTensor]) -> None:
-        """Take matrices of the same shapes and placements as those to come."""
+        """Prepare for matrices with these shapes and placements."""
         self._mesh = like[0].device_mesh
         self._matrices = [(matrix.shape, tuple(matrix.placements)) for matrix in like]
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
 
     @cached_property
     def _places(self) -> list[list[int]]:
-        """The coordinates of each rank in the mesh."""
+        """Coordinates of each rank in the mesh."""
         return [self._mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in self._ranks]
 
     @cached_property
     def owners(self) -> list[int]:
-        """The rank of each matrix: the largest is next, and goes to the rank with the least work."""
+        """Rank of each matrix: in descending size, each matrix goes to the rank with the least work."""
         work = [0] * len(self._ranks)
         owners = [0] * len(self._matrices)
         sizes = [(shape[0], shape[1:].numel()) for shape, _ in self._matrices]
-        costs = [max(size) * min(size) ** 2 for size in sizes]  # as the products of the iteration
+        costs = [max(size) * min(size) ** 2 for size in sizes]  # proportional to the iteration's products
         for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
             owners[number] = min(self._ranks, key=work.__getitem__)
             work[owners[number]] += costs[number]
@@ -80,7 +80,7 @@ class Orthogonalization:
 
     @cached_property
     def _parts(self) -> list[list[Part]]:
-        """The part of each matrix that each rank has."""
+        """Part of each matrix on each rank."""
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
         known = {}
@@ -96,7 +96,7 @@ class Orthogonalization:
 
     @cached_property
     def _sources(self) -> list[set[int]]:
-        """The ranks of the owner's copy of each matrix, which have all of it between them, once."""
+        """Ranks of the same copy of each matrix as its owner; together they have each entry once."""
         sources = []
         for owner, (_, placements) in zip(self.owners, self._matrices, strict=True):
             copies = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
@@ -127,7 +127,7 @@ def _size(part: Part) -> tuple[int, ...]:
 
 
 def _exchanged(given: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[Tensor]:
-    """Send every rank its tensors, and return those of these shapes that every rank sends."""
+    """Send every rank its tensors, and return the received tensors, whose shapes are given by sender."""
     sizes = [[torch.Size(shape).numel() for shape in of] for of in shapes]
     flat = [tensor.flatten() for of in given for tensor in of]
     received = like.new_empty(sum(map(sum, sizes)))

@@ -1,6 +1,6 @@
-"""Precision of a training: the dtype that a model computes in, and fp16's loss scale; weights, moments and the loss are always fp32.
+"""Precision of a training: the dtype in which a model computes, and fp16's loss scale; weights, moments and the loss are always fp32.
 
-On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
+On a GPU, fp32 does not mean TF32, unless the process allows TF32 by `torch.set_float32_matmul_precision`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from proxy_models.architecture.memory import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`Decoder.compute_dtype` of each precision."""
-LEAST_SCALE = 2.0**-14  # gradients that overflow at a loss scale below this overflow at any
-_FIRST_SCALE = 2.0**16  # torch's default; it halves with each overflow and doubles after 2000 steps without one
+LEAST_SCALE = 2.0**-14  # gradients that overflow at a smaller loss scale overflow at any
+_FIRST_SCALE = 2.0**16  # torch's default; the scale halves at each overflow and doubles after 2000 steps without one
 
 
 @cache
 def unsupported(precision: Precision, device: torch.device) -> str | None:
-    """Return the reason why this device cannot train in this precision, or None; it multiplies two small matrices."""
+    """Return the reason why this device cannot train in this precision, or None; test this by a small matrix product."""
     try:
         matrix = torch.ones(2, 2, device=device, dtype=DTYPES[precision])
         _ = matrix @ matrix
@@ -30,7 +30,7 @@ def unsupported(precision: Precision, device: torch.device) -> str | None:
 
 
 class LossScaler:
-    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out.
+    """Loss scale of fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2); leaves out a step whose gradients overflow.
 
     The scale is read after every step, which waits for a GPU; bf16 needs no scale.
     """
@@ -43,11 +43,11 @@ class LossScaler:
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to go backward from."""
+        """Return the loss for the backward pass."""
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients to their own size."""
+        """Divide the gradients by the loss scale."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *, take: bool = True) -> None:
@@ -57,7 +57,7 @@ class LossScaler:
         self._scaler.update()
 
     def state(self) -> Tensor:
-        """Scale and steps without overflow."""
+        """Return the scale and the number of steps without overflow."""
         values = self._scaler.state_dict()
         return torch.tensor([values["scale"], values["_growth_tracker"]], dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""State from which a training goes on exactly, as tensors by name, in memory and on disk."""
+"""State from which a training continues exactly, as tensors by name, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from proxy_models.files import atomic_write
 
 
 class StateError(ValueError):
-    """Error for a file that holds no complete training state: torn, or changed since it was written."""
+    """Error for a file without a complete training state: the file is truncated, or changed after writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class TrainState:
     """State of a training after a number of tokens.
 
     Attributes:
-        tensors: Weights, the optimizer's moments, and the state of loss scaling and guard; on the CPU, so that any device
-            can go on from them.
+        tensors: Weights, the optimizer's moments, and the state of loss scaling and guard; on the CPU, so that training can
+            continue on any device.
     """
 
     tokens: int
@@ -36,10 +36,10 @@ class TrainState:
     tensors: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write to `path`, whole or not at all.
+        """Write the state to `path` atomically.
 
         Raises:
-            OSError: If the disk is full, or can't be written.
+            OSError: If the disk is full or not writable.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         table = self.parametrization.to_dict()
@@ -51,28 +51,28 @@ class TrainState:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
+        """Read a state that `save` wrote.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            StateError: If it is torn, or a byte of it changed since.
+            StateError: If the file is truncated, or a byte changed after writing.
         """
         try:
             with zipfile.ZipFile(path) as archive:
-                changed = archive.testzip()  # torch writes a checksum of each tensor and never reads it
+                changed = archive.testzip()  # torch writes a checksum of each tensor but never reads it
             if changed:
                 raise StateError(f"{path}: {changed} does not hold its checksum")
             saved = torch.load(path, weights_only=True, map_location="cpu")
             table = Parametrization.from_dict(saved["parametrization"])
             return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])
-        except Exception as error:  # of a damaged file every layer has errors of its own
+        except Exception as error:  # each layer raises different errors for a damaged file
             if isinstance(error, StateError) or (isinstance(error, OSError) and error.filename is not None):
                 raise
             raise StateError(f"{path}: can't be read as a training state: {error}") from error
 
 
 class _ErrorKeepingWriter(io.BufferedWriter):
-    """Keeps the error of a write: torch reports only that it found itself at an unexpected position."""
+    """Writer that keeps the error of a write; torch reports only an unexpected position."""
 
     error: OSError | None = None
 
@@ -85,9 +85,9 @@ class _ErrorKeepingWriter(io.BufferedWriter):
 
 
 def buffer_check(module: nn.Module) -> Callable[[], None]:
-    """Return a check that the persistent buffers are what they are now, since no state or checkpoint keeps them.
+    """Return a check that the persistent buffers still have their current values, since no state or checkpoint stores them.
 
-    It raises FamilyError if one has changed, and waits for the device.
+    The check raises FamilyError if a buffer has changed, and waits for the device.
     """
     kept = module.state_dict(keep_vars=True).keys()
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if name in kept}
@@ -105,7 +105,7 @@ def buffer_check(module: nn.Module) -> Callable[[], None]:
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
+    """Return copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
     tensors = {}
     for name, parameter in module.named_parameters():
         tensors[f"weight/{name}"] = parameter.detach().clone()
@@ -115,13 +115,13 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all tensors but the optimizer's state, that of a guard's snapshot included, for another optimizer to go on with."""
+    """Return the tensors without the optimizer's state, also in a guard's snapshot, for training with another optimizer."""
     return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
 
 
 @torch.no_grad()
 def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Write back what `capture` copied, on the devices of module and optimizer; the tensors stay the caller's."""
+    """Write back the tensors of `capture`, on the devices of module and optimizer; the caller's tensors stay unchanged."""
     fused = {parameter: group.get("fused") for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -131,7 +131,7 @@ def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
         state = states[name]
         parameter.copy_(laid_out(state["weight"], parameter))
         optimizer.state[parameter] = {
-            # torch counts steps on the CPU, unless a fused kernel does
+            # torch counts steps on the CPU, except in a fused kernel
             kind: laid_out(tensor, parameter).to(
                 "cpu" if kind == "step" and not fused[parameter] else parameter.device, copy=True
             )

@@ -1,10 +1,10 @@
-"""One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning take it.
+"""One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning use this step.
 
-Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. With
-another micro-batch size, number of ranks or kind of device the draws differ, from the same distribution.
+A step's random numbers (dropout) are a function of (seed, tokens seen, rank), so that a resumed run draws the same. With
+another micro-batch size, number of ranks or kind of device, other numbers are drawn from the same distribution.
 
-On a GPU no step waits but in fp16, for the loss scale, and with a guard that rewinds or whose optimizer is not AdamW: its fused kernel
-alone leaves out a step, with moments and count of steps, by a flag on the device.
+On a GPU a step waits for the device only in fp16, to read the loss scale, and with a guard that rewinds or whose optimizer is not
+AdamW. Only AdamW's fused kernel can leave out a step, including moments and step count, by a flag on the device.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
 from proxy_models.training.state import buffer_check, capture, restore, without_moments
 
-GOOD = "good/"  # prefix of the guard's snapshot in a memory
+GOOD = "good/"  # prefix of the guard's snapshot in `memory`
 
 
 def step_seed(seed: int, tokens: int, rank: int) -> int:
-    """Seed of the random numbers that a rank draws in the step after `tokens` tokens."""
+    """Return the seed of the random numbers that a rank draws in the step after `tokens` tokens."""
     digest = hashlib.sha256(f"step/{seed}/{tokens}/{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Stepper:
-    """Takes the steps of one training, with the state that passes between steps besides weights and moments.
+    """Steps of one training, with the state that passes between steps besides weights and moments.
 
     Attributes:
-        micro_batch: Sequences of one forward and backward pass; None: all of the (local) batch.
-        verdicts: Why steps were not taken, by their number, as of the last `settle`.
+        micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
+        verdicts: Reasons of refused steps, by step number, as of the last `settle`.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Stepper:
         Args:
             module: The model, on its device, sharded or not.
             optimizer: Its optimizer, with a peak rate in each group.
-            numerics: Gives seed, guard and whether a loss scale is needed; the module has the precision already.
-            loss: `Family.training_loss`, or the same compiled; None: the family's.
-            micro_batch: As the attribute.
+            numerics: Source of seed, guard and the need for a loss scale; the module already computes in their precision.
+            loss: `Family.training_loss`, possibly compiled; None: the family's.
+            micro_batch: Value of the attribute.
             ranks: Number of ranks that share a batch; the sharding averages their gradients.
-            mean: Averages a loss over ranks.
+            mean: Function that averages a loss over ranks.
             before_part: Called before each of several micro-batches with True for the step's last.
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
@@ -85,7 +85,7 @@ class Stepper:
 
     @property
     def parametrization(self) -> Parametrization:
-        """The table that the training follows."""
+        """Table of the training's current optimizer."""
         return self._numerics.parametrization(self.recipe.optimizer)
 
     @property
@@ -95,11 +95,11 @@ class Stepper:
 
     @property
     def divergence(self) -> Divergence | None:
-        """The first step that ended the training."""
+        """First step that ended the training, or None."""
         return next((verdict for verdict in self.verdicts.values() if isinstance(verdict, Divergence)), None)
 
     def settle(self) -> None:
-        """Read the guard's verdicts on the steps since the last time; waits for the device."""
+        """Read the guard's verdicts on the steps since the last call; wait for the device."""
         if self._guard:
             self.verdicts |= self._guard.read()
 
@@ -108,8 +108,8 @@ class Stepper:
     ) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; return its loss and its gradient norm before clipping.
 
-        `of` is the number of sequences in the global batch; None: every rank has as many as this one. A step with a verdict leaves
-        weights, moments and the optimizer's count of steps as they were.
+        `of` is the number of sequences in the global batch; None: every rank has as many as this rank. A refused step leaves
+        weights, moments and the optimizer's step count unchanged.
         """
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
@@ -119,7 +119,7 @@ class Stepper:
         is_first = self._check_buffers is None
         self._check_buffers = self._check_buffers or buffer_check(self.module)
         loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
-        if is_first:  # and again in `memory`, but not at every step, as it waits for the device
+        if is_first:  # `memory` checks again; each step would be too often, since the check waits for the device
             self._check_buffers()
         if self._scaler:
             self._scaler.unscale(self.optimizer)
@@ -139,7 +139,7 @@ class Stepper:
     def _accumulate(self, sequences: Tensor, of: int) -> Tensor:
         """Add the gradients of this rank's part of the mean over `of` sequences, and return that part of the loss.
 
-        Where shares differ by a sequence, a rank may have one pass less than others: it joins theirs, as all gather weights.
+        If shares differ by a sequence, a rank may have fewer passes; it then runs a pass of weight 0, as all ranks gather weights.
         """
         largest = -(-of // self._ranks)
         if not self.micro_batch or largest <= self.micro_batch:
@@ -160,9 +160,9 @@ class Stepper:
         return loss.detach()
 
     def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
-        """Whether to call the optimizer, which leaves a masked step out by itself."""
+        """Return whether to call the optimizer; for a skipped step AdamW is called with a flag and does nothing."""
         if self._scaler and bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm)):
-            return True  # the scaler leaves the step out, and tries a smaller scale
+            return True  # the scaler leaves the step out and reduces the scale
         passes = guard.judge(number, loss, norm)
         if guard.settings.action == "skip" and isinstance(self.optimizer, AdamW) and not self._scaler:
             self.optimizer.found_inf = (~passes).float()  # type: ignore[attr-defined]  # as torch's own loss scaler sets it
@@ -173,18 +173,18 @@ class Stepper:
         return number not in self.verdicts
 
     def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-        """Go on under another recipe with an optimizer made for it.
+        """Continue under another recipe with an optimizer made for this recipe.
 
-        An optimizer of the same kind takes over the moments; with another kind the guard's snapshot loses them, too.
+        An optimizer of the same kind takes over the moments. Another kind starts with new moments, also in the guard's snapshot.
         """
         if recipe.optimizer == self.recipe.optimizer:
-            optimizer.state.update(self.optimizer.state)  # by parameter, whatever the groups
+            optimizer.state.update(self.optimizer.state)  # by parameter, so that groups may differ
         else:
             self._good = without_moments(self._good)
         self.optimizer, self.recipe = optimizer, recipe
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the state that the next step needs besides weights and moments: loss scale, the guard's window, its snapshot.
+        """Return the state that the next step needs besides weights and moments: loss scale, guard's window, guard's snapshot.
 
         Raises:
             FamilyError: If the next step would also need buffers that a step has changed.
@@ -200,7 +200,7 @@ class Stepper:
         return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
 
     def remember(self, tensors: dict[str, Tensor]) -> None:
-        """Load what `memory` returned."""
+        """Load the tensors that `memory` returned."""
         if self._scaler:
             self._scaler.load(tensors["scaler"])
         if self._guard:

@@ -1,8 +1,8 @@
-"""Memory that training takes of a model of any family, found by tracing one pass of it on fake tensors.
+"""Memory for training a model of any family, estimated by tracing one pass on fake tensors.
 
-Fake tensors have shapes and no values (torch's `FakeTensorMode`), so that a model of any width is traced on any machine; torch's
-`MemTracker` counts the storages that live at a time. The operators are those of a CPU: a GPU's kernels keep a little more or less. The
-state and what ranks gather follow from the sizes of parameters, and are upper bounds.
+Fake tensors have shapes but no values (torch's `FakeTensorMode`), so a model of any width can be traced on any machine; torch's
+`MemTracker` counts the storages that exist at a time. The operators are those of a CPU; a GPU's kernels keep slightly more or less.
+The state and the gathered weights follow from the sizes of parameters, and are upper bounds.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from proxy_models.training.precision import DTYPES
 
 _FP32 = 4
 _SHORT, _LONGER = 16, 32
-"""Tokens of the sequences that a long recurrence is traced on."""
-_MANY_OPERATORS = 10_000  # which take 1 s
+"""Tokens of the sequences on which a long recurrence is traced."""
+_MANY_OPERATORS = 10_000  # tracing this many takes 1 s
 
 
 def estimated_memory(member: Member, *, tensor_parallel: int = 1, **conditions: Any) -> MemoryEstimate:
-    """Memory of training on each device: the decoder's by `training_memory`, else traced; no other model shares products.
+    """Estimate the memory of training on each device: a decoder by `training_memory`, other models (no shared products) by tracing.
 
     Raises:
-        ValueError: As these two.
+        ValueError: As `training_memory` and `traced_memory`.
     """
     if isinstance(member, ModelConfig):
         return training_memory(member, tensor_parallel=tensor_parallel, **conditions)
@@ -60,14 +60,14 @@ def traced_memory(
     world_size: int = 1,
     checkpointing: Checkpointing = "none",
 ) -> MemoryEstimate:
-    """Memory of training on each device, as `training_memory` has it for the decoder.
+    """Estimate the memory of training on each device, as `training_memory` does for the decoder.
 
     Args:
-        member: The model, of a family that is imported in this process.
+        member: Model of a family that is imported in this process.
         micro_batch, precision, optimizer, sharding, world_size, checkpointing: As for `training_memory`.
 
     Raises:
-        ValueError: If the family is not imported here, has no such precision or checkpointing, or the pass can't be traced.
+        ValueError: If the family is not imported here, lacks the precision or checkpointing, or the pass can't be traced.
     """
     share, n = 1 if sharding == "none" else world_size, member.n_params_total
     of_pass = _Pass(precision=precision, checkpointing=checkpointing, trains=True, is_gathered=world_size > 1)
@@ -76,7 +76,7 @@ def traced_memory(
     if world_size > 1:
         largest, rest, weight = _units(member, precision)
         gathered = weight * (n if sharding in ("none", "zero2") else rest + 2 * largest)
-        reduced = (weight + _FP32) * max(largest, rest)  # a unit's gradients, and the buffer in which they are reduced
+        reduced = (weight + _FP32) * max(largest, rest)  # a unit's gradients, and the fp32 buffer for their reduction
     return MemoryEstimate(
         parameters=_FP32 * n // share,
         gathered=gathered,
@@ -93,7 +93,7 @@ def traced_memory(
 def traced_evaluation(
     member: Member, sequences: int, training: MemoryEstimate, precision: Precision = "fp32", *, world_size: int = 1
 ) -> int:
-    """Bytes on each device that evaluates `sequences` at a time within a training: its state without gradients, and a pass.
+    """Return the bytes on each device during an evaluation within training: state without gradients, and a pass of `sequences`.
 
     Raises:
         ValueError: As `traced_memory`.
@@ -104,7 +104,7 @@ def traced_evaluation(
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """A pass of a model; FSDP2 gathers weights in the model's `compute_dtype`, where it has one."""
+    """A pass of a model; FSDP2 gathers weights in the model's `compute_dtype`, if it has this attribute."""
 
     precision: Precision
     checkpointing: Checkpointing
@@ -112,7 +112,7 @@ class _Pass:
     is_gathered: bool
 
     def peak(self, member: Member, sequences: int) -> int:
-        """The most bytes that it makes at a time; of a deep model linear in depth, from two and four blocks."""
+        """Return the peak bytes of the pass's tensors; for a deep model extrapolated linearly in depth from two and four blocks."""
         depth, by_block = member.n_layers, self._operators(member)
         if depth <= 4:
             return self._of_depth(member, depth, sequences, by_block)
@@ -120,17 +120,17 @@ class _Pass:
         return two + (four - two) * (depth - 2) // 2
 
     def _operators(self, member: Member) -> float:
-        """Operators of one block whose number grows with the context; none but of a recurrence."""
+        """Return the operators of one block that grow with the context; only a recurrence has any."""
         if member.context_length <= _LONGER:
             return 0.0
         shorter, longer = (self._traced(member, 1, 1, tokens)[1] for tokens in (_SHORT // 2, _SHORT))
         return (longer - shorter) / (_SHORT // 2) * member.context_length
 
     def _of_depth(self, member: Member, depth: int, sequences: int, by_block: float) -> int:
-        """The most bytes of a model of so many blocks; of a long recurrence, of as many tokens in shorter sequences.
+        """Return the peak bytes at this depth; for a long recurrence from the same number of tokens in shorter sequences.
 
-        What it makes for each token is the same then, and what it makes for a step of all sequences is more. Where sequences of
-        twice as many tokens take more, it makes something for each pair of tokens, and is traced at full length.
+        Shorter sequences need the same memory per token, and more per time step of all sequences. If sequences of twice the
+        length need more, memory grows with pairs of tokens, and the model is traced at full length.
         """
         tokens = sequences * member.context_length
         if by_block * depth > _MANY_OPERATORS and tokens % _LONGER == 0:
@@ -142,13 +142,13 @@ class _Pass:
         return self._traced(member, depth, sequences, member.context_length)[0]
 
     def _traced(self, member: Member, depth: int, sequences: int, context: int) -> tuple[int, int]:
-        """The most bytes of a pass, and how many operators it called."""
+        """Return the peak bytes of a pass and the number of its operators."""
         family, tracker = replace(family_of(member), context_length=context), _Tracker()
         try:
             with FakeTensorMode(), torch.set_grad_enabled(self.trains):
                 model = self._build(family, member.d_model, depth)
                 for parameter in model.parameters() if self.trains else ():
-                    parameter.grad = torch.zeros_like(parameter)  # of earlier passes
+                    parameter.grad = torch.zeros_like(parameter)  # stands for the gradients of earlier passes
                 tokens = torch.zeros(sequences, context + 1, dtype=torch.int64)
                 tracker.track_external(model, tokens)
                 before = _total(tracker, "current")
@@ -157,7 +157,7 @@ class _Pass:
                         family.training_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
                     else:
                         family.evaluation_loss(model, tokens)
-        except Exception as error:  # whatever the model raises
+        except Exception as error:  # the model may raise anything
             raise ValueError(
                 f"a pass of {member} can't be traced on fake tensors ({type(error).__name__}: {error})"
             ) from error
@@ -178,7 +178,7 @@ class _Pass:
 
 
 class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
-    """A tracker that counts operators, too."""
+    """Memory tracker that also counts operators."""
 
     n_operators = 0
 
@@ -193,7 +193,7 @@ def _total(tracker: MemTracker, when: str) -> int:
 
 
 def _adafactor_bytes(member: Member) -> int:
-    """Bytes of the rows and columns of every tensor's last two dimensions, and of vectors, which each device has."""
+    """Return the bytes of the means of rows and columns of every tensor's last two dimensions, and of vectors, on each device."""
     shapes = [parameter.shape for parameter in parameter_shapes(member).values()]
     return _FP32 * sum(
         shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel() for shape in shapes
@@ -201,7 +201,7 @@ def _adafactor_bytes(member: Member) -> int:
 
 
 def _units(member: Member, precision: Precision) -> tuple[int, int, int]:
-    """Parameters of the largest unit that `proxy_models.training.fsdp.shard` shards by itself, those of the rest, bytes of each."""
+    """Return the largest unit's parameters that `fsdp.shard` shards by itself, the rest's parameters, and the bytes of each."""
     family = family_of(member)
     with torch.device("meta"):
         model = family.build(member.d_model, member.n_layers)

@@ -1,4 +1,4 @@
-"""Models kept between trainings: a few, one for each shape and precision, compiled or not."""
+"""Cache of a few models between trainings, by shape and precision, compiled or not."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _WARM_MODELS = 4
 WARM_SHARE = 0.1
-"""Share of a GPU's memory that idle models may take (assumed); their optimizer's state goes with their training."""
+"""Share of a GPU's memory that idle models may take (assumed); the state of their optimizers is freed after training."""
 
 
 class WarmModel:
     """One model of one shape and precision on one device, kept between trainings; compiled or eager.
 
-    On a mesh of all ranks it is sharded over them, and they train and evaluate it together. Compiled is the loss as a whole, or,
-    sharded, each block, as in a full run: what gathers weights lies between the graphs.
+    On a mesh of all ranks the model is sharded, and all ranks train and evaluate it together. Compilation covers the whole loss or,
+    if sharded, each block, as in a full run: the gathering of weights happens between the graphs.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class WarmModel:
     ) -> None:
         self.family, self._mesh = family_of(config), mesh
         self._compiles_blocks = compiled and mesh is not None
-        self.module = build(config)  # on the CPU, so that its constants are the same everywhere
+        self.module = build(config)  # built on the CPU, so that the constants are the same on every device
         self.family.set_precision(self.module, DTYPES[precision])
         if compiled:
             self.family.compile_loss(self.module)
         if mesh:
-            from proxy_models.training.fsdp import shard  # slow to import
+            from proxy_models.training.fsdp import shard  # a late import, since it is slow
 
             if compiled:
                 _compile(self.family.blocks_of(self.module))
@@ -60,9 +60,9 @@ class WarmModel:
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor, batch: int) -> float:
-        """Mean loss over the sequences, nats per token: `batch` at a time on a rank, in the training's precision.
+        """Return the mean loss over the sequences, nats per token, in passes of `batch` per rank, in the training's precision.
 
-        It is eager and without dropout; all ranks get the same.
+        The evaluation is eager and without dropout; all ranks return the same value.
         """
         module, was_training = self.module, self.module.training
         rank, ranks = (self._mesh.get_local_rank(), self._mesh.size()) if self._mesh else (0, 1)
@@ -86,7 +86,7 @@ class WarmModel:
 
 
 class WarmModels:
-    """Cache of warm models on one device, which drops the least recently used: all but four, or those beyond so many bytes."""
+    """Cache of warm models on one device; drops the least recently used beyond four models, or beyond `limit` bytes."""
 
     def __init__(self, device: torch.device = CPU, *, limit: int | None = None, mesh: DeviceMesh | None = None) -> None:
         self._device, self._limit, self._mesh = device, limit, mesh
@@ -111,7 +111,7 @@ class WarmModels:
 
 
 def _compile(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block; those of one class share their graphs with one another, and with no other model's."""
+    """Compile each block; blocks of one class share graphs with each other, but not with other models."""
     own: dict[type[nn.Module], Callable[..., Any]] = {}
     for block in blocks:
         kind = type(block)
@@ -120,10 +120,10 @@ def _compile(blocks: Iterable[nn.Module]) -> None:
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function over a code object of its own.
+    """Return the same function with its own code object.
 
-    Dynamo keeps graphs by code object and for ever: with a shared one, shapes would add up to the recompile limit however
-    few are warm. These graphs go with the model.
+    Dynamo keeps graphs per code object forever: with a shared code object, shapes would add up to the recompile limit however
+    few models are warm. With its own, the graphs are freed with the model.
     """
     if not isinstance(function, types.FunctionType):
         raise TypeError(f"only a plain function can be copied, got {function!r}")
