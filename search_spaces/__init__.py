@@ -1,9 +1,9 @@
 """Search spaces of hyperparameters, and the rules by which tuned values transfer.
 
-A `Space` maps each hyperparameter to a distribution, with priors, conditions and constraints where wanted; it samples, makes
-grids, encodes into the unit cube, and reads and writes plain tables. `narrow` cuts it to the region of the best trials.
-`transferability` classifies how a tuned value gets to a larger size. `ready_made` spaces come with the sources of their
-bounds. Needs numpy, scipy and pandas only: the application translates a space for its search library.
+A `Space` maps each hyperparameter to a distribution, optionally with priors, conditions and constraints. It samples, makes
+grids, encodes into the unit cube, and reads and writes plain tables. `narrow` cuts a space to the region of the best trials.
+`transferability` classifies how a tuned value is carried to a larger size. `ready_made` spaces state the sources of their
+bounds. The package needs only numpy, scipy and pandas; the application translates a space for its search library.
 """
 
 from search_spaces.base import Distribution, Scalar, Value

@@ -22,17 +22,17 @@ Value: TypeAlias = Scalar | Weights
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Distribution(ABC):
-    """The values over which one hyperparameter is searched, as a map from a cube.
+    """Distribution over the values of one hyperparameter, as a map from a cube.
 
-    `decode` takes a point of the unit cube, one place in [0, 1] for each dimension, to a value and `encode` takes it back,
-    so that a surrogate model sees one scale for all, and a sample is `decode` of uniform draws. The fields of a subclass
-    are the keys of its table.
+    `decode` maps a point of the unit cube, one place in [0, 1] for each dimension, to a value, and `encode` maps the value back.
+    A surrogate model therefore sees the same scale for all hyperparameters, and a sample is `decode` of uniform draws. The fields
+    of a subclass are the keys of its table.
 
     Attributes:
-        kind: The name under the key "distribution" of a table.
+        kind: Name under the key "distribution" of a table.
         takes_points: True if a grid can be coarse or fine; otherwise it holds every value.
-        prior: Belief about the best value; samples follow it, grids and the map from the cube do not.
-        when: Values of other hyperparameters for which this one is active; the space applies it.
+        prior: Belief about the best value; samples follow the prior, grids and the map from the cube do not.
+        when: Values of other hyperparameters for which this hyperparameter is active; the space checks them.
     """
 
     kind: ClassVar[str]
@@ -64,27 +64,27 @@ class Distribution(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Bring the fields of the subclass into one form, or raise a SpaceError."""
+        """Normalise the fields of the subclass, or raise a SpaceError."""
 
     @abstractmethod
     def _encode(self, value: Any) -> tuple[float, ...]:
-        """`encode` of a value known to lie in the support."""
+        """Return `encode` of a value that lies in the support."""
 
     @abstractmethod
     def _decode(self, places: Sequence[float]) -> Value:
-        """`decode` of places known to be as many as the dimensions, in [0, 1]."""
+        """Return `decode` of as many places in [0, 1] as there are dimensions."""
 
     @abstractmethod
     def _grid(self, n: int) -> list[Value]:
-        """`grid` of an n known to be at least 1."""
+        """Return `grid` of an n of at least 1."""
 
     @abstractmethod
     def _densities(self, prior: Prior) -> tuple[Density, ...]:
-        """The prior's density along each dimension, for a centre known to lie in the support."""
+        """Return the prior's density along each dimension, for a centre in the support."""
 
     @abstractmethod
     def _support(self) -> str:
-        """The values, in a few characters."""
+        """Return the support in a few characters."""
 
     def encode(self, value: object) -> tuple[float, ...]:
         """Return the places of `value` in [0, 1], one for each dimension.
@@ -100,7 +100,7 @@ class Distribution(ABC):
         """Return the value at the places, one for each dimension.
 
         Raises:
-            SpaceError: If their number differs from the dimensions, or one is not in [0, 1].
+            SpaceError: If the number of places differs from the dimensions, or a place is not in [0, 1].
         """
         if len(places) != self.dimensions:
             raise SpaceError(f"{self.kind} decodes {self.dimensions} places, got {len(places)}")
@@ -110,7 +110,7 @@ class Distribution(ABC):
         return self._decode([float(u) for u in places])
 
     def from_prior(self, places: Sequence[float]) -> tuple[float, ...]:
-        """Map uniformly distributed places to ones that follow the prior; without a prior, to themselves."""
+        """Map uniformly distributed places to places that follow the prior; without a prior, return them unchanged."""
         if self.prior is None:
             return tuple(places)
         densities = self._densities(self.prior)
@@ -128,13 +128,13 @@ class Distribution(ABC):
         return sum(density.log(u) for density, u in zip(self._densities(self.prior), places, strict=True))
 
     def sample(self, rng: np.random.Generator) -> Value:
-        """Draw one value, by the prior where there is one."""
+        """Draw one value, by the prior if there is one."""
         return self._decode(self.from_prior([rng.random() for _ in range(self.dimensions)]))
 
     def grid(self, n: int) -> list[Value]:
-        """Return `n` values at even distances on the distribution's scale, both ends included; the middle for n = 1.
+        """Return `n` values at even distances on the distribution's scale, including both bounds; the middle for n = 1.
 
-        Integers that round to the same are one value. A distribution that takes no points gives all its values for any `n`.
+        Integers that round to the same number appear once. A distribution that takes no points returns all its values for any `n`.
 
         Raises:
             SpaceError: If `n` is not a whole number of at least 1.
@@ -144,14 +144,14 @@ class Distribution(ABC):
         return self._grid(n)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for TOML or JSON; `distribution_from_dict` makes an equal distribution of them."""
+        """Return plain values for TOML or JSON; `distribution_from_dict` makes an equal distribution of them."""
         when = {"when": self.when.to_dict()} if self.when else {}
         own = {key: plain(value) for key in self._keys() if (value := getattr(self, key)) is not None}
         return {"distribution": self.kind, **own, **when}
 
     @classmethod
     def _keys(cls) -> list[str]:
-        """The keys of a table: those of the kind, then those that every kind has."""
+        """Return the keys of a table: those of the kind, then those of every kind."""
         common = [field.name for field in fields(Distribution)]
         return [field.name for field in fields(cls) if field.name not in common] + common
 

@@ -1,4 +1,4 @@
-"""Ready-made spaces, by name; a mixture's is made for its sources."""
+"""Ready-made spaces, by name; the space of a mixture depends on its sources."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BETA2 = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
 
 def mup_adamw() -> Space:
-    """Space for a small proxy under muP with AdamW, all of it given at the base shape.
+    """Space for a small proxy under muP with AdamW; all values are given at the base shape.
 
     learning_rate: three octaves on either side of 2^-7. Measured here at base width 64: fitted optima from 2^-6.4
         to 2^-7.0 at widths of 32 to 256 (0.2 million tokens), down to 2^-7.9 at 1.2 million tokens (width 64).
     init_scale: factor on every initial standard deviation, which transfers by Tensor Programs V (arXiv 2203.03466);
         two octaves on either side of 1, assumed.
-    weight_decay_tau: AdamW's averaging timescale B / (eta·lambda·D) as a fraction of the run, searched in place of the
-        decay itself (arXiv 2405.13698, 2505.13738); from a twentieth of the run to five runs, assumed.
+    weight_decay_tau: AdamW's averaging timescale B / (eta·lambda·D) as a fraction of the run, searched instead of the
+        decay (arXiv 2405.13698, 2505.13738); from a twentieth of the run to five runs, assumed.
     """
     return Space(
         {
@@ -39,11 +39,11 @@ def mup_adamw() -> Space:
 def mup_adamw_full() -> Space:
     """`mup_adamw` with the forward multipliers and the rates of single groups, for a search of many trials.
 
-    embedding_multiplier, output_multiplier, attention_multiplier: factors on the rule table's, which transfer by Tensor
-        Programs V (arXiv 2203.03466); three octaves on either side of 1, assumed.
-    embedding_rate, output_rate: factors on the rate of the embedding tables and of the readout, the hidden matrices' being
-        learning_rate itself; that they are worth tuning is found by Everett et al. (arXiv 2407.05872); three octaves on
-        either side of 1, assumed.
+    embedding_multiplier, output_multiplier, attention_multiplier: factors on the rule table's multipliers, which transfer by
+        Tensor Programs V (arXiv 2203.03466); three octaves on either side of 1, assumed.
+    embedding_rate, output_rate: factors on the rate of the embedding tables and of the readout; the rate of the hidden matrices
+        is learning_rate. Everett et al. find that tuning them pays (arXiv 2407.05872); three octaves on either side of 1,
+        assumed.
 
     An initial scale of the readout is left out: with Adam, output_multiplier and output_rate together have its effect.
     """
@@ -54,18 +54,18 @@ def mup_adamw_full() -> Space:
 
 
 def mup_lion() -> Space:
-    """`mup_adamw` for optimizer "lion", whose rate is customarily a third to a tenth of AdamW's at the same rate · decay.
+    """`mup_adamw` for optimizer "lion", whose rate is usually a third to a tenth of AdamW's at the same rate · decay.
 
-    The factors are those of Chen et al. (arXiv 2302.06675, section 5), on `mup_adamw`'s range; the timescale of the decay,
-    in which their product stands, keeps its range. Not measured here.
+    The factors are from Chen et al. (arXiv 2302.06675, section 5) and apply to `mup_adamw`'s range. The timescale of the decay,
+    which contains the product, keeps its range. Not measured here.
     """
     return Space({**mup_adamw(), "learning_rate": LogUniform(low=2**-10 / 10, high=2**-4 / 3)})
 
 
 def mup_muon() -> Space:
-    """`mup_adamw` for optimizer "muon", whose updates are scaled to the size of AdamW's so that its values can be reused.
+    """`mup_adamw` for optimizer "muon", whose updates are scaled to the size of AdamW's so that AdamW's values can be reused.
 
-    That they can is found by Liu et al. (arXiv 2502.16982, section 2.2); that the ranges then agree is assumed.
+    Liu et al. find that the values can be reused (arXiv 2502.16982, section 2.2); equal ranges are assumed.
     """
     return mup_adamw()
 
@@ -73,12 +73,12 @@ def mup_muon() -> Space:
 def mup_optimizer() -> Space:
     """`mup_adamw_full` with AdamW's betas and the warmup: every setting of the optimizer that transfers.
 
-    beta1: .9 is the customary value (Kingma and Ba, arXiv 1412.6980), its neighbours are assumed.
+    beta1: .9 is the usual value (Kingma and Ba, arXiv 1412.6980); its neighbours are assumed.
     beta2: between .9, assumed, and Adam's .999 (arXiv 1412.6980), with the .95 of GPT-3 (arXiv 2005.14165) and the .98 of the
-        Transformer (arXiv 1706.03762); the best one rises where the batch is small (Porian et al., arXiv 2406.19146).
+        Transformer (arXiv 1706.03762); the best value is higher for a small batch (Porian et al., arXiv 2406.19146).
     warmup_fraction: from a hundredth to a fifth of the run, assumed.
 
-    The gradient's average is taken over fewer steps than that of its square: beta1 < beta2, as customary.
+    The constraint beta1 < beta2 is usual: the gradient's average covers fewer steps than that of its square.
     """
     more = {
         "beta1": Ordinal(values=(0.8, 0.9, 0.95)),
@@ -89,13 +89,13 @@ def mup_optimizer() -> Space:
 
 
 def schedule() -> Space:
-    """Space of schedules, with lengths as fractions of the run; the constant one is left out, as it is never annealed.
+    """Space of schedules, with lengths as fractions of the run; without the constant schedule, which is never annealed.
 
     warmup_fraction: as in `mup_optimizer`.
     cooldown_fraction: from a twentieth of the run to half of it, assumed; a tenth suffices for MiniCPM (arXiv 2404.06395), and
-        Hägele et al. find a constant rate and a cooldown to scale as cosine does (arXiv 2405.18392).
-    final_fraction: zero (Bergsma et al., arXiv 2502.15938) up to a fifth, assumed, with the tenth of Chinchilla (arXiv
-        2203.15556) between them.
+        Hägele et al. find that a constant rate with a cooldown scales like cosine (arXiv 2405.18392).
+    final_fraction: from zero (Bergsma et al., arXiv 2502.15938) to a fifth, assumed; the tenth of Chinchilla (arXiv
+        2203.15556) is between them.
     """
     cools = Condition.from_dict({"schedule": ["wsd", "wsd_linear", "inverse_sqrt"]})
     return Space(
@@ -109,19 +109,19 @@ def schedule() -> Space:
 
 
 def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
-    """Space of the batch and the values that must follow it, the rate and beta2.
+    """Space of the batch and of the values that depend on it, the rate and beta2.
 
     Args:
         smallest: Tokens of the smallest batch, over all devices.
-        largest: Tokens of the largest, at least twice as many.
+        largest: Tokens of the largest batch, at least twice as many.
 
-    batch_tokens: powers of two. The defaults are the ends of Step Law's grid, 16 and 2,048 sequences of 2,048 tokens (Li et al.,
-        arXiv 2503.04715); a small proxy wants smaller ones.
+    batch_tokens: powers of two. The defaults are the bounds of Step Law's grid, 16 and 2,048 sequences of 2,048 tokens (Li et al.,
+        arXiv 2503.04715); a small proxy needs smaller batches.
     learning_rate: as in `mup_adamw`, an octave wider on either side, assumed: the best rate moves with the batch.
     beta2: as in `mup_optimizer`.
 
-    A ramp is left out: its length is in tokens of one run. Merrill et al. find the critical batch to grow fast early in a run,
-    then to level off (arXiv 2505.23971).
+    A ramp is left out, since its length is in tokens of one run. Merrill et al. find that the critical batch grows fast early in
+    a run and then levels off (arXiv 2505.23971).
 
     Raises:
         SpaceError: If there are not two powers of two between the bounds.
@@ -139,16 +139,16 @@ def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
 
 
 def architecture() -> Space:
-    """Space of the decoder's variants, by the names of its configuration, and of the ratio of width to depth.
+    """Space of the decoder's variants, by the names of `ModelConfig`'s fields, and of the ratio of width to depth.
 
-    activation: the gated one of Shazeer (arXiv 2002.05202), the square of Primer (arXiv 2109.08668), and the two before them.
+    activation: the gated one of Shazeer (arXiv 2002.05202), the square of Primer (arXiv 2109.08668), and their two predecessors.
     norm: RMSNorm (arXiv 1910.07467) or LayerNorm. qk_norm: arXiv 2010.04245.
     positions: rotary (arXiv 2104.09864), ALiBi (arXiv 2108.12409), learned, or none (arXiv 2305.19466); rotary_fraction: the
-        quarter of GPT-NeoX (arXiv 2204.06745) to all.
-    queries_per_kv: multi-head attention, or two or four queries to a key (arXiv 2305.13245); the heads must divide by four.
-    parallel: attention beside the MLP, biases: PaLM goes without (arXiv 2204.02311). tied: arXiv 1608.05859.
-    width_depth_ratio: d_model / n_layers, from 32 to 128, assumed: Kaplan et al. find a model of ratio 715 (6 layers) within 3 %
-        of the loss of one of ratio 33 (48 layers) at about equal size (arXiv 2001.08361, section 3.1).
+        quarter of GPT-NeoX (arXiv 2204.06745), up to all.
+    queries_per_kv: multi-head attention, or two or four queries per key (arXiv 2305.13245); the heads must divide by four.
+    parallel: attention and MLP in parallel; biases: PaLM has none (arXiv 2204.02311). tied: arXiv 1608.05859.
+    width_depth_ratio: d_model / n_layers, from 32 to 128, assumed. Kaplan et al. find the loss of a model of ratio 715 (6 layers)
+        within 3 % of that of ratio 33 (48 layers) at about equal size (arXiv 2001.08361, section 3.1).
 
     Compare at equal parameters or equal FLOPs; the size itself is not in the space.
     """
@@ -176,25 +176,25 @@ def mixture(
     """Space of a data mixture: the weight of each source by token, summing to 1.
 
     Args:
-        sources: Names, at least two.
-        low: Least weight of a source, by name.
-        natural: The mixture of the data as they are, around which samples are drawn; without it, all are equally likely.
+        sources: Names of the sources, at least two.
+        low: Smallest weight of a source, by name.
+        natural: Mixture of the data without reweighting, around which samples are drawn; None: all mixtures are equally likely.
 
-    RegMix trains proxies on mixtures drawn around the natural one, and takes the one that a regression through them predicts
-    best (Liu et al., arXiv 2407.01492); that the order of mixtures is the same at all sizes is its hypothesis. The spread of
-    one half, at which a part of mean weight .2 has a standard deviation of .2, is assumed.
+    RegMix trains proxies on mixtures drawn around the natural mixture, and chooses the mixture with the best prediction by a
+    regression on them (Liu et al., arXiv 2407.01492). Its hypothesis is that mixtures have the same order at all sizes. The spread
+    of one half, at which a part of mean weight .2 has a standard deviation of .2, is assumed.
 
     Raises:
-        SpaceError: If the names, bounds or weights make no simplex.
+        SpaceError: If the names, bounds or weights do not define a simplex.
     """
     prior = Prior(centre=Weights(natural), spread=0.5) if natural is not None else None
     return Space({"data_mixture": Simplex(parts=tuple(sources), low=Weights(low or {}), prior=prior)})
 
 
 def classic() -> Space:
-    """Space customarily searched at full size, without muP; `transferability` classifies which values transfer.
+    """Space usually searched at full size, without muP; `transferability` classifies which values transfer.
 
-    All bounds are assumed: customary ranges, from no single source. Units: rate and decay as AdamW takes them, batch in
+    All bounds are assumed: they are usual ranges, without a single source. Units: rate and decay as AdamW takes them, batch in
     tokens per GPU and step, dropout as a probability, warmup in optimizer steps.
     """
     return Space(

@@ -1,4 +1,4 @@
-"""Conditions under which a hyperparameter is active: that others have certain values."""
+"""Conditions on the values of other hyperparameters, under which a hyperparameter is active."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class OneOf:
-    """One of several values."""
+    """Condition that a value is one of several."""
 
     values: tuple[bool | int | float | str, ...]
 
@@ -56,7 +56,7 @@ class OneOf:
         object.__setattr__(self, "values", tuple(self.values))
 
     def holds(self, value: object) -> bool:
-        """Return True if `value` is one of them; true is not 1."""
+        """Return True if `value` is among them; true is not 1."""
         return any(same(value, known) for known in self.values)
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class OneOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """Values that other hyperparameters, the parents, must have for one to be active; all must hold.
+    """Values that other hyperparameters, the parents, must all have for a hyperparameter to be active.
 
     Attributes:
-        parents: Name and allowed values of each, in the order given.
+        parents: Name and allowed values of each parent, in the given order.
     """
 
     parents: tuple[tuple[str, OneOf | Range], ...]
@@ -78,7 +78,7 @@ class Condition:
         """Read the condition from a table such as `{optimizer = ["adamw", "lion"], n_layers = {low = 4}}`.
 
         Raises:
-            SpaceError: If the table is empty, or an entry neither a list of values nor a range.
+            SpaceError: If the table is empty, or an entry is neither a list of values nor a range.
         """
         if not isinstance(table, Mapping) or not table:
             raise SpaceError(f"when needs a table from names to lists of values or ranges, got {table!r}")
@@ -92,13 +92,13 @@ class Condition:
         return cls(parents=tuple(parents))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` makes an equal condition of them."""
+        """Return plain values; `from_dict` makes an equal condition of them."""
         return {
             name: plain(allowed.values if isinstance(allowed, OneOf) else allowed) for name, allowed in self.parents
         }
 
     def holds(self, config: Mapping[str, object]) -> bool:
-        """Return True if every parent is in `config` with an allowed value."""
+        """Return True if `config` has every parent with an allowed value."""
         return all(name in config and allowed.holds(config[name]) for name, allowed in self.parents)
 
     def __str__(self) -> str:

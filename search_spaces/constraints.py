@@ -1,7 +1,7 @@
 """Constraints: named predicates on several hyperparameters at once.
 
-A table names a rule and its hyperparameters, `{less = ["beta1", "beta2"]}`; it never holds code. Custom rules are Python
-functions registered under a name, and a space is written with that name alone: its reader registers the rule first.
+A table names a rule and its hyperparameters, `{less = ["beta1", "beta2"]}`; it never contains code. Custom rules are Python
+functions registered under a name. A written space has only that name, so its reader has to register the rule first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from search_spaces.prior import is_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A predicate on the values of the named hyperparameters, in their order, and on the bound where it takes one.
+    """A predicate on the values of the named hyperparameters, in their order, and optionally on a bound.
 
     Attributes:
-        predicate: A pure function of the values, and of the bound as the last argument where it takes one.
-        bounded: True if it takes a bound.
-        numeric: True if it is for numbers only.
-        pair: True if it takes exactly two.
+        predicate: Pure function of the values and, if the rule takes a bound, of the bound as the last argument.
+        bounded: True if the rule takes a bound.
+        numeric: True if the rule takes only numbers.
+        pair: True if the rule takes exactly two values.
     """
 
     predicate: Callable[..., bool]
@@ -34,7 +34,7 @@ class Rule:
     pair: bool = False
 
 
-_ROUNDING = 1e-12  # relative: sums, products and quotients of decimal fractions are not exact in binary
+_ROUNDING = 1e-12  # relative; sums, products and quotients of decimal fractions are not exact in binary
 
 
 def _is_multiple(value: float, divisor: float) -> bool:
@@ -58,17 +58,17 @@ _BUILT_IN: dict[str, Rule] = {
     "product_at_least": Rule(predicate=lambda *x: _at_most(x[-1], math.prod(x[:-1])), numeric=True, bounded=True),
     "product_at_most": Rule(predicate=lambda *x: _at_most(math.prod(x[:-1]), x[-1]), numeric=True, bounded=True),
 }
-"""less, at_most: each below (or not above) the next. multiple_of: the first a whole multiple of the second.
-sum_at_most, product_at_least, product_at_most: the sum or product against the bound, to twelve digits."""
+"""less, at_most: each value is below (or not above) the next. multiple_of: the first is a whole multiple of the second.
+sum_at_most, product_at_least, product_at_most: the bound limits the sum or product, to twelve digits."""
 _RULES: dict[str, Rule] = dict(_BUILT_IN)
 
 
 def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
-    """Register `predicate` as a rule, for this process.
+    """Register `predicate` as a rule in this process.
 
     Args:
-        predicate: Takes the values of the constraint's names, in their order, and returns True if they are allowed together.
-            It must be pure: a sample is redrawn until it holds, and a sweep is replayed.
+        predicate: Function of the values of the constraint's names, in their order, that returns True if the combination is
+            allowed. It must be pure, since samples are redrawn until it holds, and sweeps are replayed.
 
     Raises:
         SpaceError: If the name is taken by another predicate.
@@ -80,12 +80,12 @@ def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A rule and its hyperparameters; it holds where one of them is inactive.
+    """A rule and its hyperparameters; the constraint holds if one of them is inactive.
 
     Attributes:
-        rule: "less", "at_most", "multiple_of", "sum_at_most", "product_at_least", "product_at_most", or a registered one.
+        rule: "less", "at_most", "multiple_of", "sum_at_most", "product_at_least", "product_at_most", or a registered name.
         names: The hyperparameters, in the order in which the rule takes them.
-        bound: Bound for the rules that take one; in units of the sum or product.
+        bound: Bound for the rules that take a bound, in units of the sum or product.
     """
 
     rule: str
@@ -112,7 +112,7 @@ class Constraint:
 
     @property
     def numeric(self) -> bool:
-        """True if all its names must be numbers."""
+        """True if all the constraint's hyperparameters must be numbers."""
         return _RULES[self.rule].numeric
 
     @classmethod
@@ -120,7 +120,7 @@ class Constraint:
         """Read the constraint from `{less = ["beta1", "beta2"]}` or `{sum_at_most = {names = ["a", "b"], bound = 0.5}}`.
 
         Raises:
-            SpaceError: If the table is not one rule, the rule is unknown, or its names or bound break it.
+            SpaceError: If the table is not one rule, the rule is unknown, or the names or bound break the rule.
         """
         if not isinstance(table, Mapping) or len(table) != 1:
             raise SpaceError(f'a constraint needs a table with one rule, as {{less = ["a", "b"]}}, got {table!r}')
@@ -133,12 +133,12 @@ class Constraint:
         return cls(rule=rule, names=entry.get("names", ()), bound=entry.get("bound"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` makes an equal constraint of them."""
+        """Return plain values; `from_dict` makes an equal constraint of them."""
         names = list(self.names)
         return {self.rule: names if self.bound is None else {"names": names, "bound": self.bound}}
 
     def holds(self, config: Mapping[str, Any]) -> bool:
-        """Return True if the values are allowed together, or one of the names is missing, being inactive."""
+        """Return True if the values are allowed together, or a name is missing because it is inactive."""
         if any(name not in config for name in self.names):
             return True
         values = [config[name] for name in self.names]

@@ -1,4 +1,4 @@
-"""Cuts of one hyperparameter's support to the range of the best trials, where chance does not explain it."""
+"""Cuts of one hyperparameter's support to the range of the best trials, if chance does not explain that range."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from search_spaces.simplex import Simplex
 from search_spaces.weights import Weights
 
 MARGIN = 2.0
-"""Mean distances between the best trials that a bound keeps from the outermost of them. One would make the range unbiased
-for a uniform region; two keep the optimum in 95 % of planted surfaces (measured here, tests/search_spaces/test_narrow.py), and
-the best cell of Step Law's grids in 99 % of draws of 24 or 40 trials from each (measured here)."""
+"""Distance of a bound from the outermost best trial, in mean distances between the best trials. A margin of one would make the range
+unbiased for a uniform region. A margin of two keeps the optimum in 95 % of planted surfaces (measured here,
+tests/search_spaces/test_narrow.py), and the best cell of Step Law's grids in 99 % of draws of 24 or 40 trials from each (measured
+here)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Decision about one hyperparameter; without a distribution it is dropped."""
+    """Decision about one hyperparameter; without a distribution the hyperparameter is dropped."""
 
     action: str
     reason: str
@@ -37,8 +38,8 @@ def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool
     """Decide about one hyperparameter.
 
     Args:
-        values: Its value in each trial that had one, all in the support.
-        best: True for the trials that count as the best.
+        values: Value in each trial that has the hyperparameter, all in the support.
+        best: True for the trials that count as best.
         level: Probability that chance alone makes a cut.
     """
     if isinstance(distribution, Fixed):
@@ -64,7 +65,7 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
         reason = f"the {m} best are no closer together than {m} random trials may be (p = {chance:.2g})"
         return Step(action="kept", reason=reason, distribution=distribution)
     margin = MARGIN * (high - low) / (m - 1)
-    # On a grid the best may share one value: its tried neighbours stay, too.
+    # On a grid the best trials may share one value, so the tried values next to it stay, too.
     next_below, next_above = places[places < low].max(initial=0.0), places[places > high].min(initial=1.0)
     ends = (max(min(low - margin, next_below), 0.0), min(max(high + margin, next_above), 1.0))
     smaller = _cut(distribution, *ends)
@@ -82,9 +83,9 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
 
 
 def _chance_of_range(m: int, share: float) -> float:
-    """The probability that m uniform draws span at most `share` of their interval.
+    """Return the probability that m uniform draws span at most `share` of their interval.
 
-    Of m among n trials, which can't be drawn twice, it is an upper bound: at m = 12, n = 48 and .01 four times too large.
+    For m of n trials, none of which can be drawn twice, this is an upper bound: at m = 12, n = 48 and .01, four times too large.
     """
     return m * share ** (m - 1) - (m - 1) * share**m
 
@@ -150,7 +151,7 @@ def _choice(distribution: Choice, values: Sequence[Any], best: NDArray[np.bool_]
 
 
 def _chance_of_none(n: int, k: int, m: int) -> float:
-    """The probability that of k marked among n trials none is among m drawn ones (hypergeometric)."""
+    """Return the probability that none of k marked trials among n is among m drawn trials (hypergeometric)."""
     return math.comb(n - k, m) / math.comb(n, m)
 
 
@@ -161,7 +162,7 @@ def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool
         weights = np.array([value[part] for value in values])
         lowest, highest = float(weights[best].min()), float(weights[best].max())
         chance = _chance_of_none(n, int((weights < lowest).sum()), m)
-        # As on a line, the tried neighbours of the best stay, too.
+        # As on a line, the tried weights next to the best stay, too.
         bound = min(lowest - MARGIN * (highest - lowest) / max(m - 1, 1), weights[weights < lowest].max(initial=0.0))
         if chance <= level / len(distribution.parts) and bound > low.get(part, 0.0):
             low[part] = bound

@@ -1,4 +1,4 @@
-"""The distributions of values in a list: with an order, without one, and of a single one."""
+"""Distributions of listed values: with an order, without an order, and of a single value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from search_spaces.prior import Density, Prior, Steps
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Listed(Line):
-    """One of several values, each with an equal share of [0, 1], to whose middle it encodes."""
+    """Distribution of several values, each with an equal share of [0, 1]; a value encodes to the middle of its share."""
 
     takes_points: ClassVar[bool] = False
     values: tuple[Scalar, ...]
@@ -51,7 +51,7 @@ class Listed(Line):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Choice(Listed):
-    """One of several values without an order, equally likely; each encodes to the middle of its share of [0, 1]."""
+    """Equally likely values without an order; each encodes to the middle of its share of [0, 1]."""
 
     kind: ClassVar[str] = "choice"
 
@@ -68,7 +68,7 @@ class Choice(Listed):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Ordinal(Listed):
-    """One of several values in this order, numbers or text, equally likely; each encodes by its rank, so neighbours are near."""
+    """Equally likely values in the given order, numbers or text; each encodes by its rank, so that neighbours are near."""
 
     kind: ClassVar[str] = "ordinal"
 
@@ -78,7 +78,7 @@ class Ordinal(Listed):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Fixed(Distribution):
-    """One value, not searched: it has no dimension."""
+    """Single value that is not searched and has no dimension."""
 
     kind: ClassVar[str] = "fixed"
     takes_points: ClassVar[bool] = False

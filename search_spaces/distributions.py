@@ -1,4 +1,4 @@
-"""The distributions of numbers between two bounds."""
+"""Distributions of numbers between two bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from search_spaces.errors import SpaceError
 from search_spaces.prior import Density, Prior, TruncatedNormal, is_finite
 
 LARGEST_INTEGER = 2**40
-"""Largest bound of an `Integer`; up to here an integer survives `encode` and `decode` exactly, also on a log scale."""
+"""Largest bound of an `Integer`; up to this bound `encode` and `decode` preserve an integer exactly, also on a log scale."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Line(Distribution):
-    """A distribution with one dimension; its prior is a truncated normal, as neighbours are near in all kinds but a choice."""
+    """A distribution with one dimension; its prior is a truncated normal, except for a choice, whose values have no order."""
 
     def _encode(self, value: Any) -> tuple[float, ...]:
         return (self.place(value),)
@@ -33,15 +33,15 @@ class Line(Distribution):
     @property
     @abstractmethod
     def length(self) -> float:
-        """Length of [0, 1] in the units of a prior's spread: the value's, octaves on a log scale, or ranks."""
+        """Length of [0, 1] in the units of a prior's spread: units of the value, octaves on a log scale, or ranks."""
 
     @abstractmethod
     def place(self, value: Any) -> float:
-        """The one place of a value in the support."""
+        """Return the place of a value in the support."""
 
     @abstractmethod
     def at(self, u: float) -> Value:
-        """The value at a place in [0, 1]."""
+        """Return the value at a place in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,7 +72,7 @@ class Interval(Line):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Uniform(Interval):
-    """Real numbers, each interval as likely as it is long."""
+    """Real numbers, uniformly distributed."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -89,14 +89,14 @@ class Uniform(Interval):
         return (float(value) - self.low) / (self.high - self.low)
 
     def at(self, u: float) -> float:
-        # From the nearer end, so that both ends are exact.
+        # The value is computed from the nearer bound, so that both bounds are exact.
         span = self.high - self.low
         return self.low + u * span if u < 0.5 else self.high - (1 - u) * span
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LogUniform(Interval):
-    """Positive real numbers, each interval as likely as its logarithm is long."""
+    """Positive real numbers with a uniformly distributed logarithm."""
 
     kind: ClassVar[str] = "log_uniform"
 
@@ -115,7 +115,7 @@ class LogUniform(Interval):
         return math.log(float(value) / self.low) / math.log(self.high / self.low)
 
     def at(self, u: float) -> float:
-        # From the nearer end, so that both ends are exact.
+        # The value is computed from the nearer bound, so that both bounds are exact.
         span = math.log(self.high / self.low)
         return self.low * math.exp(u * span) if u < 0.5 else self.high * math.exp((u - 1) * span)
 
@@ -124,8 +124,8 @@ class LogUniform(Interval):
 class Integer(Line):
     """Whole numbers, both bounds included.
 
-    An integer k stands for the interval [k - 1/2, k + 1/2] of the real numbers, uniform or with `log` log-uniform,
-    and encodes to the place of k itself.
+    An integer k represents the interval [k - 1/2, k + 1/2] of the real numbers, uniform or with `log` log-uniform,
+    and encodes to the place of k.
     """
 
     kind: ClassVar[str] = "integer"
@@ -165,7 +165,7 @@ class Integer(Line):
         return self._round(self._reals(0.5).at(u))
 
     def _reals(self, margin: float) -> Uniform | LogUniform:
-        """The real numbers from `margin` below the lowest integer to `margin` above the highest."""
+        """Return the real numbers from `margin` below the lowest integer to `margin` above the highest."""
         return (LogUniform if self.log else Uniform)(low=self.low - margin, high=self.high + margin)
 
     def _round(self, real: float) -> int:
@@ -191,5 +191,5 @@ def _check_order(kind: str, low: float, high: float) -> None:
 
 
 def _places(n: int) -> list[float]:
-    """`n` evenly spaced places in [0, 1], both ends included; the middle for n = 1."""
+    """Return `n` evenly spaced places in [0, 1], both ends included; the middle for n = 1."""
     return [0.5] if n == 1 else [i / (n - 1) for i in range(n)]

@@ -1,4 +1,4 @@
-"""The one exception of this package, and the hint that goes into its messages."""
+"""The exception of this package, and the hint in its messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from difflib import get_close_matches
 
 
 class SpaceError(ValueError):
-    """A space, a distribution, a configuration or a name breaks the rule that the message states."""
+    """Error for a space, distribution, configuration or name that breaks the rule in the message."""
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """The message for a name outside `known`: the nearest known name where one is near, then all of them."""
+    """Return the message for a name outside `known`, with the nearest known name if one is near, then all known names."""
     names = list(known)
     near = get_close_matches(str(name), names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,8 +1,8 @@
 """Narrowing of a space to the best region that trials found, with the reason for each cut.
 
-The best trials of a sweep are those with the lowest losses, a quarter of them and at least as many that they lie on both
-sides of an optimum with high probability. Where a hyperparameter matters, they lie closer together along it than as many
-trials drawn at random from all would: the range of m uniform draws has a known distribution (David and Nagaraja, Order
+The best trials of a sweep are those with the lowest losses: a quarter of all, and at least enough that with high probability
+they lie on both sides of an optimum. If a hyperparameter matters, they are closer together along it than the same number of
+trials drawn at random from all. The range of m uniform draws has a known distribution (David and Nagaraja, Order
 Statistics, 2003, section 2.3), which separates evidence from chance. Without evidence nothing is cut.
 """
 
@@ -27,9 +27,9 @@ from search_spaces.registry import can_hold
 from search_spaces.space import Space
 
 LEVEL = 0.05
-"""Probability, over all hyperparameters together, that chance alone makes a cut; at most, as the trials are finitely many."""
+"""Upper bound of the probability, over all hyperparameters together, that chance alone makes a cut; finitely many trials lower it."""
 BEST_SHARE = 0.25
-"""Share of the trials that count as the best; assumed: small enough to be near the optimum, large enough to have a range."""
+"""Share of the trials that count as best (assumed); small enough to be near the optimum, large enough to have a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Narrowed:
     """Result of a narrowing.
 
     Attributes:
-        space: The smaller space; with nothing to cut, an equal one.
+        space: The narrowed space; if there is nothing to cut, an equal space.
         table: A row for each hyperparameter: hyperparameter, action ("cut", "kept", "at the edge", "dropped"), before, after,
-            trials (in which it was active), best (how many of them count as the best), reason.
-        n_diverged: Trials without a loss among them, which count as worse than any other.
-        n_left_out: Trials outside the space.
+            trials (in which it was active), best (number of them that count as best), reason.
+        n_diverged: Number of the `n_trials` without a loss; they count as worse than all others.
+        n_left_out: Number of trials outside the space.
     """
 
     space: Space
@@ -52,11 +52,11 @@ class Narrowed:
 
     @property
     def at_edge(self) -> tuple[str, ...]:
-        """Hyperparameters whose best trials lie at a bound: search on beyond it."""
+        """Hyperparameters whose best trials lie at a bound; the search should extend beyond the bound."""
         return tuple(self.table.loc[self.table["action"] == "at the edge", "hyperparameter"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         numbers = {"n_trials": self.n_trials, "n_diverged": self.n_diverged, "n_left_out": self.n_left_out}
         return {"space": self.space.to_dict(), "table": self.table.to_dict("records"), **numbers}
 
@@ -74,14 +74,14 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
     """Narrow a space to the best region of a sweep.
 
     A numeric or ordinal hyperparameter is cut to the range of the best trials and a margin, on its own scale, if that range is
-    narrower than chance explains. A value of a choice is dropped if so many trials had it that one of them should have been
-    among the best. A part of a simplex has its lower bound raised. A bound at which the best trials lie is kept and
-    flagged. Conditions and constraints stay; a prior stays, with its centre moved to the nearest bound where it was cut off.
+    narrower than chance explains. A value of a choice is dropped if it had enough trials that one of them should be among
+    the best. A part of a simplex has its lower bound raised. A bound at which the best trials lie is kept and
+    flagged. Conditions and constraints stay; a prior stays, with a centre outside the cut moved to the nearest bound.
 
     Args:
-        results: A row for each trial, a column for each hyperparameter (empty where inactive; a simplex's holds mappings;
-            fixed ones may be left out) and `loss`, NaN for one that diverged; all losses at the same tokens. The
-            trials of an adaptive searcher lie closer together to begin with, so they lead to fewer cuts than random ones.
+        results: A row for each trial, a column for each hyperparameter (empty if inactive; a simplex's holds mappings;
+            fixed hyperparameters may be left out) and `loss`, NaN for a diverged trial; all losses at the same tokens. The
+            trials of an adaptive searcher are closer together from the start, so they lead to fewer cuts than random trials.
 
     Raises:
         SpaceError: If a column is missing, or no trial inside the space has a loss.
@@ -118,7 +118,7 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
 
 
 def _config(space: Space, row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the configuration of a row in plain types: empty cells left out, integers restored where these made them real."""
+    """Return the configuration of a row in plain types, without empty cells and with integers that pandas made real restored."""
     config: dict[str, Any] = {}
     for name, distribution in space.items():
         value = row.get(name)
@@ -134,7 +134,7 @@ def _config(space: Space, row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _best(losses: NDArray[np.float64], n_searched: int) -> NDArray[np.bool_]:
-    """Select the best trials: a quarter, but so many that all on one side of an optimum is as rare as `LEVEL`."""
+    """Select the best trials: a quarter, and enough that all on one side of an optimum is as rare as `LEVEL`."""
     finite = int(np.isfinite(losses).sum())
     if not finite:
         return np.zeros(len(losses), dtype=bool)
@@ -145,7 +145,7 @@ def _best(losses: NDArray[np.float64], n_searched: int) -> NDArray[np.bool_]:
 
 
 def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]:
-    """Reduce conditions to the values that are left, and drop hyperparameters that can no longer be active."""
+    """Reduce conditions to the remaining values, and drop hyperparameters that can no longer be active."""
     done: dict[str, Step] = {}
     for name in space.order:
         step, condition = steps[name], space[name].when
@@ -163,7 +163,7 @@ def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]
 
 
 def _left(allowed: OneOf | Range, parent: Distribution | None) -> OneOf | Range | None:
-    """Reduce what a condition allows to what its parent can still be; None: nothing."""
+    """Reduce a condition's allowed values to the remaining values of its parent; None: no value remains."""
     if parent is None:
         return None
     if isinstance(allowed, Range):

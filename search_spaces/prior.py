@@ -1,7 +1,7 @@
 """Priors: beliefs about the best value of a hyperparameter, as densities on the scale from 0 to 1.
 
-A prior turns the uniform density of the unit cube into another one, coordinate by coordinate: a sample is the quantile of
-a uniform draw, and a searcher may weigh its acquisition by the density (pi-BO, Hvarfner et al., arXiv 2204.11051).
+A prior replaces the uniform density of the unit cube, coordinate by coordinate. A sample is the prior's quantile of a
+uniform draw, and a searcher may weight its acquisition by the density (pi-BO, Hvarfner et al., arXiv 2204.11051).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from search_spaces.errors import SpaceError
 from search_spaces.weights import Weights
 
 WIDEST = 1000.0
-"""Largest spread of a normal, in lengths of the support: beyond it the prior is flat to three digits and more."""
+"""Largest spread of a normal, in lengths of the support; beyond this the prior is flat to at least three digits."""
 _TINY = 1e-12
 
 
@@ -31,12 +31,12 @@ class Prior:
     """A belief about the best value; a table writes it as `{centre = 0.004, spread = 1}`.
 
     Attributes:
-        centre: The likeliest value, which must lie in the support; of a simplex the mean weights.
-        spread: Distance from it at which the best value may lie, in units of the scale that the distribution is searched on:
+        centre: Likeliest value, which must lie in the support; for a simplex the mean weights.
+        spread: Expected distance of the best value from the centre, in units of the distribution's search scale:
             uniform and integer: a standard deviation in units of the value, before truncation at the bounds;
-            log_uniform and integer with log: a standard deviation in octaves (factors of two), likewise;
-            ordinal: a standard deviation in ranks, likewise;
-            choice: the probability, in (0, 1), that the values other than the centre have together, shared equally;
+            log_uniform and integer with log: a standard deviation in octaves (factors of two), before truncation;
+            ordinal: a standard deviation in ranks, before truncation;
+            choice: the total probability, in (0, 1), of the values other than the centre, shared equally;
             simplex: s in (0, 1), where s·√(m(1 - m)) is the standard deviation of a part whose mean weight is m
             (Dirichlet with concentration 1/s² - 1, over the rest above the lower bounds).
     """
@@ -60,16 +60,16 @@ class Density(ABC):
 
     @abstractmethod
     def quantile(self, u: float) -> float:
-        """The place below which the share `u` of the mass lies."""
+        """Return the place below which the share `u` of the mass lies."""
 
     @abstractmethod
     def log(self, place: float) -> float:
-        """The natural logarithm of the density at `place`; 0 where it is as likely as without a prior."""
+        """Return the natural logarithm of the density at `place`; 0 at the density without a prior."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedNormal(Density):
-    """A normal with this mean, in [0, 1], and standard deviation, cut at 0 and 1."""
+    """Normal density with this mean, in [0, 1], and standard deviation, truncated at 0 and 1."""
 
     mean: float
     spread: float
@@ -95,7 +95,7 @@ class TruncatedNormal(Density):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Density):
-    """Constant on each of equally long cells, with these masses."""
+    """Density that is constant on each of equally long cells, with these masses."""
 
     masses: tuple[float, ...]
 
@@ -111,9 +111,9 @@ class Steps(Density):
 
 @dataclass(frozen=True, kw_only=True)
 class BetaStick(Density):
-    """The place of a broken-off share v ~ Beta(a, b), on the scale 1 - (1 - v)^left on which Beta(1, left) is uniform.
+    """Density of a broken-off share v ~ Beta(a, b), on the scale 1 - (1 - v)^left, on which Beta(1, left) is uniform.
 
-    Under Dirichlet(α) the shares are independent: a = α_j and b = the sum of the α behind it.
+    Under Dirichlet(α) the shares are independent: a = α_j, and b is the sum of α over the later parts.
     """
 
     a: float

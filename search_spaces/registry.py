@@ -40,7 +40,7 @@ def distribution_from_dict(table: Mapping[str, Any]) -> Distribution:
 
 
 def can_hold(allowed: OneOf | Range, distribution: Distribution) -> bool:
-    """Return True if a condition allows any value of a distribution."""
+    """Return True if a condition allows at least one value of a distribution."""
     if isinstance(allowed, OneOf):
         return any(map(distribution.contains, allowed.values))
     match distribution:

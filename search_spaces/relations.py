@@ -15,21 +15,21 @@ from search_spaces.registry import can_hold, is_numeric
 from search_spaces.simplex import Simplex
 
 RESERVED = "constraints"
-"""The key of a space's table for its constraints; no hyperparameter may have this name."""
+"""Key for the constraints in a space's table; no hyperparameter may have this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Relations:
-    """The conditions in distributions and the constraints on them."""
+    """Conditions in the distributions and constraints on them."""
 
     distributions: Mapping[str, Distribution]
     constraints: Mapping[str, Constraint]
 
     def check(self) -> None:
-        """Check them.
+        """Check the conditions and constraints.
 
         Raises:
-            SpaceError: If a name or value is unknown, conditions go round in a circle, or a constraint on numbers names others.
+            SpaceError: If a name or value is unknown, conditions form a cycle, or a constraint on numbers has a non-numeric name.
         """
         self._check_conditions()
         self._check_constraints()
@@ -71,17 +71,17 @@ class Relations:
         return TopologicalSorter({name: self.parents(name) for name in self.distributions})
 
     def parents(self, name: str) -> list[str]:
-        """The hyperparameters that the condition of `name` names."""
+        """Return the hyperparameters that the condition of `name` depends on."""
         condition = self.distributions[name].when
         return [parent for parent, _ in condition.parents] if condition else []
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """All hyperparameters, each after those that its condition names."""
+        """Return all hyperparameters, each after its condition's parents."""
         return tuple(self._sorter().static_order())
 
     def active(self, config: Mapping[str, object]) -> dict[str, object]:
-        """Return the active entries of `config`, None for one that is active and missing."""
+        """Return the active entries of `config`, with None for an active name that is missing."""
         there: dict[str, object] = {}
         for name in self.order:
             condition = self.distributions[name].when
@@ -91,7 +91,7 @@ class Relations:
 
     @cached_property
     def groups(self) -> list[tuple[list[str], dict[str, Constraint]]]:
-        """Names that must be drawn together, as constraints tie them to each other and to their parents."""
+        """Return names that must be drawn together, since constraints connect them to each other and to their parents."""
         links: list[tuple[str, ...]] = [self._with_ancestors(constraint) for constraint in self.constraints.values()]
         return [
             (names, {key: constraint for key, constraint in self.constraints.items() if constraint.names[0] in names})
@@ -105,7 +105,7 @@ class Relations:
         return tuple(found)
 
     def text(self) -> str:
-        """The constraints in one line."""
+        """Return the constraints in one line."""
         return ", ".join(f"{key} ({constraint})" for key, constraint in self.constraints.items())
 
     def broken(self, config: Mapping[str, object]) -> Iterator[str]:
@@ -117,7 +117,7 @@ class Relations:
 
 
 def _groups(names: Iterable[str], links: Iterable[Iterable[str]]) -> list[list[str]]:
-    """The names in groups that no link crosses, each group in the order of `names`."""
+    """Return the names in groups that no link crosses, each group in the order of `names`."""
     of = {name: {name} for name in names}
     for link in links:
         joined = set[str]().union(*(of[name] for name in link))

@@ -1,4 +1,4 @@
-"""Tables and back: what TOML and JSON hold of this package's dataclasses, read with errors that name the key."""
+"""Conversion of this package's dataclasses to tables for TOML and JSON and back, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """Plain values: a dataclass is the table of its fields that are set, a tuple a list."""
+    """Return plain values: a dataclass becomes a table of its fields that are set, a tuple a list."""
     if is_dataclass(value):
         there = {field.name: getattr(value, field.name) for field in fields(value)}
         return {name: plain(entry) for name, entry in there.items() if entry is not None}
@@ -23,13 +23,13 @@ def plain(value: Any) -> Any:
 
 
 def read(cls: type[T], table: object, what: str) -> T:
-    """Make a dataclass of the table of its fields.
+    """Make a dataclass from a table of its fields.
 
     Args:
-        table: A value for each field that has no default, and for others where wanted.
+        table: A value for each field without a default, and optionally for others.
 
     Raises:
-        SpaceError: If it is no table, or a key is unknown or missing, or a value breaks a rule of the class.
+        SpaceError: If this is not a table, a key is unknown or missing, or a value breaks a rule of the class.
     """
     required = [
         field.name

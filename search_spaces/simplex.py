@@ -1,4 +1,4 @@
-"""The simplex: weights of named parts that sum to 1, as of the sources of a data mixture."""
+"""The simplex: weights of named parts that sum to 1, for example of the sources of a data mixture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from search_spaces.prior import BetaStick, Density, Prior, is_finite
 from search_spaces.weights import Weights
 
 SUM_TOLERANCE = 1e-5
-"""Largest distance from 1 of a value's sum of weights, so that a table may round them."""
+"""Largest difference of a sum of weights from 1, so that a table may round the weights."""
 _ROUNDING = 1e-9
 
 
@@ -22,13 +22,13 @@ _ROUNDING = 1e-9
 class Simplex(Distribution):
     """Weights that sum to 1, uniform over the simplex; one dimension fewer than parts.
 
-    The map from the cube breaks a stick of length 1: with r parts behind it, a part takes the share v = 1 - (1 - u)^(1/r)
-    of what is left. A uniform u makes v ~ Beta(1, r), the shares of Dirichlet(1, …, 1), which is uniform on the simplex
-    (Devroye, Non-Uniform Random Variate Generation, 1986, chapter XI.4; Ferguson 1973). Lower bounds shrink the simplex towards them.
+    The map from the cube breaks a stick of length 1: with r parts after it, a part takes the share v = 1 - (1 - u)^(1/r)
+    of the rest. A uniform u gives v ~ Beta(1, r), the shares of Dirichlet(1, …, 1), which is uniform on the simplex
+    (Devroye, Non-Uniform Random Variate Generation, 1986, chapter XI.4; Ferguson 1973). Lower bounds shrink the simplex.
 
     Attributes:
-        parts: Names, at least two.
-        low: Least weight of a part, by name; 0 for those left out.
+        parts: Names of the parts, at least two.
+        low: Smallest weight of a part, by name; 0 for omitted parts.
     """
 
     kind: ClassVar[str] = "simplex"
@@ -57,7 +57,7 @@ class Simplex(Distribution):
 
     @property
     def dimensions(self) -> int:
-        """Number of parts but one."""
+        """Number of parts minus one."""
         return len(self.parts) - 1
 
     def contains(self, value: object) -> bool:
@@ -71,7 +71,7 @@ class Simplex(Distribution):
 
     def _encode(self, value: Mapping[str, float]) -> tuple[float, ...]:
         left = self._left(self._free(value))
-        # Where nothing is left, all places are equivalent: the middle.
+        # If nothing is left, all places are equivalent, so the middle is returned.
         return tuple(
             1 - (left[j + 1] / left[j]) ** (self.dimensions - j) if left[j] > 0 else 0.5 for j in range(self.dimensions)
         )
@@ -85,7 +85,7 @@ class Simplex(Distribution):
         return self._weights([*free, left])
 
     def _grid(self, n: int) -> list[Value]:
-        """Return every mixture of weights in steps of 1/(n - 1) of the rest above the bounds; equal shares for n = 1."""
+        """Return all mixtures with weights in steps of 1/(n - 1) of the rest above the bounds; equal shares for n = 1."""
         if n == 1:
             return [self._weights([1 / len(self.parts)] * len(self.parts))]
         return [self._weights([k / (n - 1) for k in counts]) for counts in _compositions(n - 1, len(self.parts))]
@@ -115,7 +115,7 @@ class Simplex(Distribution):
 
     @staticmethod
     def _left(shares: Sequence[float]) -> list[float]:
-        """Return the sum from each part on, added from the end to keep the digits of small parts."""
+        """Return the sum from each part on; sums start at the end, to keep the digits of small parts."""
         return list(accumulate(reversed(shares)))[::-1]
 
     def _support(self) -> str:

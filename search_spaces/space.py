@@ -26,20 +26,20 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 MOST_DRAWS = 1_000
-"""Draws of one configuration before its constraints count as unsatisfiable: at an acceptance of 1 %, one in 20,000 is given
-up wrongly."""
+"""Draws of one configuration before its constraints count as unsatisfiable; at an acceptance of 1 %, this is wrong for one
+configuration in 20,000."""
 
 
-# Equality and the rest of a read-only mapping come from Mapping.
+# Mapping provides equality and the other methods of a read-only mapping.
 @dataclass(frozen=True, eq=False)
 class Space(Mapping[str, Distribution]):
-    """A mapping from hyperparameter to distribution; the order is kept, and decides only the order of results.
+    """A mapping from hyperparameter to distribution; the order is kept and affects only the order of results.
 
-    A hyperparameter whose `when` does not hold is inactive: no configuration has it. Its parents may be inactive, too.
+    A hyperparameter is inactive, and in no configuration, unless its `when` holds. Its parents may be inactive, too.
 
     Attributes:
-        distributions: At least one, by name; copied.
-        constraints: Constraints on configurations, by names of their own; copied.
+        distributions: At least one distribution, by name; copied.
+        constraints: Constraints on configurations, by the constraints' names; copied.
     """
 
     distributions: Mapping[str, Distribution]
@@ -65,7 +65,7 @@ class Space(Mapping[str, Distribution]):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """All hyperparameters, each after those that its condition names."""
+        """All hyperparameters, each after its condition's parents."""
         return self._between.order
 
     @classmethod
@@ -73,9 +73,9 @@ class Space(Mapping[str, Distribution]):
         """Read the space from a table of tables, as TOML and JSON hold it.
 
         Args:
-            table: `{name: {"distribution": kind, ...}}`; the keys of a kind are the fields of its class, beside "prior" and
+            table: `{name: {"distribution": kind, ...}}`; the keys of a kind are the fields of its class, "prior" and
                 "when". Under "constraints": `{name: {rule: [hyperparameters]}}`.
-            where: Place of the table, for messages: "study.toml: sweep.space".
+            where: Location of the table, for messages: "study.toml: sweep.space".
 
         Raises:
             SpaceError: Naming `where`, the hyperparameter, the rule and the value received.
@@ -101,7 +101,7 @@ class Space(Mapping[str, Distribution]):
             raise SpaceError(f"{place}: {error}") from error
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values; `from_dict` makes an equal space of them."""
+        """Return plain values; `from_dict` makes an equal space of them."""
         table = {name: distribution.to_dict() for name, distribution in self.items()}
         if self.constraints:
             table[RESERVED] = {name: constraint.to_dict() for name, constraint in self.constraints.items()}
@@ -110,7 +110,7 @@ class Space(Mapping[str, Distribution]):
     def updated(
         self, distributions: Mapping[str, Distribution], constraints: Mapping[str, Constraint] | None = None
     ) -> Self:
-        """Return this space with other or further hyperparameters and constraints."""
+        """Return this space with replaced or additional hyperparameters and constraints."""
         return type(self)({**self, **distributions}, {**self.constraints, **(constraints or {})})
 
     def __getitem__(self, name: str) -> Distribution:
@@ -134,7 +134,7 @@ class Space(Mapping[str, Distribution]):
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the unit cube, in order: each searched name, or for a simplex `name.part` of all parts but the last."""
+        """Axes of the unit cube, in order: each searched name, or for a simplex `name.part` of all parts except the last."""
         axes: list[str] = []
         for name, distribution in self.items():
             parts = distribution.parts[:-1] if isinstance(distribution, Simplex) else None
@@ -142,7 +142,7 @@ class Space(Mapping[str, Distribution]):
         return tuple(axes)
 
     def active(self, config: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the hyperparameters that are active under the values in `config`, in order; values of inactive ones don't count."""
+        """Return the hyperparameters that are active under `config`, in order; values of inactive hyperparameters are ignored."""
         there = self._between.active(config)
         return tuple(name for name in self if name in there)
 
@@ -150,11 +150,11 @@ class Space(Mapping[str, Distribution]):
         return {name: values[name] for name in self.active(values)}
 
     def sample(self, n: int, seed: int) -> list[Config]:
-        """Draw `n` configurations, by the priors where there are any.
+        """Draw `n` configurations, by the priors if there are any.
 
-        Each value depends only on the seed, the position of its configuration, its name and its distribution: asking
-        for more, or adding a hyperparameter, leaves the earlier values as they were. Where a constraint is broken, its
-        hyperparameters (with those that they depend on) are drawn again, and no others.
+        Each value depends only on the seed, the position of its configuration, its name and its distribution. More
+        samples, or an added hyperparameter, therefore leave earlier values unchanged. If a constraint is broken, only its
+        hyperparameters (with those on which they depend) are drawn again.
 
         Raises:
             SpaceError: If `n` is negative, or no draw satisfied the constraints.
@@ -164,7 +164,7 @@ class Space(Mapping[str, Distribution]):
         return [self.draw(seed, i) for i in range(n)]
 
     def draw(self, seed: int, index: int) -> Config:
-        """Draw the configuration at one position of `sample`, without those before it.
+        """Draw the configuration at one position of `sample`, without drawing the previous configurations.
 
         Raises:
             SpaceError: If no draw satisfied the constraints.
@@ -193,16 +193,16 @@ class Space(Mapping[str, Distribution]):
         )
 
     def grid(self, points: int | Mapping[str, int]) -> list[Config]:
-        """Return every combination of the values of each hyperparameter's own grid; the last name varies fastest.
+        """Return every combination of the values on each hyperparameter's grid; the last name varies fastest.
 
-        Inactive hyperparameters make no combinations of their own; combinations that break a constraint are left out.
+        Inactive hyperparameters do not multiply the combinations; combinations that break a constraint are left out.
 
         Args:
-            points: One number for all numeric hyperparameters and simplexes, or one for each by name. All values of a
-                choice or an ordinal are taken.
+            points: One number for all numeric hyperparameters and simplexes, or one number for each by name. All values of a
+                choice or an ordinal are used.
 
         Raises:
-            SpaceError: If a numeric hyperparameter has no number of points, any other has one, one is below 1, or no
+            SpaceError: If a numeric hyperparameter has no number of points, another kind has one, a number is below 1, or no
                 combination satisfies the constraints.
         """
         numeric = [name for name, distribution in self.items() if distribution.takes_points]
@@ -212,7 +212,7 @@ class Space(Mapping[str, Distribution]):
                 raise SpaceError(unknown("name in the points of a grid", name, numeric))
         if missing := [name for name in numeric if name not in by_name]:
             raise SpaceError(f"a grid needs a number of points for {', '.join(missing)}")
-        # Distributions that take no points ignore the number.
+        # Distributions that take no points ignore the number of points.
         values = [_naming(name, distribution.grid, by_name.get(name, 1)) for name, distribution in self.items()]
         combined = (dict(zip(self, combination, strict=True)) for combination in product(*values))
         distinct = {tuple(config.items()): config for config in map(self._only_active, combined)}
@@ -225,8 +225,8 @@ class Space(Mapping[str, Distribution]):
         """Check a configuration.
 
         Raises:
-            SpaceError: Naming every fault: a name missing, unknown or inactive, a value outside its support, a constraint
-                broken.
+            SpaceError: Naming every fault: a missing, unknown or inactive name, a value outside its support, a broken
+                constraint.
         """
         if problems := list(self._problems(config)):
             raise SpaceError("; ".join(problems))
@@ -240,7 +240,7 @@ class Space(Mapping[str, Distribution]):
         wrong: dict[str, str] = {}
         for name in self.order:
             if name not in there:
-                # Where a parent is wrong, whether it should be there is unknown.
+                # If a parent's value is invalid, it is unknown whether this name should be active.
                 if name in config and not any(parent in wrong for parent in self._between.parents(name)):
                     wrong[name] = f"{name} is inactive, it exists only if {self[name].when}"
             elif name not in config:
@@ -253,7 +253,7 @@ class Space(Mapping[str, Distribution]):
             yield from self._between.broken({name: config[name] for name in there})
 
     def encode(self, config: Mapping[str, object]) -> NDArray[np.float64]:
-        """Return the point of a configuration in the unit cube, shape `(len(axes),)`; .5 along the axes of inactive ones.
+        """Return the point of a configuration in the unit cube, shape `(len(axes),)`; inactive hyperparameters are at .5.
 
         Raises:
             SpaceError: If `config` is not in the space.
@@ -267,7 +267,7 @@ class Space(Mapping[str, Distribution]):
     def decode(self, point: ArrayLike) -> Config:
         """Return the configuration at a point of the unit cube, shape `(len(axes),)`, with fixed and without inactive values.
 
-        A point may break a constraint, which `validate` finds.
+        The configuration may break a constraint; `validate` finds this.
 
         Raises:
             SpaceError: If the shape differs, or a coordinate is not in [0, 1].
@@ -276,7 +276,7 @@ class Space(Mapping[str, Distribution]):
         return self._only_active({name: _naming(name, self[name].decode, places) for name, places in parts})
 
     def from_prior(self, point: ArrayLike) -> NDArray[np.float64]:
-        """Map a point of a uniform or quasi-random draw to one that follows the priors; shape as `decode`'s.
+        """Map a point of a uniform or quasi-random draw to a point that follows the priors; both have shape `(len(axes),)`.
 
         Raises:
             SpaceError: If the shape is not `(len(axes),)`.
@@ -287,10 +287,10 @@ class Space(Mapping[str, Distribution]):
         return np.array(places, dtype=np.float64)
 
     def log_prior(self, config: Mapping[str, object]) -> float:
-        """Return the log of the priors' density in the unit cube at a configuration, over active ones; 0 without priors.
+        """Return the log of the priors' density in the unit cube at a configuration, over active values; 0 without priors.
 
-        It is relative to the uniform density, and not normalised for the parts that constraints cut off. pi-BO (arXiv 2204.11051)
-        multiplies its acquisition by the density to a power that falls with the number of trials.
+        The density is relative to the uniform density, without normalisation for parts that constraints exclude. pi-BO (arXiv
+        2204.11051) multiplies its acquisition by the density to a power that falls with the number of trials.
 
         Raises:
             SpaceError: If `config` is not in the space.
@@ -328,7 +328,7 @@ def _naming(name: str, call: Callable[[T], U], argument: T) -> U:
 
 
 def _generator(seed: int, index: int, name: str, attempt: int) -> np.random.Generator:
-    """Make a generator of its own for each (seed, index, name, attempt)."""
+    """Make a separate generator for each (seed, index, name, attempt)."""
     again = f"again {attempt}/" if attempt else ""
     digest = sha256(f"{again}{operator.index(seed)}/{index}/{name}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))

@@ -1,12 +1,12 @@
-"""Transferability: how a tuned hyperparameter gets to a larger model or a longer run.
+"""Transferability: how a tuned hyperparameter is carried to a larger model or a longer run.
 
-The classes follow the project's rule table: values given at the base shape are carried across width and depth by the
-parametrization; the training horizon, the batch and regularization are not its subject.
+The classes follow the project's rule table. The parametrization carries values at the base shape across width and depth; it does not
+cover the training horizon, the batch and regularization.
 
 Sources, by arXiv id: 2203.03466 Tensor Programs V; 2505.01618 CompleteP; 2512.22382 Complete(d)P; 2407.05872 Everett et
 al.; 2409.19913 rates across horizons; 2405.13698 AdamW's timescale; 2505.13738 Power Lines; 2510.15262 decay under muP;
 2001.08361 Kaplan et al.; 2407.01492 RegMix.
-"assumed" marks a convention of this project that no paper or measurement here backs.
+"assumed" marks a convention of this project without support by a paper or a measurement here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class TransferClass(StrEnum):
     """Class of a tuned value's transfer from the proxy to the target."""
 
     UNDER_MUP = "under_mup"
-    """Unchanged, as a value at the base shape: the parametrization does the scaling."""
+    """Stays unchanged as a value at the base shape; the parametrization does the scaling."""
     BY_LAW = "by_law"
-    """Transfers by a fitted law along the axes named with it; unchanged, as under muP, where proxy and target agree on them."""
+    """Transfers by a fitted law along the stated axes; stays unchanged, as under muP, if proxy and target agree on them."""
     MUST_MATCH = "must_match"
-    """Part of what is trained: proxy and target have the same, or nothing else transfers either."""
+    """Defines what is trained; proxy and target must have the same value, or nothing else transfers."""
     NEVER = "never"
-    """Does not transfer: the target takes an explicit value."""
+    """Does not transfer; the target needs an explicit value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transferability:
-    """The class of one hyperparameter.
+    """Class of one hyperparameter.
 
     Attributes:
         axes: Variables of the law; empty unless the class is `BY_LAW`.

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class Weights(dict[str, float]):
-    """An immutable, hashable dict from part to weight; being a dict, JSON writes it as a plain table and equals it."""
+    """An immutable, hashable dict from part to weight; as a dict, it equals a plain table and is written to JSON as one."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -27,5 +27,5 @@ class Weights(dict[str, float]):
     update = _refuse
 
     def __str__(self) -> str:
-        # A prior's message shows its centre before anybody knows that these are numbers.
+        # The message for a prior shows its centre before the weights have been checked to be numbers.
         return ", ".join(f"{k} {v:.3g}" if isinstance(v, int | float) else f"{k} {v!r}" for k, v in self.items())
