@@ -2,7 +2,7 @@
 
     ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the base at which values are tuned
     parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape
-    Family                                           base class of custom families; all of these functions take its members
+    Family                                           a custom family: its `build`; all functions here take its members
     module_shapes(…), parametrization_of(shapes, …)  the table of any module
     initialize(model, …), make_optimizer(model, …)   a model that follows the table
     Hyperparameters(…)                               hyperparameters of a training, given at the base shape

@@ -89,7 +89,7 @@ def module_shapes(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a norm, whose output has the size of its input; known by class name, as many libraries define norms."""
+    """Return True for a norm, which fixes the size of its output; recognised by class name, as libraries define their own."""
     return type(module).__name__.endswith("Norm")
 
 

@@ -25,7 +25,7 @@ def counted(member: ModuleConfig) -> dict[tuple[int, int], ModuleConfig]:
 
 
 def counted_at_any_context(member: ModuleConfig) -> list[ModuleConfig]:
-    """Return such members of any context length, since a full run may have a different one."""
+    """Return the members that differ from this one only in width, depth and context length, which a full run may change."""
     *own, _ = _kind(member)
     return [found for (*kind, _), members in _counted.items() if kind == own for found in members.values()]
 

@@ -2,8 +2,8 @@
 
 A family is a subclass of `Family` with one method. Its model maps token ids (batch, time) to logits (batch, time, vocab_size), and
 has a list of residual blocks and a readout without a bias. Three models of different width on the meta device show which dimensions
-are width, and so the class, initial values, rate, decay and eps of every tensor. The model itself applies the forward multipliers:
-buffers, of which it may have any that its forward pass uses (`proxy_models.training.optimizer.MULTIPLIERS`).
+are width, and so the class, initial values, rate, decay and eps of every tensor. The model itself applies the forward multipliers,
+which are buffers; a model has only those that its forward pass uses (`proxy_models.training.optimizer.MULTIPLIERS`).
 """
 
 from __future__ import annotations

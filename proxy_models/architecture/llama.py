@@ -7,7 +7,7 @@ Llama has no forward multipliers, so the weights absorb them; every activation o
 | embedding        | the embedding table                                                            |
 | attention logits | the query projection, times sqrt(head_dim), by which Llama's attention divides |
 | residual branch  | the last projections of a branch: attention's output, the MLP's down           |
-| readout          | the readout; if tied, the gain of the final norm, over the embedding's         |
+| readout          | the readout; if tied, divided by the embedding's, the gain of the final norm   |
 
 A tied table serves two products with one multiplier each. The table absorbs the embedding's multiplier, and the gain of the norm
 before the readout absorbs the quotient of both, so that the table stays tied.

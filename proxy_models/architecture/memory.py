@@ -23,7 +23,7 @@ Sharding = Literal["none", "zero2", "full", "hybrid"]
 the duration of a step (ZeRO-2). "full": parameters too (ZeRO-3, FSDP). "hybrid": "full" inside a node, copied over nodes.
 Rajbhandari et al., arXiv 1910.02054, section 5."""
 MIN_UNIT_PARAMS = 1_000_000
-"""Smallest number of parameters of a separately sharded unit. A smaller collective takes nearly only latency: two gloo ranks at width
+"""Smallest number of parameters of a separately sharded unit. A smaller collective costs almost only latency: two gloo ranks at width
 64 train 1.4 times as fast without a unit per block."""
 Checkpointing = Literal["none", "selective", "full"]
 """Activations of a block that are recomputed in the backward pass; `recomputing` describes each kind."""

@@ -1,11 +1,11 @@
-"""The coordinate check: does a few steps of training move every activation by the same amount at every width and depth?
+"""The coordinate check: do a few steps of training move every activation by the same amount at every width and depth?
 
 The check trains on one fixed batch for a few steps at several widths. It fits the size of each module's output, and of its change
 since initialisation, as powers of the width, rms ∝ width^slope. Under muP hidden slopes are zero, so a rate tuned at one
 width is right at all widths (Yang et al., arXiv 2203.03466, appendix D.1). Plain size alone is a weak test, since standard
 parametrization nearly passes it at a small rate; the change after one step is the decisive test.
 
-If depths are given, the same is fitted as powers of the depth, at the base's width. Blocks of models with different depths do not
+If depths are given, the check also fits powers of the depth, at the base's width. Blocks of models with different depths do not
 correspond, so the check compares the stream, as the last block passes it to the final norm, and the readout.
 
 | criterion              | quantity                                     | slope           | a failure means                |
@@ -33,7 +33,7 @@ the vocabulary is not small relative to the width.
 
 The bounds in depth were measured here: widths 32 to 128, depths 1 to 24 in sets that span a factor of 4 or 8, four pairs
 of seeds, rates 2^-10 to 2^-7, every variant of the tests under AdamW, and every optimizer in the first variant. The last
-two rows were measured in five variants under AdamW, and under Lion and Muon.
+two rows were measured in five variants, and under Lion and Muon.
 
 | parametrization                          | (e)            | (f)            | (g)            |
 | ---------------------------------------- | -------------- | -------------- | -------------- |

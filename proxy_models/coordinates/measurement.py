@@ -30,7 +30,7 @@ from proxy_models.training.optimizer import clip, initialize, make_optimizer, se
 from proxy_models.training.state import buffer_check
 
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
-_NOISE = 0.1  # added to every weight before the test for the future, since zero weights hide leaks; assumed
+_NOISE = 0.1  # added to every weight before the causality test, since zero weights hide leaks; assumed
 _ROUNDING = (
     1e-4  # relative to the change of the logits: a convolution by FFT mixes all positions, and rounds by about 1e-6
 )

@@ -1,6 +1,6 @@
 """Checks of tensors instead of activations: norms by the largest singular value, and multipliers with an effect.
 
-A module's output hides a tensor with a small part in it, and a tensor that a function uses has no output.
+A module's output hides a tensor with a small part in it, and a tensor that a function uses has no recorded output.
 Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)
 (Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Between widths that ratio is constant for a hidden matrix, grows as the
 width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it.

@@ -28,7 +28,7 @@ def continued(
     """Return the segments, counted from 0, of a continuation of `n_tokens` that starts from a run's state.
 
     The rate rises linearly from zero to its peak over `rewarm_tokens` (re-warming: Gupta et al., arXiv 2308.04014; Ibrahim et
-    al., arXiv 2403.08763, section 4), then follows the schedule. A continuation that consists of cooldown is a branch of the run
+    al., arXiv 2403.08763, section 4), then follows the schedule. A continuation that is only cooldown is a branch of the run
     (Hägele et al., arXiv 2405.18392). The product of rate and decay stays the same, and so does the decay's timescale in tokens.
 
     Args:

@@ -53,7 +53,7 @@ class Hyperparameters(Serializable):
             arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
-        beta1, beta2, eps: Settings of Adam and AdamW, also next to Muon; Lion uses the betas, Adafactor none of the three.
+        beta1, beta2, eps: Settings of Adam and AdamW, also of the AdamW next to Muon; Lion uses the betas, Adafactor none.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
         embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table uses the

@@ -25,8 +25,8 @@ _HALF_PRECISION = {
     r"L4": 121e12,
 }
 """FLOP/s of one GPU in bf16 or fp16 with fp32 sums, dense, by a pattern in the name that the driver reports; the first match
-counts. Source: NVIDIA's datasheets of A100, H100, H200, GH200, L4, L40S, HGX B200 and GB200 NVL72; half of the rate if they state
-that of sparse matrices."""
+counts. Source: NVIDIA's datasheets of A100, H100, H200, GH200, L4, L40S, HGX B200 and GB200 NVL72; half of a rate that is stated
+for sparse matrices."""
 
 
 def usable(device: str | torch.device) -> torch.device:

@@ -75,7 +75,7 @@ def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: in
 
 
 def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) -> None:
-    """Prepare for one part of a rank's batch: only the last part reduces gradients, and under "none" and "zero2" reshards."""
+    """Prepare for one part of a rank's batch: the last part all-reduces gradients and, under "none" and "zero2", reshards weights."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)

@@ -4,9 +4,9 @@ The reference is the median and the median absolute deviation of the previous ac
 move. Skipping the batch, and going back before skipping, are what PaLM's training did by hand (Chowdhery et al., arXiv
 2204.02311, section 5.1).
 
-The guard is off unless a run asks for it. A search has to know which configurations are unstable; without their spikes, they would
-be ranked as if they were stable. With or without a guard, a run ends as diverged if a loss is not finite or `judge_evaluation` finds
-a divergence.
+The guard is off unless a run asks for it. A search has to know which configurations are unstable, and would rank them as
+stable if their spikes were skipped. With or without a guard, a run ends as diverged if a loss is not finite or
+`judge_evaluation` finds a divergence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_DEVIATION = 0.01  # relative to the median: in a window with less noise, 
 MOST_UNIFORMS = 10.0
 """Validation loss after warmup, in units of ln V, above which a run has diverged. Measured here on 131 runs of 200 steps (five
 optimizers and seven variants of the decoder, rates of 1e-3 to 1e4, initial scales of 1/4 to 16, readouts × 4 and 16). In the 71 runs
-whose annealed loss is below ln V, the highest loss before the cooldown is 4.0 ln V; all runs above 10 ln V there end at ln V or above.
+whose annealed loss is below ln V, the highest loss before the cooldown is 4.0 ln V; all runs above 10 ln V end at ln V or above.
 Training losses of the 71 runs peak at 9 ln V in the warmup and 17 ln V after it, so this limit does not apply to training losses."""
 VANISHED_NORM = 1e-6
 """Gradient norm below which a model no better than uniform has stopped learning. In the same runs the norm is exactly 0 if all logits

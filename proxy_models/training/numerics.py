@@ -16,12 +16,12 @@ from proxy_models.serialization import Serializable, converter
 from proxy_models.training.guard_settings import GuardSettings
 
 SEMANTICS = 1
-"""Version of the computation. Raise it with any change after which the same segment trains to another loss beyond rounding (another
-kernel, another order of a sum); results of other versions are not reused. tests/muscale/golden.json holds this version's losses."""
+"""Version of the computation. Raise it with any change after which the same segment trains to another loss beyond rounding (as by
+another kernel or order of a sum). Results of other versions are not reused; tests/muscale/golden.json holds this version's losses."""
 ROUNDING = 2
 """Version of the values that are rounded to bf16 or fp16, as `SEMANTICS`; fp32 keys do not contain it. Version 1 was autocast."""
 DEPTH_DECAY = 2
-"""Version of the decay in depth, as `SEMANTICS`, for depth exponents below 1. Version 1 kept the decay, so rate × decay changed."""
+"""Version of the decay in depth, as `SEMANTICS`, for depth exponents below 1. Version 1 left the decay unscaled, so rate × decay moved."""
 
 
 @dataclass(frozen=True, kw_only=True)

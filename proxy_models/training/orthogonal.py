@@ -96,7 +96,7 @@ class Orthogonalization:
 
     @cached_property
     def _sources(self) -> list[set[int]]:
-        """Ranks of the same copy of each matrix as its owner; together they have each entry once."""
+        """Ranks in the owner's copy of each matrix; together they have each entry once."""
         sources = []
         for owner, (_, placements) in zip(self.owners, self._matrices, strict=True):
             copies = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]

@@ -20,7 +20,7 @@ _FIRST_SCALE = 2.0**16  # torch's default; the scale halves at each overflow and
 
 @cache
 def unsupported(precision: Precision, device: torch.device) -> str | None:
-    """Return the reason why this device cannot train in this precision, or None; test this by a small matrix product."""
+    """Return the reason why this device cannot train in this precision, or None; a small matrix product shows it."""
     try:
         matrix = torch.ones(2, 2, device=device, dtype=DTYPES[precision])
         _ = matrix @ matrix
