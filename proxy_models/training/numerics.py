@@ -21,7 +21,7 @@ another kernel or order of a sum). Results of other versions are not reused; tes
 ROUNDING = 2
 """Version of the values that are rounded to bf16 or fp16, as `SEMANTICS`; fp32 keys do not contain it. Version 1 was autocast."""
 DEPTH_DECAY = 2
-"""Version of the decay in depth, as `SEMANTICS`, for depth exponents below 1. Version 1 left the decay unscaled, so rate × decay moved."""
+"""Version of the decay in depth, as `SEMANTICS`, for exponents below 1. Version 1 did not scale decay, so rate × decay moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
