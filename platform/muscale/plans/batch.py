@@ -1,4 +1,4 @@
-"""The batch of the full run, and what is transferred to it: rate, beta2 and eps of a sweep and a ladder with the study's own batch."""
+"""The batch of the full run, and the transfer of rate, beta2 and eps to it from the batch of the sweep and the ladder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from scaling.optima.batch import CURVATURE, RATE_EXPONENT, published_batch
 
 Source = Literal["the study's grids", "Step Law", "stated"]
 BY_BATCH = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
-"""What another batch may change."""
+"""Hyperparameters that a different batch may change."""
 EPS_EXPONENT = -0.5
-"""Of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
+"""Exponent of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
 FAR = 4.0
-"""Factor from the proxies' batch, or from the best by a law, up to which the gate lets a batch pass (assumed)."""
+"""Largest factor from the proxies' batch, or from a law's best batch, that the gate lets pass (assumed)."""
 _MOST_OCTAVES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchChoice(Recorded):
-    """The full run's batch, where it is not the one of the sweep and the ladder or a law has its best.
+    """The full run's batch, if it differs from the batch of the sweep and the ladder, or if a law gives a best batch.
 
     Attributes:
-        tokens: Of one optimizer step, after a ramp.
-        first_tokens: Of the first step, before the ramp.
-        tuned_tokens, tuned_first_tokens: The same of the sweep and the ladder.
-        best_tokens: The best at the run's length by a law; None where none covers the length.
-        source: What the batch is from.
-        rate_exponent: r, the best rate at equal tokens being ∝ batch^r, with its standard error.
-        curvature: Second derivative of log loss in log2 of the batch, the rate tuned.
+        tokens: Batch of one optimizer step, after a ramp.
+        first_tokens: Batch of the first step, before the ramp.
+        tuned_tokens, tuned_first_tokens: The same for the sweep and the ladder.
+        best_tokens: Best batch at the run's length by a law; None if no law covers the length.
+        source: Source of the batch.
+        rate_exponent: r, where the best rate at equal tokens is ∝ batch^r, with its standard error.
+        curvature: Second derivative of log loss in log2 of the batch, with the rate tuned.
     """
 
     tokens: int
@@ -47,22 +47,22 @@ class BatchChoice(Recorded):
 
     @property
     def ratio(self) -> float:
-        """The batch, over the tuned one."""
+        """Ratio of the batch to the tuned batch."""
         return self.tokens / self.tuned_tokens
 
     @property
     def furthest(self) -> float:
-        """The ratio that is further from 1: of the batches after their ramps, or of the first ones."""
+        """The ratio that is further from 1: that of the batches after their ramps, or that of the first batches."""
         return max(self.ratio, self.first_tokens / self.tuned_first_tokens, key=lambda ratio: _apart(ratio, 1.0))
 
     @property
     def is_far(self) -> bool:
-        """Whether the batch, or the first of a ramp, is further from the proxies' than `FAR`."""
+        """Whether the ratio of the batch to the proxies', or of the ramps' first batches, is beyond `FAR`."""
         return _apart(self.furthest, 1.0) > FAR
 
     @property
     def is_covered(self) -> bool:
-        """Whether the batch and the first of a ramp are each within `FAR` of the proxies' or of the best by a law."""
+        """Whether the batch and the first batch of a ramp are each within `FAR` of the proxies' or of a law's best batch."""
         return all(
             min(_apart(tokens, known) for known in (tuned, self.best_tokens) if known) <= FAR
             for tokens, tuned in (
@@ -73,12 +73,12 @@ class BatchChoice(Recorded):
 
     @property
     def effect(self) -> float:
-        """By how much log loss may differ from a run's at the tuned batch, whose policy the law and its forecast are of.
+        """Difference that log loss may have from a run at the tuned batch, for which the law and its forecast hold.
 
-        The difference of both from the best batch's where a law has one, else what so many octaves cost on Step Law's grids.
-        Far above the critical batch that is too little: 2.5 % at eight times the proxies' batch, where 128 steps were left and
-        13.6 % were measured (tests/benchmarks/batch_transfer.py). Beyond `FAR`, and where no law has a best, the forecast is
-        unsupported for that reason.
+        The estimate is the difference of both costs above a law's best batch. Without a law it is the cost of as many octaves on
+        Step Law's grids. Far above the critical batch the estimate is too low: at eight times the proxies' batch it gives 2.5 %, but
+        13.6 % were measured with 128 steps left (tests/benchmarks/batch_transfer.py). The forecast is therefore unsupported beyond
+        `FAR`, and if no law gives a best batch.
         """
         if self.best_tokens is None:
             return _cost(self.tokens, self.tuned_tokens, self.curvature)
@@ -88,11 +88,12 @@ class BatchChoice(Recorded):
         )
 
     def transfer(self, tuned: Hyperparameters) -> Hyperparameters:
-        """The hyperparameters with this batch: rate, beta2 and eps as good there as they were at the tuned one.
+        """Return the hyperparameters at this batch, with rate, beta2 and eps as good as they were at the tuned batch.
 
-        Batches are those after their ramps, where most of a run is trained: a schedule's factor does not depend on the batch.
-        At a smaller batch beta2 keeps its half-life in tokens (2507.07101). At a larger one it stays: .95^8 lost 10 % at eight times
-        the batch, as .9^8 of beta1 lost 7.6 %, where .8 is better than .9 at both (tests/benchmarks/batch_transfer.py). So does beta1.
+        The batches compared are those after their ramps, where most of a run is trained: a schedule's factor does not depend on the
+        batch. At a smaller batch beta2 keeps its half-life in tokens (2507.07101). At a larger one beta1 and beta2 stay. At eight
+        times the batch .95^8 lost 10 %, and .9^8 for beta1 lost 7.6 %, while .8 is better than .9 at both
+        (tests/benchmarks/batch_transfer.py).
         """
         factor = self.ratio ** self.rate_exponent[0]
         reads = {name for name, readers in OPTIMIZERS_THAT_READ.items() if tuned.optimizer in readers}
@@ -121,16 +122,16 @@ def choose_batch(
     sequence_tokens: int,
     ranks: int,
 ) -> BatchChoice | None:
-    """The full run's batch, or None where it is the proxies' and no law has another to compare.
+    """Choose the full run's batch; return None if it is the proxies' batch and no law has a batch to compare.
 
-    The batch that is stated, else that of the law of the study's grids, else Step Law's inside the range that it was fitted on:
-    the power of two times the proxies' that is nearest. Elsewhere the proxies' own.
+    A stated batch comes first, then the law of the study's grids, then Step Law inside the range that it was fitted on. A law's
+    batch is rounded to the nearest power of two times the proxies' batch. Otherwise the proxies' batch stays.
 
     Args:
-        law: Of the study's own grids.
-        explicit: Hyperparameters that are stated for the full run.
-        sequence_tokens: Of a sequence; every batch, the first of a ramp too, is whole sequences.
-        ranks: That must have a sequence each of a batch that is smaller than the proxies'.
+        law: Law of the study's own grids.
+        explicit: Hyperparameters stated for the full run.
+        sequence_tokens: Tokens of a sequence; every batch, including the first of a ramp, is whole sequences.
+        ranks: Ranks that need one sequence each if the batch is smaller than the proxies'.
     """
     known = law if law is not None and law.supports(n_tokens) else None
     best = float(known.batch_tokens(n_tokens)) if known else published_batch(n_tokens)
@@ -158,7 +159,7 @@ def choose_batch(
 
 
 def _nearest(tokens: int, best: float, *, least: int, unit: int) -> int:
-    """The power of two times a batch nearest to the best, of those that hold the least and are whole units."""
+    """Return the power of two times a batch that is nearest to the best, has at least `least` tokens and is whole units."""
     scaled = [tokens * 2.0**octaves for octaves in range(-_MOST_OCTAVES, _MOST_OCTAVES + 1)]
     fitting = [round(batch) for batch in scaled if batch >= least and batch % unit == 0]
     return min(fitting, key=lambda batch: _apart(batch, best), default=tokens)
@@ -169,5 +170,5 @@ def _apart(one: float, other: float) -> float:
 
 
 def _cost(tokens: float, best_tokens: float, curvature: float) -> float:
-    """Log loss above the best batch's."""
+    """Log loss above the loss at the best batch."""
     return curvature / 2 * math.log2(tokens / best_tokens) ** 2

@@ -1,4 +1,4 @@
-"""Distances of the full run's axes from the proxies', and the distance to which each value that depends on one is covered."""
+"""Ratios of the full run's axes to the proxies', and the ratio up to which each value that depends on an axis is covered."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Axis = Literal["tokens", "batch", "tokens per parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """The distance that a value may be taken along an axis.
+    """The range along an axis in which a value may be kept.
 
     Attributes:
-        axis: That its best value moves with.
-        factor: Between full run and proxies, up to which it is covered without a law.
+        axis: Axis that the best value depends on.
+        factor: Largest ratio of full run to proxies that is covered without a law.
         basis: Source of the factor.
     """
 
@@ -56,16 +56,16 @@ COVERS = (
         "slope found there, -.18, .2 % at 16×",
     ),
 )
-"""Values that a plan keeps, each with what it depends on. The rate has its horizon law, and the batch its laws, in `batch`."""
+"""Values that a plan keeps, and the axis of each. The rate has its horizon law and the batch has its laws, in `batch`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """One value of a plan, and how far its axis lies from the proxies'.
+    """One value of a plan, and the ratio of its axis to the proxies'.
 
     Attributes:
-        times: Axis of the full run over that of the proxies.
-        by_law: A law that covers it, or "explicit"; empty: none.
+        times: Axis of the full run divided by the axis of the proxies.
+        by_law: A law that covers the value, or "explicit"; empty if neither.
     """
 
     cover: Cover
@@ -74,7 +74,7 @@ class Departure:
 
     @property
     def is_covered(self) -> bool:
-        """Whether the axis lies within the factor, or a law covers it."""
+        """Whether the ratio lies within the factor, or a law covers the value."""
         return bool(self.by_law) or max(self.times, 1 / self.times) <= self.cover.factor
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Departure:
 
 
 def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
-    """A departure for each value by law that the run's optimizers read; the proxies are the sweep's."""
+    """Return a departure from the sweep for each value in `COVERS` that the run's optimizers read."""
     h, batch = plan.hyperparameters, plan.batch
     tokens = plan.n_tokens / config.sweep.n_tokens
     times: Mapping[Axis, float] = {

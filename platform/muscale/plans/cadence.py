@@ -1,4 +1,4 @@
-"""Intervals at which a full run saves and evaluates: plain numbers, no part of the run's key or of its forecast."""
+"""Intervals at which a full run saves and evaluates: plain numbers that change neither the run's key nor its forecast."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import state_bytes
 
 DEVICE_HOURS_PER_FAULT = 50_700.0
-"""Device-hours for each unexpected interruption: 419 in 54 days of 16,384 H100s (Grattafiori et al., arXiv 2407.21783,
+"""Device-hours per unexpected interruption: 419 in 54 days of 16,384 H100s (Grattafiori et al., arXiv 2407.21783,
 section 3.3.4)."""
 SAVE_SECONDS, SAVE_BYTES_PER_SECOND = 2.0, 1e9
-"""Time of a checkpoint without its bytes, and the rate at which each worker's part of these is written (assumed)."""
+"""Fixed time of a checkpoint, and the rate at which each worker writes its part of the bytes (assumed)."""
 SAVE_SHARE = 0.01
-"""Largest share of the time that saving takes by default."""
+"""Largest share of the run's time that saving takes by default."""
 MAX_MINUTES = 60.0
-"""Longest default interval; preemptions and time limits of a job come oftener than faults of a device (assumed)."""
+"""Longest default interval; preemptions and job time limits come more often than device faults (assumed)."""
 MIN_CHECKPOINTS, MIN_EVALUATIONS, MAX_EVALUATIONS = 20, 20, 100
-"""Counts over a run by default: a short run is saved and watched at least 20 times, and no band needs more than 100 points."""
+"""Default counts over a run: a short run is saved and evaluated at least 20 times, and no band needs more than 100 points."""
 EVALUATION_SHARE, MOST_EVALUATION_SHARE = 0.02, 0.1
-"""Shares of a run's FLOPs that evaluations take by default: above `MIN_EVALUATIONS` of them, and of a short run below these."""
-_TRAINING_PER_FORWARD = 3  # FLOPs of a training step for those of its forward pass
+"""Default shares of a run's FLOPs for evaluations: the first if it allows `MIN_EVALUATIONS`, the second in a shorter run."""
+_TRAINING_PER_FORWARD = 3  # FLOPs of a training step per FLOP of its forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Cadence:
     """The intervals of one run.
 
     Attributes:
-        checkpoint_every_tokens: At the first step that passes a multiple.
-        checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
-        evaluate_every_tokens: As for checkpoints; None: at the end only.
+        checkpoint_every_tokens: Save at the first step that passes a multiple.
+        checkpoint_every_minutes: Also save this long after the start of the last checkpoint; None: not by time.
+        evaluate_every_tokens: Evaluate at the first step that passes a multiple; None: at the end only.
         evaluation_tokens: Held-out tokens of one evaluation.
-        save_seconds: Estimated for one checkpoint.
+        save_seconds: Estimated time of one checkpoint.
     """
 
     n_tokens: int
@@ -49,10 +49,10 @@ class Cadence:
     def of(
         cls, settings: PromoteSettings, model: Member, *, optimizer: str, n_tokens: int, evaluation_tokens: int
     ) -> Self:
-        """The intervals of [promote]; those that it leaves open follow the run.
+        """Return the intervals of [promote]; intervals that it leaves open depend on the run.
 
-        Checkpoints are then Young's interval apart, the root of 2 · save time · time between faults (CACM 17(9), 1974), and
-        evaluations take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
+        Checkpoints are then Young's interval apart, √(2 · save time · time between faults) (CACM 17(9), 1974), and evaluations
+        take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
         """
         save_seconds = SAVE_SECONDS + state_bytes(model, optimizer) / settings.workers / SAVE_BYTES_PER_SECOND
         minutes = settings.checkpoint_every_minutes
@@ -71,28 +71,28 @@ class Cadence:
 
     @property
     def evaluations(self) -> int:
-        """Evaluations of the run, that at its end among them."""
+        """Evaluations of the run, including the one at its end."""
         return -(-self.n_tokens // (self.evaluate_every_tokens or self.n_tokens))
 
     @property
     def checkpoints(self) -> int:
-        """Checkpoints of the run by tokens; more are written where the minutes come first."""
+        """Checkpoints of the run by tokens; the run writes more if the minutes come first."""
         return -(-self.n_tokens // self.checkpoint_every_tokens)
 
     @property
     def evaluation_share(self) -> float:
-        """FLOPs of the evaluations for each of the training's: a forward pass is a third of a step."""
+        """Ratio of the evaluations' FLOPs to the training's: a forward pass is a third of a step."""
         return self.evaluations * self.evaluation_tokens / (_TRAINING_PER_FORWARD * self.n_tokens)
 
     def save_share(self, run_seconds: float | None) -> float | None:
-        """Share of the run's time that saves would take; None where its duration is unknown and minutes do not bound it."""
+        """Share of the run's time that saves take; None if its duration is unknown and no interval in minutes bounds the share."""
         by_time = self.save_seconds / 60 / self.checkpoint_every_minutes if self.checkpoint_every_minutes else 0.0
         if run_seconds is None:
             return by_time or None
         return max(by_time, self.checkpoints * self.save_seconds / run_seconds)
 
     def __str__(self) -> str:
-        """A line: both intervals and their counts."""
+        """Return a line with both intervals and their counts."""
         saves = f"saves each {self.checkpoint_every_tokens:,} tokens ({self.checkpoints})"
         if self.checkpoint_every_minutes:
             saves += f" or {self.checkpoint_every_minutes:.3g} minutes"
@@ -102,12 +102,12 @@ class Cadence:
 
 
 def _minutes_between_saves(save_seconds: float, workers: int) -> float:
-    """Young's interval, at most an hour, and so long that saves take at most their share of the time."""
+    """Return Young's interval, at most an hour, or longer if saves would otherwise take more than `SAVE_SHARE` of the time."""
     young = math.sqrt(2 * save_seconds * DEVICE_HOURS_PER_FAULT * 3600 / workers) / 60
     return max(min(young, MAX_MINUTES), save_seconds / 60 / SAVE_SHARE)
 
 
 def _evaluations(ratio: float) -> int:
-    """Default number of evaluations where the run has `ratio` times the tokens of one."""
+    """Return the default number of evaluations of a run with `ratio` times the tokens of one evaluation."""
     affordable, most = (_TRAINING_PER_FORWARD * share * ratio for share in (EVALUATION_SHARE, MOST_EVALUATION_SHARE))
     return max(1, int(min(MAX_EVALUATIONS, max(affordable, min(MIN_EVALUATIONS, most)))))

@@ -1,4 +1,4 @@
-"""Upper bounds of each stage's cost, from the study file alone: the dry run before anything is spent."""
+"""Upper bounds of each stage's cost, from the study file alone: a dry run before any compute is spent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRAINS = {
     "run": (*_IN_TURN, "promote"),
     "compare": ("sweep", "transfer", "compare"),
 }
-"""What each command trains where nothing is known yet, in order: itself, and the stages that it stands on."""
+"""Stages that each command trains in a new study, in order: the stages that it depends on, and itself."""
 
 
 _COLUMNS = ["stage", "runs", "n_tokens", "compute_flops"]
@@ -40,7 +40,7 @@ _ONE_SIZE = " --one-size"
 
 
 def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
-    """`estimate` of the stages that a command on a new study runs; of `compare`, a row for each part of each variant."""
+    """Return `estimate` of the stages that a command on a new study runs; for `compare`, a row for each part of each variant."""
     if command.endswith(_ONE_SIZE):
         command, config = command.removesuffix(_ONE_SIZE), config.at_one_size()
     stages = estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
@@ -48,15 +48,15 @@ def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
 
 
 def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) -> pd.DataFrame:
-    """The table with `device_hours`, at the speed of the runs that the study has trained; as it is where there are none.
+    """Return the table with `device_hours`, at the speed of the study's trained runs; unchanged if there are none.
 
     Args:
-        table: With `compute_flops`.
+        table: Costs with a column `compute_flops`.
     """
     try:
         with open_read_only(source) as (_, read):
             flops, seconds = read(_trained_so_far)
-    except StudyDirectoryError:  # not begun, or a ledger that can't be read here, as the command itself will say
+    except StudyDirectoryError:  # not begun, or its ledger can't be read here; the command itself reports it
         return table
     if not (flops and seconds):
         return table
@@ -66,7 +66,7 @@ def with_device_hours(table: pd.DataFrame, config: StudyConfig, source: Path) ->
 
 
 def with_total(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with a last row, the sums of the others where there are several; a column that is not known of one has none."""
+    """Return the table with a last row of sums if it has several rows; a sum is missing if one of its values is."""
     if len(table) < 2:
         return table
     sums = {name: table[name].sum(skipna=False) for name in table.columns.drop("stage")}
@@ -74,7 +74,7 @@ def with_total(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _trained_so_far(connection: sa.Connection) -> tuple[float | None, float | None]:
-    """FLOPs and worker seconds of the last segments of all proxy runs."""
+    """Return FLOPs and worker seconds of the last segments of all proxy runs."""
     flops = 6.0 * runs.c.n_params * (segments.c.tokens - segments.c.trained_from)
     query = sa.select(sa.func.sum(flops), sa.func.sum(segments.c.seconds)).where(runs.c.purpose != "full")
     row = connection.execute(query.join(segments, runs.c.key == segments.c.key)).one()
@@ -82,10 +82,10 @@ def _trained_so_far(connection: sa.Connection) -> tuple[float | None, float | No
 
 
 def estimate(config: StudyConfig) -> pd.DataFrame:
-    """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
+    """Return a row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), with shared stems counted once.
 
-    For the sweep it is the bound without early stopping, with every branch and repetition; another round of it, in a narrower
-    space, has trials and finalists of its own within the same limits.
+    The sweep's bound assumes no early stopping and includes every branch and repetition. Another round in a narrower space has
+    its own trials and finalists within the same limits.
     """
     h, model, numerics = config.hyperparameters, config.model, _numerics(config)
     first = budget(config, trial_plan(config, numerics))
@@ -108,12 +108,12 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     rows.append(("ladder", len(steps), *_trained(steps)))
     compared = [job.chain for _, _, job in comparison.most_jobs(config, numerics, h)] if config.variants else []
     rows.append(("compare", len(compared), *_trained(compared)))
-    rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
+    rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # the plan decides how it is spent
     return pd.DataFrame(rows, columns=_COLUMNS).astype({"n_tokens": "Int64"})
 
 
 def _variants(config: StudyConfig) -> pd.DataFrame:
-    """Each variant's rate grids, widened as far as they may be, and each of its sizes with all seeds."""
+    """Return each variant's rate grids at their widest, and each of its sizes with all seeds."""
     parts: dict[str, list[Chain]] = {}
     for variant, part, job in comparison.most_jobs(config, _numerics(config), config.hyperparameters):
         parts.setdefault(f"compare: {variant}, {part}", []).append(job.chain)
@@ -122,7 +122,7 @@ def _variants(config: StudyConfig) -> pd.DataFrame:
 
 
 def _numerics(config: StudyConfig) -> Numerics:
-    """Numerics of the study at its base shape, on a corpus that need not be there yet."""
+    """Return the study's numerics at its base shape, for a corpus that need not exist yet."""
     return Numerics(
         model=config.model,
         base=config.model,
@@ -134,8 +134,8 @@ def _numerics(config: StudyConfig) -> Numerics:
 
 
 def _trained(chains: list[Chain]) -> tuple[int, float]:
-    """Tokens and FLOPs trained, what runs share counted once."""
-    lines: dict[str, tuple[int, int]] = {}  # tokens of the longest segment on each, and N
+    """Return the tokens and FLOPs trained; parts that runs share count once."""
+    lines: dict[str, tuple[int, int]] = {}  # tokens of each line's longest segment, and N
     for chain in chains:
         part: Chain | None = chain
         while part:

@@ -1,4 +1,4 @@
-"""The gate's lines about a run's devices: memory, layout, cadence, communication and disk."""
+"""Lines of the gate about a run's devices: memory, layout, cadence, communication and disk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from proxy_models.architecture.attention import Kernel
 
 EXPOSED_SHARE = 0.25
-"""Of a step, in exposed communication, from which the gate gives advice (assumed)."""
+"""Share of a step in exposed communication above which the gate gives advice (assumed)."""
 PROPOSED_FROM = 1.1
-"""Times the best predicted step that a run's own may be before another layout is proposed; the model's error is about as large."""
+"""Ratio to the best predicted step time above which another layout is proposed; the model's error is about as large."""
 MOST_SHARE = 0.1
-"""Of a run: saves, and evaluations, may each take so much (assumed)."""
+"""Share of a run that saves may take, and that evaluations may take (assumed)."""
 
 
 def memory_line(
@@ -32,13 +32,13 @@ def memory_line(
     at_least: int = 0,
     untraced: str = "",
 ) -> GateLine:
-    """Whether the estimate fits; without one, whether at least weights, gradients and moments do.
+    """Whether the estimate fits; without an estimate, whether at least weights, gradients and moments do.
 
     Args:
-        estimate: Of one worker; None where the model can't be traced.
-        memory_bytes: Of the device; None where it is not known.
+        estimate: Estimate for one worker; None if the model can't be traced.
+        memory_bytes: Memory of the device; None if unknown.
         at_least: Bytes of one worker's weights, gradients and moments.
-        untraced: Why there is no estimate.
+        untraced: Reason why there is no estimate.
     """
     if estimate is None:
         state = at_least * workers_on_it
@@ -78,11 +78,11 @@ def memory_line(
 def evaluation_line(
     peak: float | None, *, sequences: int, memory_bytes: float | None, device: str, workers_on_it: int = 1
 ) -> GateLine:
-    """Whether an evaluation fits beside the state of the training.
+    """Whether an evaluation fits into memory next to the training state.
 
     Args:
         peak: Estimated bytes of one worker; None without an estimate.
-        memory_bytes: Of the device; None where it is not known.
+        memory_bytes: Memory of the device; None if unknown.
     """
     if peak is None:
         return GateLine(name="evaluation", status="unknown", compared="no estimate of the training")
@@ -96,10 +96,10 @@ def evaluation_line(
 
 
 def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> GateLine:
-    """Whether a GPU computes attention by a fused kernel.
+    """Whether a GPU computes attention with a fused kernel.
 
     Args:
-        weight_bytes: Of the attention weights of one block, which only the math kernel keeps.
+        weight_bytes: Bytes of one block's attention weights, which only the math kernel stores.
     """
     fused = f"the {kernel} kernel, heads of {head_dim}"
     math = f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block"
@@ -114,13 +114,13 @@ def layout_line(
     workers: int,
     parallelism: Parallelism,
 ) -> GateLine:
-    """Whether the workers form the layout, its products can be shared, and every share of a batch has a sequence.
+    """Whether the workers form the layout, they can divide its products, and each of them gets a sequence of every batch.
 
-    Shares that differ by a sequence are only reported: they change no loss, but the ranks of the smaller ones wait.
+    Uneven shares are only reported: they do not change the loss, but ranks with fewer sequences wait.
 
     Args:
-        shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
-        sequences: Of the smallest batch.
+        shared: Sizes that `tensor_parallel` workers share, by name: heads, d_ff, ….
+        sequences: Sequences of the smallest batch.
     """
     tensor = parallelism.tensor_parallel
     problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
@@ -156,7 +156,7 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
     """Whether saves and evaluations each take at most a tenth of the run.
 
     Args:
-        run_seconds: Duration of its steps; None where it is unknown, and then only minutes bound the saves.
+        run_seconds: Duration of the run's steps; None if unknown, and then only minutes bound the saves.
     """
     saving, evaluating = cadence.save_share(run_seconds), cadence.evaluation_share
     saves = (
@@ -178,11 +178,11 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
 
 
 def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:
-    """Share of the predicted step in which devices wait for one another; reported, and never a reason against the run.
+    """Share of the predicted step in which devices wait for one another; it is reported and never blocks the run.
 
     Args:
-        step: Predicted for the run's layout; None where nothing is known of the devices' links.
-        proposed: The layout with the best prediction among those that fit; None where none does.
+        step: Prediction for the run's layout; None if the bandwidths of the devices' links are unknown.
+        proposed: Layout with the best prediction among those that fit; None if none fits.
     """
     name = "communication"
     if step is None:
@@ -203,7 +203,7 @@ def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLi
 
 
 def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
-    """Whether checkpoints fit: `needed` bytes for `kept` of them, the one that is being written among them."""
+    """Whether checkpoints fit: `needed` bytes for `kept` of them, including the one being written."""
     compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
     advice = (
         "make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from"

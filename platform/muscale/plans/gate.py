@@ -1,6 +1,6 @@
-"""Conditions of a full run, checked before it is paid for: a line each, with what was compared and, where it fails, what to do.
+"""Conditions of a full run, checked before compute is spent: one line each, with the values compared and advice on failure.
 
-The checks take plain values; `muscale.full_runs.promote.dry_run` finds these for a study.
+The checks take plain values; `muscale.full_runs.promote.dry_run` collects them for a study.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class GateLine:
     """One condition.
 
     Attributes:
-        status: "unknown" where it can't be evaluated here, which does not block.
-        compared: What was held against what.
-        advice: What to do; where it passed, empty or what would be better.
+        status: "unknown" if the condition can't be evaluated here, which does not block.
+        compared: The values compared.
+        advice: Action to take; empty for a passed line, or a possible improvement.
     """
 
     name: str
@@ -49,7 +49,7 @@ class GateLine:
 
     @classmethod
     def judged(cls, name: str, holds: bool, compared: str, advice: str) -> Self:
-        """A line that passed or failed; the advice is for where it failed."""
+        """Return a line that passed or failed; a passed line drops the advice."""
         return cls(name=name, status="passed" if holds else "failed", compared=compared, advice="" if holds else advice)
 
 
@@ -69,18 +69,18 @@ class Gate(Recorded):
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the lines that did."""
+        """Names of the failed lines."""
         return tuple(line.name for line in self.lines if line.status == "failed")
 
     def completed(self, commands: StudyCommands) -> Self:
-        """The gate, with the commands of its advice completed."""
+        """Return the gate with the commands in its advice completed."""
         return replace(self, lines=tuple(replace(one, advice=commands.completed(one.advice)) for one in self.lines))
 
     def require(self, *, force: bool) -> None:
-        """Let the launch go on.
+        """Return if the launch may proceed.
 
         Raises:
-            StageError: If a line failed, and the promotion is not forced.
+            StageError: If a line failed and the promotion is not forced.
         """
         if force or self.passed:
             return
@@ -92,11 +92,11 @@ class Gate(Recorded):
         )
 
     def record(self, ledger: Ledger) -> None:
-        """Keep it for ever."""
+        """Write the gate to the ledger permanently."""
         ledger.record_result(ResultKind.GATE, f"{self.plan} {now()}", self.to_dict())
 
     def __str__(self) -> str:
-        """A row for each line, and below a failed or unknown one what to do."""
+        """Return a row for each line, with the advice below a failed or unknown one."""
         counts = [
             f"{sum(line.status == status for line in self.lines)} {status}"
             for status in ("passed", "failed", "unknown")
@@ -111,7 +111,7 @@ class Gate(Recorded):
 
 
 def forced_lines(ledger: Ledger, plan: str) -> tuple[str, ...]:
-    """Names of the lines that any launch of a plan was forced past, in order."""
+    """Return the names of the failed lines in all forced launches of a plan, in order."""
     rows = ledger.results(ResultKind.GATE)
     gates = [Gate.from_dict(row["payload"]) for row in rows if row["payload"]["plan"] == plan]
     return tuple(dict.fromkeys(name for gate in gates for name in gate.failed))
@@ -121,7 +121,7 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
     """Whether the transfer check passed.
 
     Args:
-        tied_reach: Width of the full run over that of the widest grid, where a table is tied; 1 where none is.
+        tied_reach: Width of the full run over that of the widest grid, if the tables are tied; 1 if not.
     """
     text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
     remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
@@ -137,7 +137,7 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
 
 
 def check_line(check: CoordinateCheck | None) -> GateLine:
-    """Whether the family passed its coordinate check; None: it was not made yet."""
+    """Whether the family passed its coordinate check; None if there was no check yet."""
     name = "coordinate check"
     if check is None:
         return GateLine(name=name, status="unknown", compared="not made yet", advice="run `muscale check`")
@@ -147,10 +147,10 @@ def check_line(check: CoordinateCheck | None) -> GateLine:
 
 
 def require_check(check: CoordinateCheck, *, force: bool) -> None:
-    """Let a family pass whose coordinate check did, before there is a plan.
+    """Return if a family may proceed, before there is a plan: its coordinate check passed, or the promotion is forced.
 
     Raises:
-        StageError: If it failed, and the promotion is not forced.
+        StageError: If the check failed and the promotion is not forced.
     """
     Gate(plan="", lines=(check_line(check),)).require(force=force)
 
@@ -158,12 +158,12 @@ def require_check(check: CoordinateCheck, *, force: bool) -> None:
 def data_line(
     planned: Mapping[str, str], found: Mapping[str, str], changed: Sequence[str] | None, n_bytes: int
 ) -> GateLine:
-    """Whether the corpus is the one that the plan was made from.
+    """Whether the corpus is the one from which the plan was made.
 
     Args:
-        planned: Hashes of "corpus" and "tokenizer" that the plan keeps.
-        found: The same of the corpus that the run would read.
-        changed: Its files that do not hold the hashes of its manifest; None where they were too large to be hashed.
+        planned: Hashes of "corpus" and "tokenizer" in the plan.
+        found: Hashes of the corpus that the run would read.
+        changed: Files of the corpus whose hashes differ from its manifest; None if they were too large to hash.
     """
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     differing = [
@@ -196,7 +196,7 @@ def data_line(
 
 
 def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> GateLine:
-    """Whether a transfer rule covers everything that came from a smaller model."""
+    """Whether a transfer rule covers every value that came from a smaller model."""
     name, every = "hyperparameters", list(provenance)
     silent = [one for one in every if one.is_silent]
     if silent:
@@ -221,7 +221,7 @@ def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> Gate
 
 
 def forecast_line(forecast: Forecast) -> GateLine:
-    """Whether the forecast lies inside what its interval was tested for; one that doesn't is reported and does not block."""
+    """Whether the forecast lies in the range in which its interval was tested; outside is reported and does not block."""
     if forecast.supported:
         return GateLine(name="forecast", status="passed", compared="inside declared support")
     return GateLine(
@@ -233,7 +233,7 @@ def forecast_line(forecast: Forecast) -> GateLine:
 
 
 def batch_line(batch: BatchChoice | None) -> GateLine:
-    """Whether the batch is near the proxies', or near the best that a law has for the run."""
+    """Whether the batch is near the proxies' batch, or near the best batch that a law gives for the run."""
     covered = batch is None or batch.is_covered
     compared = "the proxies'" if batch is None else f"{batch}" if covered else f"{batch}; more than {FAR:g}× apart"
     advice = "take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch"
@@ -241,7 +241,7 @@ def batch_line(batch: BatchChoice | None) -> GateLine:
 
 
 def by_law_line(departures: Sequence[Departure]) -> GateLine:
-    """Whether each value that depends on tokens, batch or tokens per parameter is covered at the full run's."""
+    """Whether each value that depends on tokens, batch or tokens per parameter is covered at the full run's value of that axis."""
     beyond = [one for one in departures if not one.is_covered]
     if not beyond:
         return GateLine(name="by law", status="passed", compared=", ".join(map(str, departures)))
@@ -261,11 +261,11 @@ def by_law_line(departures: Sequence[Departure]) -> GateLine:
 
 
 def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16: bool | None) -> GateLine:
-    """Whether the device computes in the run's precision, and what it means where proxies computed in another.
+    """Whether the device computes in the run's precision, and the consequences if the proxies used another one.
 
     Args:
-        proxies, full: Of the fitted runs and of the full run.
-        has_bf16: Whether its products in bf16 are the device's own; None where that is unknown, or it is a CPU.
+        proxies, full: Precision of the fitted runs and of the full run.
+        has_bf16: Whether the device computes bf16 products natively; None if unknown, or on a CPU.
     """
     compared = f"full run in {full}, proxies in {proxies}"
     if full == "bf16" and has_bf16 is False:
@@ -284,11 +284,11 @@ def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16
 
 
 def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateLine:
-    """Whether the full run reads sequences as its proxies did; a declared difference is reported and does not block.
+    """Whether the full run reads sequences like its proxies; a declared difference is reported and does not block.
 
     Args:
-        full, proxies: Shapes of the full run and of the study's base.
-        too_short: What the held-out split lacks for evaluations at that context, if anything.
+        full, proxies: Shape of the full run and the study's base shape.
+        too_short: Problem of the held-out split with evaluations at that context, if any.
     """
     same = f"{full.context_length:,} tokens a sequence"
     compared = (

@@ -29,7 +29,7 @@ from scaling import Accelerator, accelerator
 
 NO_ESTIMATE = "time of a step is estimated for the built-in decoder alone"
 NEAR = 0.02
-"""Relative difference of predicted step times below which the simpler layout is taken; the prediction is no finer."""
+"""Relative difference of predicted step times below which the simpler layout is chosen; the prediction is no finer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class Layout:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The layout's keys of [promote]."""
+        """Settings of [promote] that select the layout."""
         own = self.parallelism
         return dict(zip(LAYOUT, (own.sharding, own.tensor_parallel, own.checkpointing), strict=True))
 
     def __str__(self) -> str:
-        """The keys of [promote], and what they give."""
+        """Return the settings of [promote], with predicted time and memory."""
         chosen = self.parallelism
         return (
             f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, micro_batch = {self.micro_batch}, '
@@ -71,19 +71,19 @@ def fitting_layouts(
     compiled: bool = True,
     attended: float | None = None,
 ) -> list[Layout]:
-    """All layouts that fit, the fastest first.
+    """Return all layouts that fit, the fastest first.
 
     Args:
-        workers: Devices.
-        batch_tokens: Of a step, over all devices.
-        links: Of the device; None: by its name.
-        smallest_batch_tokens: At the beginning of a ramp; None: `batch_tokens`.
+        workers: Number of devices.
+        batch_tokens: Tokens of a step, over all devices.
+        links: Links of the device; None: by its name.
+        smallest_batch_tokens: Batch at the beginning of a ramp; None: `batch_tokens`.
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
-        shard_ranks: Of hybrid layouts; None: a node's.
+        shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
         attended: As in `step_time`.
 
     Raises:
-        ValueError: If nothing is known of the device's links.
+        ValueError: If the bandwidths of the device's links are unknown.
     """
     device = accelerator(device)
     links = links or links_of(device)
@@ -116,17 +116,17 @@ def fitting_layouts(
 
 
 def propose_layout(layouts: list[Layout]) -> Layout | None:
-    """The simplest of those within 2 % of the fastest: less tensor parallelism, checkpointing and sharding; None where none fits."""
+    """Return the simplest layout within 2 % of the fastest: least tensor parallelism, checkpointing and sharding; None if none."""
     near = [layout for layout in layouts if layout.step.total <= (1 + NEAR) * layouts[0].step.total]
     return min(near, key=lambda layout: _complexity(layout.parallelism), default=None)
 
 
 def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, Any] | None:
-    """Arguments of `step_time` and of `fitting_layouts` for a plan; None where nothing is known of the devices' links."""
+    """Return arguments of `step_time` and `fitting_layouts` for a plan; None without GPUs whose links are known."""
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
         return None
-    from proxy_models.training.attended import attended_length  # imports torch, which readers of a study do without
+    from proxy_models.training.attended import attended_length  # imports torch, which readers of a study don't need
 
     return {
         "workers": config.promote.workers,
@@ -139,7 +139,7 @@ def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, 
 
 
 def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
-    """The layouts that fit a plan on the study's devices, the fastest first; none where links or the model are not known."""
+    """Return the layouts that fit a plan on the study's devices, fastest first; none if links or the model are unknown."""
     h, settings = plan.hyperparameters, config.promote
     conditions = conditions_of(plan, config, corpus)
     if conditions is None or not isinstance(plan.model, ModelConfig):
@@ -155,10 +155,10 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
 
 
 def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
-    """The study with the layout's keys of [promote] that are "auto" chosen; explicit ones stay.
+    """Return the study with a choice for each layout setting of [promote] that is "auto"; explicit settings stay.
 
     Raises:
-        StageError: If nothing is known of the devices' links or of the model, or no such layout fits.
+        StageError: If the device's links or the model are unknown, or no such layout fits.
     """
     settings = config.promote
     if not settings.open_layout:
@@ -190,7 +190,7 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
 def _candidates(
     model: ModelConfig, workers: int, sequences: int, node_devices: int, shard_ranks: int | None
 ) -> Iterator[Parallelism]:
-    """Layouts that so many workers form and the model can be divided into; hybrid only over nodes."""
+    """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0 and model.n_kv_heads % degree == 0]
     for sharding, degree, checkpointing in product(get_args(Sharding), degrees, get_args(Checkpointing)):
         if sharding == "hybrid" and (workers <= node_devices or degree > node_devices):

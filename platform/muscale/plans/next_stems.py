@@ -1,4 +1,4 @@
-"""Runs to add to the ladder: of those that the family, the corpus and the schedule allow, the ones that tell the plan's loss best."""
+"""Runs to add to the ladder: of the runs that family, corpus and schedule allow, those that narrow the plan's forecast most."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scaling import NextRuns, ScalingFit, candidate_runs, compute_flops, next_ru
 from scaling.presentation import Result
 
 SHARE = 0.1
-"""Of the plan's compute that further runs may cost, unless it is said, or as much as the ladder's largest run: smaller ones
-alone tell little of a target far above them (assumed)."""
-_SAME = math.log(1.1)  # between the lengths of two runs of a width that tell the same
-_PER_DECADE = 12  # sizes looked at, and half as many ratios of tokens to parameters
+"""Default limit on the cost of further runs, as a share of the plan's compute. The ladder's largest run is allowed in any case:
+smaller runs alone say little about a target far above them (assumed)."""
+_SAME = math.log(1.1)  # log of the ratio of lengths below which two runs of a width count as the same
+_PER_DECADE = 12  # sizes considered, and half as many ratios of tokens to parameters
 NARROW = 0.02
-"""Full width of the interval over the forecast at which no further run is advised (assumed: about what the tested interval
-comes to right above a ladder of little noise)."""
+"""Full width of the interval divided by the forecast, below which no further run is advised (assumed: about the tested
+interval's width just above a ladder with little noise)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class NextStems(Result):
     """Runs to add to the ladder, best first.
 
     Attributes:
-        result: What they do to the forecast's interval, and why no more were chosen.
-        affordable_flops: What they may cost together.
-        share: Of the plan's compute that this is.
+        result: Effect on the forecast's interval, and the reason why no more runs were chosen.
+        affordable_flops: Limit on the cost of all runs together.
+        share: This limit as a share of the plan's compute.
     """
 
     result: NextRuns
@@ -46,7 +46,7 @@ class NextStems(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each run: d_model, n_tokens, cost_flops, spent_flops, variance_left, interval (width over forecast)."""
+        """A row for each run: d_model, n_params, n_tokens, cost_flops, spent_flops, variance_left, interval (width/forecast)."""
         columns = ["d_model", "n_params", "n_tokens", "cost_flops", "spent_flops", "variance_left", "width"]
         return self.result.runs[columns].rename(columns={"width": "interval"}).reset_index(drop=True)
 
@@ -59,7 +59,7 @@ class NextStems(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "affordable_flops": self.affordable_flops,
             "width_now": self.result.width_now,
@@ -116,7 +116,7 @@ def choose(
     n_runs: int = 4,
     width: float = NARROW,
 ) -> NextStems:
-    """The runs that shrink the variance of the plan's forecast most for what may be spent; the arguments are `Study.next_runs`'s.
+    """Choose the affordable runs that shrink the variance of the plan's forecast most; the arguments are those of `Study.next_runs`.
 
     Raises:
         ValueError: If an argument breaks its rule.
@@ -139,15 +139,15 @@ def choose(
 def candidates(
     config: StudyConfig, fit: ScalingFit, plan: Plan, corpus: Corpus, *, affordable_flops: float
 ) -> pd.DataFrame:
-    """Runs that could join the ladder: d_model, n_params, n_tokens in whole batches, cost_flops.
+    """Return runs that could join the ladder: d_model, n_params, n_tokens in whole batches, cost_flops.
 
-    Widths from the smallest fitted to the plan's; lengths from the shortest fitted, as a shorter run is mostly warmup, to so
-    many epochs that repeats hardly count. What the ladder has already, or nearly, is none: the same run tells nothing new.
+    Widths are at least the smallest fitted and at most the plan's. Lengths are at least the shortest fitted, since a shorter run is
+    mostly warmup, and at most so many epochs that repeats hardly matter. Runs that the ladder (nearly) has would add nothing.
     """
     spread = candidate_runs(
         fit, plan.n_params, plan.n_tokens, affordable_flops=affordable_flops, per_decade=_PER_DECADE
     )
-    depths = (None, config.model.n_layers)  # those looked at have the base's
+    depths = (None, config.model.n_layers)  # the candidates have the base's depth
     stems = [stem for stem in config.ladder.stems if stem.depth in depths]
     taken = [(stem.width, length) for stem in stems for length in stem_lengths(stem)]
     shortest, longest = fit.n_tokens_range[0], most_tokens(corpus, MAX_EPOCHS)
@@ -164,7 +164,7 @@ def candidates(
 
 
 def _resolves(plan: Plan, n_tokens: int) -> bool:
-    """Whether the schedule has room for its stretches in so few tokens."""
+    """Whether the schedule's phases fit into so few tokens."""
     try:
         chain(plan.hyperparameters, n_tokens)
     except ValueError:

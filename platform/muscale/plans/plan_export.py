@@ -22,7 +22,7 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initial_std, make_optimizer, multipliers_of
 
-_MOST_ROWS = 10_000  # of the schedule's table
+_MOST_ROWS = 10_000  # in the schedule's table
 _BRANCH_ENDS = ("attention.output", "mlp.down")
 _WITHOUT_BETAS = ("muon", "adafactor")
 _README = """\
@@ -79,8 +79,8 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
     """Write plan.json, tensors.csv, schedule.csv and a README into a folder, and return it.
 
     Args:
-        plan: Registered.
-        folder: Created if it is not there.
+        plan: Registered plan.
+        folder: Output folder; created if missing.
         completed: Completes the commands that the README names.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,11 +127,11 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
     """Write the full run's job for a study's [trainer] program, and return its file.
 
     Args:
-        plan: Registered.
-        folder: Created if it is not there, with the empty folder `state` for the program.
+        plan: Registered plan.
+        folder: Output folder; created if missing, with the empty folder `state` for the program.
 
     Raises:
-        StageError: If the plan changes its recipe on the way.
+        StageError: If the plan changes its recipe during the run.
     """
     chain, path = plan.chain(numerics), folder / "job.json"
     try:
@@ -145,7 +145,7 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
 
 
 def tensor_table(plan: Plan, numerics: Numerics) -> pd.DataFrame:
-    """A row for each tensor, and again from where the recipe changes on: the columns that the README lists."""
+    """Return a row for each tensor, and again for each change of the recipe, with the columns that the README lists."""
     rows, before = [], None
     for segment in plan.segments:
         if segment.recipe != before:
@@ -155,7 +155,7 @@ def tensor_table(plan: Plan, numerics: Numerics) -> pd.DataFrame:
 
 
 def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Of one recipe; rates, decays and eps are those of the optimizer itself, on a model without memory."""
+    """Generate the rows of one recipe; rates, decays and eps come from the optimizer itself, built for a model on the meta device."""
     parametrization = _parametrization(plan, numerics, recipe)
     with torch.device("meta"):
         model = build(plan.model)
@@ -190,10 +190,10 @@ def _parametrization(plan: Plan, numerics: Numerics, recipe: Recipe) -> Parametr
 
 
 def _applied(plan: Plan, parametrization: Parametrization, multipliers: ForwardMultipliers) -> dict[str, float]:
-    """Return what the output of a tensor's layer is multiplied by, by the tensor's name, where it is multiplied."""
+    """Return the factor on the output of each tensor's layer by the tensor's name, if it has one."""
     classes = {name: rule.tensor_class for name, rule in parametrization.rules.items()}
     applied = {name: multipliers.readout for name, found in classes.items() if found is TensorClass.READOUT}
-    # The table of tokens comes first; learned positions, also embeddings, are not multiplied.
+    # The token table comes first; learned positions are also embeddings, but are not multiplied.
     tables = [name for name, found in classes.items() if found in (TensorClass.EMBEDDING, TensorClass.TIED)]
     applied |= dict.fromkeys(tables[:1], multipliers.embedding)
     if isinstance(plan.model, ModelConfig):
@@ -203,7 +203,7 @@ def _applied(plan: Plan, parametrization: Parametrization, multipliers: ForwardM
 
 
 def schedule_table(plan: Plan) -> pd.DataFrame:
-    """step, tokens, batch_tokens, rate_factor; every step, or of a long run evenly so many, and the ends of segments."""
+    """Return step, tokens, batch_tokens and rate_factor of every step; a long run has evenly spaced steps and segment ends."""
     n_steps = plan.segments[0].recipe.ramp.n_steps(plan.n_tokens)
     every = max(1, n_steps // _MOST_ROWS)
     rows, step = [], 0

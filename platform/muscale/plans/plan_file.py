@@ -1,7 +1,7 @@
-"""The plan as a file that people read, compare and hand on: TOML, made from what is registered in the ledger.
+"""The plan as a TOML file to read, compare and share, made from the plan registered in the ledger.
 
-What a run computes is the ledger's to say: a value that was changed in the file is refused by its name. Only [resources] may be
-edited, as it says what a run is made on and not what it is. Comments, order and white space may change too.
+The ledger decides what a run computes: an edit of such a value in the file is refused with its key. Only [resources] may be
+edited, since it describes how the run is executed. Comments, order and white space may change too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from proxy_models.files import atomic_write
 
 EDITABLE = "resources"
 DIGEST = "sha256"
-# not registered: as of the day that the file was written
+# not registered: values of the day when the file was written
 _INFORMATIVE = (DIGEST, "study", EDITABLE, "cost", "decision")
 _OF_THE_RUN = ("precision", "seed", "on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
-"""Settings of [promote] that change what is computed, and so are the plan's."""
-_OF_SEARCHES = ("workers", "ranks_per_trial")  # of [resources] of the study file
+"""Settings of [promote] that change what is computed, and so belong to the plan."""
+_OF_SEARCHES = ("workers", "ranks_per_trial")  # in [resources] of the study file
 _TITLES = {
     "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
     "data": "Hashes of the corpus and of its tokenizer; promotion compares them.",
@@ -52,20 +52,20 @@ _Contents = dict[str, Any]
 
 
 def path_of(directory: Path, key: str) -> Path:
-    """Where the file of a plan lies in a study's directory."""
+    """Return the path of a plan's file in a study's directory."""
     return directory / PLANS / f"{key}.toml"
 
 
 def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, float]] = ()) -> _Contents:
-    """The tables of the file, as plain values; what is None is left out, as TOML has no such thing.
+    """Return the tables of the file as plain values; None is left out, since TOML has no null.
 
     Args:
-        config: Says what it would be trained on.
-        along: The forecast along the run: rows of `tokens`, `loss`, `low` and `high`.
+        config: Study settings, for the resources and costs.
+        along: Forecast along the run: rows of `tokens`, `loss`, `low` and `high`.
     """
     decision = plan.decision
     forecast = {name: value for name, value in plan.forecast.to_dict().items() if name not in ("n_params", "n_tokens")}
-    # Six digits: another machine's exponential may differ in the last one.
+    # Keep six digits: another machine's exponential may differ in the last one.
     points = [{name: n if name == "tokens" else float(f"{n:.6g}") for name, n in point.items()} for point in along]
     hyperparameters = {
         one.name: {
@@ -99,7 +99,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
 
 
 def text(values: _Contents) -> str:
-    """The file: `contents` with their hash and comments."""
+    """Return the file's text: `contents` with its hash and comments."""
     head = [
         f"# The full run of study {values['study']}, written by `muscale plan`.",
         f"# `muscale promote --plan {values['plan']}` trains it, --dry-run shows what it would do.",
@@ -124,14 +124,14 @@ def write(
     along: Sequence[Mapping[str, float]] = (),
     completed: Callable[[str], str] = str,
 ) -> Path:
-    """Write the plan's file into a study's directory; one that stands there is brought up to date.
+    """Write the plan's file into a study's directory, or update an existing one.
 
     Args:
-        plan: Registered.
+        plan: Registered plan.
         completed: Completes the commands that the file names.
 
     Raises:
-        StageError: If the file that stands there was edited by hand.
+        StageError: If an existing file was edited by hand.
     """
     path, values = path_of(directory, plan.key), contents(plan, config, along=along)
     if path.exists():
@@ -143,7 +143,7 @@ def write(
 
 
 def _require_unedited(path: Path, values: _Contents) -> None:
-    """Refuse to write over a file whose values were edited since it was written, unless to what would be written."""
+    """Refuse to overwrite a file with edited values, unless they equal the new ones."""
     found = _read(path)
     digest = found.pop(DIGEST, None)
     difference = _first_difference(values, found)
@@ -164,14 +164,14 @@ def read(
     *,
     along: Callable[[Plan], Sequence[Mapping[str, float]]] = lambda plan: (),
 ) -> tuple[Plan, StudyConfig]:
-    """The registered plan of a file, and the study's settings with the file's [resources].
+    """Return the registered plan of a file, and the study's settings with the file's [resources].
 
     Args:
-        ledger: The study's, which the file is checked against.
-        along: Gives `contents` the forecast along a plan's run.
+        ledger: The study's ledger, against which the file is checked.
+        along: Returns the forecast along a plan's run for `contents`.
 
     Raises:
-        StageError: If the file can't be read, its plan is not registered in this study, or a key was edited that may not be.
+        StageError: If the file can't be read, its plan is not registered in this study, or a key that must not change was edited.
     """
     found = _read(path)
     key = found.get("plan")
@@ -197,12 +197,12 @@ def read(
 
 
 def hash_of(values: _Contents) -> str:
-    """SHA-256 of a file's values, whatever their order and its comments."""
+    """Return the SHA-256 of a file's values; their order and comments do not matter."""
     return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
 def _first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any, Any] | None:
-    """The place of the first value of two JSON trees that differs, and both values; None where there is none."""
+    """Return the location of the first difference between two JSON trees, and both values; None if there is none."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         inner = [(str(key), ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
     elif isinstance(ours, list) and isinstance(theirs, list):
@@ -214,7 +214,7 @@ def _first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any
 
 
 def _registered_edit(found: _Contents, values: _Contents) -> str | None:
-    """The first edit of what is registered, in words; None where there is none."""
+    """Describe the first edit of a registered value; None if there is none."""
     difference = _first_difference(_registered(values), _registered(found))
     if difference is None:
         return None
@@ -235,7 +235,7 @@ def _shown(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """JSON; a date, which only an edit can have brought in, as a string."""
+    """Return sorted JSON; a date, which only an edit can contain, becomes a string."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -244,7 +244,7 @@ def _read(path: Path) -> _Contents:
 
 
 def _resources(config: StudyConfig) -> _Contents:
-    """[resources] of the file: of [promote] and [resources] of the study file what changes no result."""
+    """Return [resources] of the file: the settings of [promote] and [resources] of the study file that change no result."""
     promote = {name: v for name, v in config.promote.model_dump(mode="json").items() if name not in _OF_THE_RUN}
     return promote | {
         name: v for name, v in config.resources.model_dump(mode="json").items() if name not in _OF_SEARCHES
@@ -286,7 +286,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _lines(values: _Contents) -> Table:
-    """A table with one line for each key, tables in it on their line, long lists a line for each entry."""
+    """Return a table with one line for each key; nested tables are inline, and long lists have a line for each entry."""
     table = tomlkit.table()
     for name, value in values.items():
         table.add(name, inline(value, wrap=True))

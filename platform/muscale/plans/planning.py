@@ -30,10 +30,10 @@ from proxy_models.training.numerics import Numerics
 from scaling import BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit
 
 FOLLOWED = 8.0
-"""Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
-octaves off (measured, widths 32 and 64)."""
-_MOST_SIZES = 5  # that are listed one by one
-_OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # rather than of its decision: for whole batches
+"""Factor beyond its longest grid at which a horizon law needs longer horizons: at 24× beyond grids of 64 to 256 steps its rate
+was two octaves off (measured, widths 32 and 64)."""
+_MOST_SIZES = 5  # sizes listed one by one
+_OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # values for whole batches, unlike the decision's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,18 @@ class Plan(Recorded):
         key: Hash of everything the plan was made from.
         model: The full-size shape.
         n_tokens: Training tokens D.
-        seed: Of the initial values and the data order.
+        seed: Seed of the initial values and the data order.
         spike_handling: Settings of [promote] about spikes that change what is computed.
-        hyperparameters: At the base shape; the parametrization carries them to `model`.
-        rules: For each tuned hyperparameter, the rule that transferred it.
-        wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
-            family that does best. Where the ladder does not tell it, N at the ladder's own D/N.
-        forecast: Of the final annealed validation loss.
-        decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words.
+        hyperparameters: Values at the base shape; the parametrization scales them to `model`.
+        rules: Transfer rule of each tuned hyperparameter.
+        wanted_n_params: Compute-optimal N by the law behind the forecast, with every token new; `model` is the best member of the
+            family. If the ladder does not determine D/N, N at the ladder's own D/N.
+        forecast: Forecast of the final annealed validation loss.
+        decision: Reasons for this size: `scaling.Decision` as plain values, with the budget and the cost in words.
         provenance: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
-        batch: The run's batch where it is not the proxies'.
-        registered_at: When the forecast was written to the ledger; None before.
+        batch: The run's batch, if it differs from the proxies'.
+        registered_at: Time at which the forecast was written to the ledger; None before.
     """
 
     DERIVED = ("n_params", "compute_flops")
@@ -78,17 +78,17 @@ class Plan(Recorded):
 
     @property
     def n_params(self) -> int:
-        """N as the law counts it: without the embedding table."""
+        """N as the law counts parameters: without the embedding table."""
         return self.model.n_params
 
     @property
     def compute_flops(self) -> float:
-        """6·N·D."""
+        """Training compute, 6·N·D."""
         return 6.0 * self.n_params * self.n_tokens
 
     def chain(self, numerics: Numerics) -> Chain:
-        """The full run as a training like any other."""
-        # Of these the parametrization knows nothing: the full run may have others than its base.
+        """Return the full run's chain of segments."""
+        # The parametrization does not know these fields: the full run may have other values than its base.
         own_values = {name: getattr(self.model, name) for name in OF_MODEL if hasattr(self.model, name)}
         base = model_with_explicit(numerics.base, own_values)
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
@@ -101,7 +101,7 @@ class Plan(Recorded):
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
-        """The plan of a registered forecast, a row of the ledger's."""
+        """Return the plan of a registered forecast, a row of the ledger."""
         return replace(cls.from_dict(row["payload"]), registered_at=row["registered_at"])
 
     def __str__(self) -> str:
@@ -126,14 +126,14 @@ class Plan(Recorded):
 
 
 def format_value(value: Any) -> str:
-    """A hyperparameter's value as people read it, stages as they are or as plain values."""
+    """Format a hyperparameter's value for reading; stages may be objects or plain values."""
     if isinstance(value, tuple | list):
         return "; ".join(str(HyperparameterStage(**entry) if isinstance(entry, dict) else entry) for entry in value)
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def format_decision(decision: dict[str, Any]) -> list[str]:
-    """Reasons for a plan's size, a line each."""
+    """Return the reasons for a plan's size, a line each."""
     near = [f"{size['n_params']:,.0f} ({_shape(size)}, +{size['loss_above_best']:.2%})" for size in decision["near"]]
     sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
     by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
@@ -155,7 +155,7 @@ def format_decision(decision: dict[str, Any]) -> list[str]:
 
 
 def _shape(size: dict[str, Any]) -> str:
-    """Width, and depth where shapes are named: others have the base's."""
+    """Return the width, and the depth of named shapes; other shapes have the base's depth."""
     return f"width {size['d_model']}" + (f", depth {size['n_layers']}" if "n_layers" in size else "")
 
 
@@ -164,7 +164,7 @@ def _span(low: float, high: float) -> str:
 
 
 def _first(sizes: list[str]) -> str:
-    """A short list as it is, of a long one its ends."""
+    """Return a short list in full, and a long list as its first and last entries."""
     if len(sizes) <= _MOST_SIZES:
         return ", ".join(sizes)
     return f"{sizes[0]} to {sizes[-1]}, {len(sizes)} sizes"
@@ -180,10 +180,10 @@ def make_plan(
     corpus: Corpus | None = None,
     winner: int | None = None,
 ) -> Plan:
-    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
+    """Spend the budget at the size where the law predicts the lowest loss, with the hyperparameters for that size.
 
-    `batches` is the law of the study's own grids. `corpus` is what the run sees; without it no epochs are counted. `winner` is the
-    trial that `best` is from.
+    `batches` is the law of the study's own grids. `corpus` is the run's data; without it no epochs are counted. `winner` is the
+    trial that `best` comes from.
 
     Raises:
         StageError: If the budget can't be spent: see `sizing.size_for`; or does not pay for a batch.
@@ -259,7 +259,7 @@ def _rules(
     by_batch: frozenset[str],
     winner: int | None,
 ) -> dict[str, str]:
-    """For each tuned hyperparameter, and each that is stated or follows the batch, the rule that transfers it, in words."""
+    """Describe the transfer rule of each hyperparameter that is tuned or stated, or follows the batch."""
     rules = {
         name: "muP across width; timescale fixed across tokens"
         if name == "weight_decay_tau"
@@ -280,7 +280,7 @@ def _rules(
 
 
 def _key(config: StudyConfig, fit: ScalingFit, model: Member, hyperparameters: Hyperparameters, n_tokens: int) -> str:
-    """Key of a plan: what determines the run, and its forecast."""
+    """Return the key of a plan: a hash of what determines the run and its forecast."""
     evidence = fit.rows.to_dict("list")
     chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
     return input_key(
@@ -293,14 +293,14 @@ def _key(config: StudyConfig, fit: ScalingFit, model: Member, hyperparameters: H
         config.fit.n_bootstrap,
         config.fit.seed,
         {k: list(map(str, v)) for k, v in evidence.items()},
-        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
+        # The size that the single fitted form would choose keeps its original key, and so the run that was promoted with it.
         *([] if model == chosen_by_law else [model.to_dict()]),
         *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
     )
 
 
 def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
-    """Factor beyond its grids at which the horizon law is used, and the horizon that would reach further; "" within them."""
+    """Describe how far beyond its grids the horizon law is used, and the horizon that would extend them; "" within the grids."""
     times = n_tokens / horizon.n_tokens_range[1]
     if times <= 1:
         return ""
@@ -314,15 +314,15 @@ def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
 
 
 def data_hashes(corpus: Corpus) -> dict[str, str]:
-    """Hashes of the corpus and of its tokenizer, of a mixture those of each source."""
+    """Return the hashes of the corpus and of its tokenizers; a mixture has one tokenizer per source."""
     tokenizers = sorted({str(files.manifest["tokenizer"]) for files in corpus.sources.values()})
     return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
 
 
 def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: BatchChoice | None = None) -> Forecast:
-    """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under.
+    """Return the forecast, unsupported if the run does not follow the policy under which the ladder was trained.
 
-    Another batch widens the interval, at both ends, by what it may change.
+    A different batch extends the interval on both sides by its possible effect.
     """
     reasons = [
         f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
@@ -343,7 +343,7 @@ def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: B
 
 
 def _forecast(fit: ScalingFit, model: Member, n_tokens: int, config: StudyConfig, epochs: float | None) -> Forecast:
-    """The fit's forecast, unsupported where the run sees its data too often, or has a depth that no run fitted has."""
+    """Return the fit's forecast, unsupported if the run repeats its data too often or its depth differs from all fitted runs."""
     found = fit.forecast(model.n_params, n_tokens, level=config.plan.level)
     reasons = list(found.reasons)
     if epochs is not None and epochs > MAX_EPOCHS:
@@ -358,7 +358,7 @@ def _forecast(fit: ScalingFit, model: Member, n_tokens: int, config: StudyConfig
 
 
 def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
-    """The decision's facts as JSON has them."""
+    """Return the decision's facts as JSON values."""
     named = {shape.of(config.family).n_params: shape.of(config.family) for shape in config.plan.shapes}
     facts = {name: value for name, value in decision.to_dict().items() if name not in _OF_THE_PLAN}
     near = []
@@ -376,7 +376,7 @@ def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
 
 
 def register(plan: Plan, ledger: Ledger) -> Plan:
-    """Write a plan with its forecast into the ledger, once and for all, and return it as registered."""
+    """Write a plan with its forecast into the ledger, once, and return the registered plan."""
     forecast = plan.forecast
     ledger.insert(
         forecasts,
@@ -391,9 +391,9 @@ def register(plan: Plan, ledger: Ledger) -> Plan:
 
 
 def as_registered(plan: Plan, ledger: Ledger) -> Plan:
-    """A plan as its forecast was registered, or as it is where there is none.
+    """Return the plan as registered, or unchanged if it is not registered.
 
-    What its decision tells of prices and of sizes nearby is today's: it is no part of what is registered.
+    The decision keeps today's prices and nearby sizes, which are not part of the registration.
     """
     row = ledger.forecast(plan.key)
     return replace(Plan.of_row(row), decision=plan.decision) if row else plan

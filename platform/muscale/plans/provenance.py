@@ -1,4 +1,4 @@
-"""Where each hyperparameter of the full run comes from, and by which rule it got there."""
+"""Source of each hyperparameter of the full run, and the rules that transferred it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, TransferClass
 
 Rule = Literal["muP width", "muP depth", "horizon law", "batch law", "fixed", "explicit"]
-"""What took a value from the proxy to the full run; several may have."""
+"""A rule that takes a value from the proxy to the full run; several may apply."""
 
 SCALED = (
     "learning_rate",
@@ -26,7 +26,7 @@ SCALED = (
     "output_multiplier",
     "attention_multiplier",
 )
-"""What the parametrization's table scales with the shape; all else is the same number at every size."""
+"""Values that the parametrization scales with the shape; every other value is the same at every size."""
 _OF_THE_STUDY = "the study file"
 _EXPLICIT = "[plan.explicit]"
 
@@ -36,10 +36,10 @@ class HyperparameterProvenance:
     """One value of the full run, at the base shape.
 
     Attributes:
-        value: As JSON has it.
-        rules: Those that transferred it.
-        source: The trial or the file that it is from.
-        searched: Whether the sweep looked for it.
+        value: JSON value.
+        rules: Rules that transferred the value.
+        source: Trial or file that the value comes from.
+        searched: Whether the sweep searched this hyperparameter.
     """
 
     name: str
@@ -55,7 +55,7 @@ class HyperparameterProvenance:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it came from a smaller model although nothing says that it may."""
+        """Whether the value came from a smaller model although no rule supports its transfer."""
         stated = "explicit" in self.rules or self.value == 0
         return not stated and (self.transfer is None or (self.transfer is TransferClass.NEVER and self.searched))
 
@@ -72,14 +72,14 @@ def provenance_of(
     by_batch: frozenset[str] = frozenset(),
     batch_source: str = "",
 ) -> tuple[HyperparameterProvenance, ...]:
-    """Every hyperparameter and regularizer of the full run with its rules and its source.
+    """Return every hyperparameter and regularizer of the full run with its rules and its source.
 
     Args:
-        hyperparameters: Of the full run, at the base shape.
+        hyperparameters: Values for the full run, at the base shape.
         model, base: The full-size shape and the proxy's.
         searched: Names that the sweep varied.
-        explicit: Names that are stated for the full run alone.
-        by_batch: Names that another batch than the proxies' changed.
+        explicit: Names stated for the full run alone.
+        by_batch: Names whose values changed because the batch differs from the proxies'.
     """
     scaled: list[Rule] = ["muP width"] if by_mup else []
     if by_mup and model.n_layers != base.n_layers:

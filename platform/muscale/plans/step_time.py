@@ -1,13 +1,14 @@
-"""The time of a training step from shape, layout and links: on paper, without a device.
+"""Prediction of a training step's time from shape, layout and links, without a device.
 
-A device's time of a pass is that of its matrix products and of attention, each at the share of the peak that it reaches, and
-of the bytes that everything else moves. Weights are gathered in the precision of the products and gradients reduced in fp32
-(FSDP2's mixed precision), block by block, while the block beside is computed; what takes longer than that block, and the first
-and the last collective of a pass, is exposed. Tensor parallelism gathers and scatters activations around attention and MLP
-(sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2), all of it exposed. Collectives are rings.
+A device's time for a pass is the time of its matrix products and attention, each at the share of the peak that it reaches, and
+the time of the bytes that all other operations move. Weights are gathered in the precision of the products and gradients reduced
+in fp32 (FSDP2's mixed precision), block by block, while the neighbouring block is computed. The part of a collective that takes
+longer than that block is exposed, as are the first and the last collective of a pass. Tensor parallelism gathers and scatters
+activations around attention and MLP (sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2); all of this is
+exposed. Collectives are rings.
 
-Not in it: the input pipeline, hosts that are slower than their devices, faults. `tests/benchmarks/step_time.py` holds the
-prediction against published runs; docs/full_run.md has its table.
+The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
+compares the prediction with published runs; docs/full_run.md has its table.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from scaling import Accelerator, accelerator
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that a large collective reaches (assumed)."""
 RING_SECONDS, NODE_HOP_SECONDS, NETWORK_HOP_SECONDS = 8.4e-6, 3.4e-6, 14e-6
-"""Latency of a ring, and of each of its hops by NVLink and by network: NCCL's own model (src/graph/tuning.cc, protocol Simple)."""
+"""Latency of a ring, and of one hop by NVLink and by network: from NCCL's own model (src/graph/tuning.cc, protocol Simple)."""
 MOVED_SHARE = 0.8
-"""Share of the memory's bandwidth that operations without products reach (assumed)."""
+"""Share of the memory bandwidth that operations other than products reach (assumed)."""
 EAGER_MOVES = 3.4
-"""Bytes that such operations move uncompiled for each that they move compiled: from torchtitan's 8B on 8 H100s, 5,762 tokens per
+"""Ratio of the bytes that such operations move without compilation to those with it: from torchtitan's 8B on 8 H100s, 5,762 tokens per
 second eager and 6,667 compiled (benchmarks/llama3_h100_202412_torchtitan.md, table 1)."""
 CONTENTION = 0.4
-"""Seconds that products lose for each second of a collective beside them, as both want the device's units, memory and power:
+"""Seconds that products lose for each second of a concurrent collective, since both use the device's units, memory and power:
 from llm-foundry's 13B on 64 and 70B on 32 H100s with short passes."""
 _BACKWARD_PRODUCTS, _BACKWARD_ATTENTION, _BACKWARD_MOVES = 2.0, 2.5, 2.0
-"""Of the backward pass for each of the forward pass; attention's five products for two (Dao, arXiv 2307.08691, section 3.1)."""
+"""Ratios of the backward to the forward pass; attention has five products instead of two (Dao, arXiv 2307.08691, section 3.1)."""
 _LOGIT_MOVES = 6  # reads and writes of the fp32 logits in the loss and its gradient
-_STATE_BYTES = 32  # of a parameter in a step of AdamW: weight and two moments read and written, gradient read twice
+_STATE_BYTES = 32  # bytes of a parameter in an AdamW step: weight and two moments read and written, gradient read twice
 _FP32 = 4
 _PRODUCT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -47,9 +48,9 @@ class Links:
 
     Attributes:
         memory: Bandwidth of the device's memory.
-        node: To the other devices of its node, in one direction.
-        network: To other nodes, for each device, in one direction.
-        fp32_flops: Peak of fp32 products, TF32 off.
+        node: Bandwidth to the other devices of its node, in one direction.
+        network: Bandwidth to other nodes, for each device, in one direction.
+        fp32_flops: Peak of fp32 products, with TF32 off.
         products, attention: Shares of the peak that large products and fused attention reach.
     """
 
@@ -70,7 +71,7 @@ LINKS: Mapping[str, Links] = {
     "A100 80GB": _A100,
     "A100 40GB": replace(_A100, memory=1.555e12),
 }
-"""By name of the accelerator. NVIDIA's datasheets of each: memory, half of NVLink's 900 and 600 GB/s, fp32. Network: a 400 Gb/s (DGX
+"""Links by accelerator. NVIDIA's datasheets: memory, half of NVLink's 900 and 600 GB/s, fp32. Network: a 400 Gb/s (DGX
 H100) or 200 Gb/s (DGX A100) adapter for each device. Attention: FlashAttention-2's 35 % on H100 (Shah et al., arXiv 2407.08608,
 abstract) and 50–73 % on A100 (arXiv 2307.08691, abstract). Products: fitted to one published run of each device, llm-foundry's 7B on
 8 H100s and torchtitan's 8B on 64 A100s."""
@@ -81,11 +82,11 @@ class StepTime:
     """Seconds of one step on each device.
 
     Attributes:
-        products: Matrix products, attention and everything else that a device computes, slowed by collectives beside them.
+        products: Matrix products, attention and all other computation of a device, slowed by concurrent collectives.
         tensor: Collectives of tensor parallelism.
-        exposed: Collectives of weights and gradients that no product hides.
+        exposed: Collectives of weights and gradients that no computation hides.
         communication: All collectives of weights and gradients, hidden or not; not part of the sum.
-        tokens_per_second: Of one device.
+        tokens_per_second: Throughput of one device.
         mfu: Share of the peak, by `train_flops_within`.
     """
 
@@ -99,7 +100,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Total seconds."""
         return self.products + self.tensor + self.exposed + self.optimizer
 
     @property
@@ -131,15 +132,15 @@ def step_time(
     """Predict the time of a step.
 
     Args:
-        workers: Devices.
+        workers: Number of devices.
         micro_batch: Sequences of a pass on a device.
-        batch_tokens: Of a step, over all devices.
-        device: Or its name; its peak counts.
-        links: Of the device; None: `LINKS`.
-        precision: Of products and of gathered weights.
-        recomputed: Share of the products of blocks that the backward pass repeats; None: as the layout's checkpointing does.
-        attended: Mean length of a token's document where attention stays within; None: the sequence. Its kernel is taken to be as
-            fast as the one for whole sequences.
+        batch_tokens: Tokens of a step, over all devices.
+        device: Device or its name; its peak is used.
+        links: Links of the device; None: from `LINKS`.
+        precision: Precision of products and gathered weights.
+        recomputed: Share of the products of blocks that the backward pass repeats; None: from the layout's checkpointing.
+        attended: Mean length of a token's document if attention stays within documents; None: the sequence. Its kernel is assumed
+            to be as fast as the one for whole sequences.
 
     Raises:
         ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
@@ -152,7 +153,7 @@ def step_time(
     peak = device.peak_flops["bf16"] if n_bytes == 2 else links.fp32_flops
     share = math.ceil(batch_tokens / model.context_length / (replicas * shards))
     passes = math.ceil(share / micro_batch)
-    tokens = micro_batch * model.context_length / tensor  # of a pass, on each of the ranks that share its products
+    tokens = micro_batch * model.context_length / tensor  # in a pass, on each of the ranks that share its products
 
     def seconds_of(products: float, attention: float, moved: float) -> float:
         return (
@@ -178,7 +179,7 @@ def step_time(
     readout = seconds_of(6 * model.vocab_size * width * tokens, 0.0, _LOGIT_MOVES * _FP32 * model.vocab_size * tokens)
 
     def collective(size: float, ranks: int, stride: int) -> float:
-        """Gather or scatter over ranks so far apart, of which the neighbours share a node and its network adapters."""
+        """Seconds of a gather or scatter over ranks `stride` apart; neighbours share a node and its network adapters."""
         return _ring(size, ranks, max(1, min(ranks, on_node // stride)), links)
 
     groups = model.n_params_by_group
@@ -187,7 +188,7 @@ def step_time(
     again_gathered = parallelism.sharding in ("full", "hybrid")
 
     def data_parallel(n_params: float, *, is_first: bool, is_last: bool) -> tuple[float, float]:
-        """Gather of so many parameters before they are used, and reduction of their gradients."""
+        """Seconds to gather so many parameters before their use, and to reduce their gradients."""
         gather = collective(n_bytes * n_params, shards, tensor) if is_first or again_gathered else 0.0
         reduction = collective(_FP32 * n_params, shards, tensor)
         if is_last:
@@ -205,7 +206,7 @@ def step_time(
             exposed += (layers - 1) * max(0.0, wanted - beside)
             slowed += (layers - 1) * CONTENTION * min(wanted, beside)
     activations = n_bytes * micro_batch * model.context_length * width
-    # Of a block four forward, four backward and four recomputed; of the embedding's sum and the last norm one each way.
+    # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each in each pass.
     calls = 4 * (2 + recomputes) * layers + 4
     tensor_seconds = passes * calls * collective(activations, tensor, 1)
     products = passes * (layers * (forward + backward) + readout) + slowed
@@ -225,10 +226,10 @@ def step_time(
 
 
 def links_of(device: Accelerator) -> Links:
-    """The entry of `LINKS`.
+    """Return the entry of `LINKS`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no entry.
     """
     if device.name not in LINKS:
         raise ValueError(f"links are known of {', '.join(LINKS)}, got {device.name!r}")
@@ -236,7 +237,7 @@ def links_of(device: Accelerator) -> Links:
 
 
 def _moved(model: ModelConfig) -> float:
-    """Numbers that a block's operations without products read and write for a token, forward, fused as a compiler does.
+    """Return how many numbers a block's operations other than products read and write per token forward, fused as by a compiler.
 
     Two norms (one read, one write each), two residual sums (two reads, one write each), rotated queries and keys, and the
     activation of the MLP.
@@ -246,7 +247,7 @@ def _moved(model: ModelConfig) -> float:
 
 
 def _ring(n_bytes: float, ranks: int, per_node: int, links: Links) -> float:
-    """Seconds of an all-gather or reduce-scatter of `n_bytes` in all, by a ring that enters each node through all its adapters."""
+    """Seconds of a ring all-gather or reduce-scatter of `n_bytes` in total; the ring enters each node through all its adapters."""
     if ranks == 1:
         return 0.0
     nodes = math.ceil(ranks / per_node)
