@@ -1,1 +1,1 @@
-"""Small trainings beside the sweep: grids of the transfer check, the ladder, variants."""
+"""Small training runs next to the sweep: grids of the transfer check, the ladder, variants."""

@@ -1,4 +1,4 @@
-"""The coordinate check of a study's family, and where the ledger keeps it."""
+"""The coordinate check of a study's family, and its record in the ledger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> CoordinateCheck | None:
-    """The check as the ledger knows it."""
+    """Return the recorded check from the ledger; None if there is none."""
     from proxy_models.coordinates.check import CoordinateCheck
 
     known = ledger.result(ResultKind.CHECK, _key(config, numerics))
@@ -25,7 +25,7 @@ def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> Coor
 
 
 def run_check(config: StudyConfig, numerics: Numerics, ledger: Ledger, corpus: Corpus) -> CoordinateCheck:
-    """Check the family on the corpus, and record it."""
+    """Check the family on the corpus and record the result."""
     from proxy_models.coordinates.measurement import coordinate_check
 
     settings, optimizer = config.check, config.hyperparameters.optimizer

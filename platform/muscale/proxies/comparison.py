@@ -1,6 +1,6 @@
-"""The study and its variants: tuned alike, trained at one size after another, and held against each other.
+"""The study and its variants: each is tuned the same way, trained at increasing sizes, and compared with the study.
 
-What is wanted next follows from the ledger's runs alone, so the same command continues after an interruption and ends the same.
+The next runs depend on the ledger's runs alone, so the same command continues after an interruption with the same result.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison(JsonResult):
-    """Worth of the study's variants at its target.
+    """Compute multipliers and verdicts of the study's variants at its target.
 
     Attributes:
         outcome: Multipliers, verdicts and next runs.
-        tuned: By variant: octaves (of its best rate above the study's on equal grids; NaN where no rate trained), at_end
-            (whether it lies at an end of its grid), rates (tried).
-        asked: The keys of [compare] and [variants.NAME] it was made with, sizes and target resolved; {} of an older one.
+        tuned: By variant: octaves (best rate above the study's on equal grids; NaN if no rate trained), at_end (whether the best rate
+            lies at an end of its grid), rates (number tried).
+        asked: The keys of [compare] and [variants.NAME] behind the result, with sizes and target resolved; {} in older results.
     """
 
     outcome: VariantComparison
@@ -50,7 +50,7 @@ class Comparison(JsonResult):
     asked: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def plot(self) -> go.Figure:
-        """Multiplier of each variant against compute, with its band up to the target."""
+        """Plot the multiplier of each variant against compute, with its band up to the target."""
         return self.outcome.plot()
 
     @property
@@ -81,16 +81,16 @@ def compare(
     train: Train,
     corpora: Mapping[str, Corpus],
 ) -> Comparison:
-    """Tune every variant, train size after size those that are undecided, and record the comparison.
+    """Tune every variant, train the undecided ones size after size, and record the comparison.
 
     Args:
-        numerics: The study's, at its base shape.
-        horizon: The study's; None where every size is as long as the rate grids, whose own best rate is taken then.
-        train: Called with the runs of each step, known ones among them.
-        corpora: Of the variants with data of their own.
+        numerics: Numerics of the study at its base shape.
+        horizon: Horizon law of the study; None if every size is as long as the rate grids, whose best rate is then used.
+        train: Trains the runs of each step; known runs are included.
+        corpora: Corpora of the variants that have their own data.
 
     Raises:
-        StageError: There are no variants, or the runs can't be compared.
+        StageError: If there are no variants, or the runs can't be compared.
     """
     if not config.variants:
         raise StageError("compare: the study file has no variants; add a table [variants.NAME] with what differs")
@@ -137,7 +137,7 @@ def compare(
 
 
 def latest_comparison(config: StudyConfig, ledger: Ledger) -> Comparison | None:
-    """The latest comparison that the study file asks for; without one, the latest at all, at one size or another target, say."""
+    """Return the latest comparison with the study file's settings, or else the latest one with any sizes or target."""
     rows = ledger.read(find, "results", {"kind": ResultKind.COMPARISON.value}, ["-created_at"])
     asked = _asked(config)
     fitting = [row for row in rows if row["payload"].get("asked") == asked]
@@ -153,14 +153,14 @@ def _asked(config: StudyConfig) -> dict[str, Any]:
 
 
 def _target(config: StudyConfig, n_sizes: int) -> float | None:
-    """Compute that is decided on; None is that of the largest run, where there is one size and no target is given."""
+    """Return the compute at which variants are judged; None means that of the largest run, if there is one size and no target."""
     if config.compare.target_flops is None and n_sizes > 1:
         return config.plan.budget.compute_flops
     return config.compare.target_flops
 
 
 def most_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> Iterator[tuple[str, str, Job]]:
-    """Every run that a comparison may come to want, but for its rate: (variant, "rates" or the size, job)."""
+    """Generate every run that a comparison may need, with a placeholder rate at the sizes: (variant, "rates" or size, job)."""
     first = first_steps(config)
     steps = [float(step) for step in np.arange(first[0] - MAX_STEPS, first[-1] + MAX_STEPS + 1)]
     for variant in variants(config, numerics, best):
@@ -184,16 +184,16 @@ def _row(variant: Variant, size: int, seed: int, flops: float, loss: float) -> d
 
 
 def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, Any]:
-    """The row that stands for a variant which trains at no rate: one diverged run of the first size."""
+    """Return the row of a variant that trains at no rate: one diverged run of the first size."""
     flops = 6.0 * stem.of(variant.family).n_params * stem.n_tokens
     return _row(variant, 1, config.compare.seeds[0], flops, math.nan)
 
 
 def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> VariantComparison:
-    """The comparison of what is trained so far; variants keep the verdict of the look that decided them.
+    """Compare the variants trained so far; variants keep the verdict of the look that decided them.
 
     Raises:
-        StageError: The runs can't be compared.
+        StageError: If the runs can't be compared.
     """
     settings = config.compare
     try:

@@ -1,6 +1,6 @@
-"""Runs at several sizes and lengths: the ladder that tells the law.
+"""Runs at several sizes and lengths: the ladder to which the law is fitted.
 
-One policy holds for the ladder and for the full run: muP across size, the horizon law across tokens.
+The ladder and the full run follow one policy: muP across size, the horizon law across tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Sp
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
 MAX_WARMUP = 2.1
-"""Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
-the fraction (and a batch of rounding); a shorter one is mostly warmup, and its loss is of another recipe (assumed)."""
+"""Largest warmup of a fitted run, relative to the study's own fraction: a branch at half its stem's length has twice the
+fraction (plus rounding to a batch); a shorter branch is mostly warmup, and so its loss belongs to another recipe (assumed)."""
 SPACING = 2**0.5
-"""Between the lengths of a ladder's stem. Its warmup and decay are resolved once, so the weight-decay timescale of each
-branch, which is relative to its length, is off: a quarter octave for two branches. A whole octave costs .7 to 1.9 % of the
+"""Ratio of successive lengths of a ladder's stem. Its warmup and decay are resolved once, so the weight-decay timescale of each
+branch, which is relative to its length, is off: by a quarter octave for two branches. A whole octave costs .7 to 1.9 % of the
 loss (measured: widths 32 and 64, 0.5M tokens, two seeds each)."""
 
 
 def design(config: StudyConfig) -> pd.DataFrame:
-    """The runs of [ladder], a row each, as `scaling.simulate` takes them: n_params, n_tokens, stem."""
+    """Return the runs of [ladder], a row each, for `scaling.simulate`: n_params, n_tokens, stem."""
     rows = [
         (stem.of(config.family).n_params, length, number)
         for number, (stem, _) in enumerate(product(config.ladder.stems, config.ladder.seeds))
@@ -51,7 +51,7 @@ def design(config: StudyConfig) -> pd.DataFrame:
 
 
 def stem_lengths(stem: Stem) -> list[float]:
-    """Tokens at which a stem is annealed, the longest first."""
+    """Return the tokens at which a stem is annealed, the longest first."""
     return [stem.n_tokens / SPACING**k for k in range(stem.branches)]
 
 
@@ -64,10 +64,10 @@ def branches(
     purpose: str,
     label: str,
 ) -> list[Job]:
-    """Runs of these lengths, under a schedule with a cooldown their warmup and decay resolved for a run of `tuned_at` tokens.
+    """Return runs of these lengths; under a schedule with a cooldown, warmup and decay are resolved for `tuned_at` tokens.
 
-    Those share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on. Under
-    a schedule that decays all the way, or has stages at shares of the run, each length is a run of its own.
+    Such runs share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on. A
+    schedule that decays all the way, or has stages at shares of the run, needs a separate run for each length.
     """
     h = hyperparameters
     recipe = h.resolve(h.whole_batches(tuned_at))
@@ -82,12 +82,12 @@ def branches(
 
 
 def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hyperparameters:
-    """The sweep's best with the rate that the horizon law gives for a run of `n_tokens`."""
+    """Return the sweep's best with the rate that the horizon law gives for a run of `n_tokens`."""
     return replace(best, learning_rate=float(horizon.rate(n_tokens)))
 
 
 def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw) -> list[Job]:
-    """The ladder: each stem tuned for the geometric mean of its branches' lengths, so that none is far from its own."""
+    """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them."""
     jobs = []
     for stem, seed in product(config.ladder.stems, config.ladder.seeds):
         lengths = stem_lengths(stem)
@@ -107,12 +107,12 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
 def law_rows(
     runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
 ) -> pd.DataFrame:
-    """Every annealed run, with what `scaling.fit` needs, and in `left_out` why the law is not fitted to it ("" if it is).
+    """Return every annealed run with the columns for `scaling.fit`; `left_out` says why a run is not fitted ("" if it is).
 
-    The law is that of the policy which the full run follows, so `regret` is how far the run's loss is predicted to lie
-    from the policy's at the same size and length, in either direction. The surface it is read from is fitted to the
-    sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law. Runs of
-    an earlier revision of the study, whose other settings were not those of `best` and `numerics`, tell neither.
+    The law describes the policy that the full run follows. `regret` is therefore the predicted distance of a run's loss from the
+    policy's loss at the same size and length, in either direction. It is read from a surface fitted to the sweep and the rate
+    grid. If these runs are too few for a surface, only the rate's regret is known, from the horizon law. Runs of an earlier
+    revision of the study whose other settings differ from `best` and `numerics` are used for neither.
     """
     rows = (
         runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "compare"])]
@@ -141,10 +141,10 @@ def law_rows(
 
 
 def fit_law(rows: pd.DataFrame, settings: FitSettings, loss_unit: str) -> ScalingFit:
-    """The law L(N, D) of the ladder's rows, as `law_rows` gives them, with losses in a unit.
+    """Fit the law L(N, D) to the ladder's rows from `law_rows`, with losses in the given unit.
 
     Raises:
-        StageError: If the runs tell no law.
+        StageError: If no law can be fitted to the runs.
     """
     try:
         return fit(
@@ -160,7 +160,7 @@ def fit_law(rows: pd.DataFrame, settings: FitSettings, loss_unit: str) -> Scalin
 
 
 def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.DataFrame:
-    """Where each run lies in the searched hyperparameters, on scales on which optima stay put across size and length."""
+    """Return each run's searched hyperparameters on scales on which optima do not move with size and length."""
     at = pd.DataFrame(index=rows.index)
     for name, distribution in _numeric(space).items():
         if name == "learning_rate":
@@ -174,9 +174,9 @@ def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.Da
 
 
 def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
-    """Where the ladder and the full run lie, on the scales of `_coordinates`: on the horizon law in the rate.
+    """Return the hyperparameters of ladder and full run on the scales of `_coordinates`; the rate lies on the horizon law.
 
-    The timescale of the decay is the last stage's, as it is of each run.
+    The timescale of the decay is that of the last stage, as for each run.
     """
     values = best.to_dict() | {"weight_decay_tau": best.stretches[-1].weight_decay_tau}
     return {name: 0.0 if name == "learning_rate" else _place(values[name], d) for name, d in _numeric(space).items()}
@@ -191,7 +191,7 @@ def _place(value: float, distribution: Distribution) -> float:
 
 
 def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
-    """The regret surface, or None where the runs are too few for one."""
+    """Fit the regret surface; None if the runs are too few."""
     groups = list(zip(rows["numerics"].map(content_key), rows["n_tokens"], strict=True))
     try:
         return fit_regret_surface(at, coordinates=[name for name in at if name != "loss"], groups=groups)

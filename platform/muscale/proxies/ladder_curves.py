@@ -1,4 +1,4 @@
-"""Loss curves of the ladder's runs: the training loss of every step, the held-out loss where a segment ends."""
+"""Loss curves of the ladder's runs: the training loss of every step, and the held-out loss at the end of each segment."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RunCurve:
     """One annealed run along its tokens; losses in nats per token.
 
     Attributes:
-        stem: Runs that share it share weights.
-        warmup_tokens: Of its schedule.
+        stem: Runs with the same stem share weights.
+        warmup_tokens: Warmup of the run's schedule.
         ends: (tokens, held-out loss of the last weights) at the end of each segment; the last is the run's end.
-        positions: Tokens seen before each step, shape (steps,): what its training loss was measured at.
-        train_loss: Of each step, shape (steps,).
+        positions: Tokens seen before each step, at which its training loss was measured; shape (steps,).
+        train_loss: Training loss of each step, shape (steps,).
     """
 
     stem: str
@@ -40,33 +40,33 @@ class RunCurve:
 
     @property
     def n_tokens(self) -> int:
-        """D."""
+        """Training tokens D."""
         return self.ends[-1][0]
 
     @property
     def final_loss(self) -> float:
-        """Held-out, at the annealed end."""
+        """Held-out loss at the annealed end."""
         return self.ends[-1][1]
 
     @property
     def fractions(self) -> Floats:
-        """Where each segment ends, as a share of the run, with 0 before them."""
+        """Ends of the segments as shares of the run, starting with 0."""
         return np.array([0, *(tokens for tokens, _ in self.ends)]) / self.n_tokens
 
     def mean_log(self, start: float, end: float) -> float:
-        """Mean log training loss of the steps in [start, end), shares of the run; NaN where there is none."""
+        """Return the mean log training loss of the steps in [start, end), shares of the run; NaN if there are none."""
         share = self.positions / self.n_tokens
         within = (share >= start) & (share < end)
         return float(np.log(self.train_loss[within]).mean()) if within.any() else float("nan")
 
 
 def read_curves(ledger: Ledger, keys: Sequence[str]) -> list[RunCurve]:
-    """The curves of those of these runs whose every step is on record beside the ledger."""
+    """Return the curves of these runs, as far as the study's directory holds every step of them."""
     return [curve for curve in (_read(ledger, key) for key in keys) if curve]
 
 
 def _read(ledger: Ledger, key: str) -> RunCurve | None:
-    """One run from its last segment's key, back along its parents."""
+    """Read one run from its last segment's key and its parents."""
     chain: list[dict[str, Any]] = []
     parent: str | None = key
     while parent:
@@ -93,7 +93,7 @@ def _read(ledger: Ledger, key: str) -> RunCurve | None:
 
 
 def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:
-    """Every step of a segment; what a longer or shorter row of its line has trained is taken from there."""
+    """Return every step of a segment; steps that other rows of its line have trained come from their files."""
     rows = ledger.line(row["line"])
     cuts, parts = [int(row["tokens"])], []
     while cuts[-1] > row["segment"]["start"]:
@@ -115,10 +115,10 @@ def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:
 
 
 def _curve(path: Path) -> pd.DataFrame | None:
-    """Tokens and training loss of every step of a file; None of one that is damaged."""
+    """Read tokens and training loss of every step from a file; return None if the file is damaged."""
     try:
         return pd.read_parquet(path, columns=["tokens", "train_loss"], page_checksum_verification=True)
-    except Exception as error:  # of a damaged file every layer of Arrow and pandas has errors of its own
+    except Exception as error:  # each layer of Arrow and pandas raises different errors for a damaged file
         if isinstance(error, OSError) and error.filename is not None:
             raise
         logging.getLogger(__name__).warning("%s: is damaged, and its run is left out: %s", path, first_line(error))

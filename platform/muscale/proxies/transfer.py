@@ -1,6 +1,6 @@
-"""The transfer check: grids of hyperparameters at several widths and depths, and what their runs say together.
+"""The transfer check: grids of hyperparameters at several widths and depths, and the verdict on their runs.
 
-Every grid varies one hyperparameter around the sweep's best. A run may be part of several grids; it is trained once.
+Every grid varies one hyperparameter around the sweep's best. A run may belong to several grids but is trained once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, Verdict, fit_verdict
 
 RATE_WITH_BATCH = 0.3
-"""Exponent by which the batches' rate grids are shifted, so that each holds its optimum: the mean of the slopes measured on
-the 17 cells of Step Law's public grids (.14 to .63; arXiv 2503.04715). A square root is derived for Adam in 2205.10287."""
+"""Exponent that shifts the rate grids of other batches so that each contains its optimum: the mean of the slopes measured on
+the 17 cells of Step Law's public grids (.14 to .63; arXiv 2503.04715). 2205.10287 derives a square root for Adam."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class GridRun:
     """A run as part of one grid.
 
     Attributes:
-        along: The scale of the grid: "width", "depth" or "batch".
-        size: Where on it the run lies; of a batch, in tokens.
-        over: What the grid varies: "rate" or the name of a hyperparameter.
-        value: Its value, at the base shape.
-        n_tokens: The run's tokens before they were rounded to whole batches, equal over a grid.
+        along: Scale of the grid: "width", "depth" or "batch".
+        size: Position of the run on this scale; a batch is in tokens.
+        over: Name of the varied hyperparameter; "rate" for the learning rate.
+        value: Value of this hyperparameter at the base shape.
+        n_tokens: The run's tokens before rounding to whole batches, equal over a grid.
     """
 
     along: str
@@ -56,7 +56,7 @@ class GridRun:
 
 
 def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[GridRun]:
-    """Every grid that [transfer] asks for, around the sweep's best.
+    """Return the runs of every grid that [transfer] requests, around the sweep's best.
 
     Raises:
         StageError: If a hyperparameter can't take a value of its grid.
@@ -73,9 +73,8 @@ def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> l
             found += grids.over(name, grid, along, size, model, max(every))
     width = min(settings.widths)
     smallest = family.at(width=width)
-    for (
-        horizon
-    ) in settings.further_horizons:  # runs of their own, as the decay of a branch is that of its stem's length
+    # A further horizon needs separate runs, since the decay of a branch is that of its stem's length.
+    for horizon in settings.further_horizons:
         length = settings.n_tokens * horizon
         found += grids.over_rates("width", width, smallest, rates, [length], tuned_at=length)
     if wide := settings.wide_horizon:
@@ -90,12 +89,12 @@ def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> l
 
 
 def jobs(members: Iterable[GridRun]) -> list[Job]:
-    """Their runs, each once."""
+    """Return the runs of the grids, each once."""
     return list({member.job.chain.key: member.job for member in members}.values())
 
 
 def rows(runs: pd.DataFrame, members: Sequence[GridRun]) -> pd.DataFrame:
-    """The grids as `scaling.fit_verdict` wants them; loss is NaN where the run diverged."""
+    """Return the grids as a table for `scaling.fit_verdict`; loss is NaN if the run diverged."""
     outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
     return pd.DataFrame(
         [
@@ -113,7 +112,7 @@ def rows(runs: pd.DataFrame, members: Sequence[GridRun]) -> pd.DataFrame:
 def conclude(
     members: Sequence[GridRun], sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger
 ) -> Verdict:
-    """The verdict on the finished grids, recorded in the ledger."""
+    """Return the verdict on the finished grids and record it in the ledger."""
     found, optima = rows(ledger.runs(), members), for_horizon(sweep.fitted, config, numerics)
     verdict = fit_verdict(found, optima=optima)
     inputs = [sorted(found["run"]), *([optima.to_dict("records")] if len(optima) else [])]
@@ -122,9 +121,9 @@ def conclude(
 
 
 def widest_verdict(sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger) -> Verdict | None:
-    """The verdict of the largest finished grids that hold those of [transfer], made under any settings of this study.
+    """Return the verdict of the largest finished grids that contain those of [transfer], under any settings of this study.
 
-    So runs that settle a verdict count for the settings that they were asked for by. None: no larger ones are finished.
+    Runs that settle a verdict thus count for the settings that requested them. None: no larger grids are finished.
     """
     own = {job.chain.key for job in jobs(members(config, numerics, sweep.best))}
     found: list[list[GridRun]] = []
@@ -132,7 +131,7 @@ def widest_verdict(sweep: SweepResult, config: StudyConfig, numerics: Numerics, 
         try:
             settings = TransferSettings(**lists_to_tuples(json.loads(tables)))
             wider = members(config.model_copy(update={"transfer": settings}), numerics, sweep.best)
-        except (ValueError, StageError):  # of an earlier version, or not for this winner
+        except (ValueError, StageError):  # from an earlier version, or invalid for this winner
             continue
         chains = {job.chain.key: job.chain for job in jobs(wider)}
         if own < chains.keys() and len(ledger.outcomes(chains.values())) == len(chains):
@@ -142,10 +141,10 @@ def widest_verdict(sweep: SweepResult, config: StudyConfig, numerics: Numerics, 
 
 
 def horizon_of(verdict: Verdict) -> HorizonLaw:
-    """The law by which the best rate falls with the training tokens.
+    """Return the law by which the best rate falls with the training tokens.
 
     Raises:
-        StageError: If the grids do not say; the message names what would.
+        StageError: If the grids determine no law; the message says which runs would.
     """
     if verdict.horizon is None:
         raise StageError(
@@ -156,9 +155,9 @@ def horizon_of(verdict: Verdict) -> HorizonLaw:
 
 
 def around(centre: float, points: int, octaves: float) -> list[float]:
-    """Values evenly spaced in octaves around the centre, which is kept exactly where the number of points is odd.
+    """Return values evenly spaced in octaves around the centre, which is kept exactly if the number of points is odd.
 
-    The others are rounded, so that a wider grid of the same spacing holds the same values, and its runs are not made anew.
+    The other values are rounded, so that a wider grid with the same spacing has the same values and reuses their runs.
     """
     steps = np.arange(points) - (points - 1) / 2
     spacing = octaves / (points - 1)
@@ -171,7 +170,7 @@ def _rounded(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Grids:
-    """Makes the runs of one grid at one size."""
+    """Maker of a grid's runs at one size."""
 
     config: StudyConfig
     numerics: Numerics
@@ -188,7 +187,7 @@ class _Grids:
         tuned_at: float | None = None,
         **changed: Any,
     ) -> list[GridRun]:
-        """A grid of rates, each annealed at every length; warmup and decay are those of a run of `tuned_at` tokens."""
+        """Return a grid of rates, each annealed at every length; warmup and decay are those of a run of `tuned_at` tokens."""
         name = {"along": along, "size": size, "over": "rate"}
         return [
             member
@@ -197,7 +196,7 @@ class _Grids:
         ]
 
     def over(self, name: str, grid: OverSettings, along: str, size: int, model: Member, length: float) -> list[GridRun]:
-        """A grid of another hyperparameter at the sweep's best rate."""
+        """Return a grid of another hyperparameter at the sweep's best rate."""
         if name in self.best.set_by_stages:
             stages = "; ".join(map(str, self.best.stages))
             raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({stages}): leave it out")

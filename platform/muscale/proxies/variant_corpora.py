@@ -1,4 +1,4 @@
-"""The corpora of variants: written in the study's tokens, evaluated on its held-out text, of which they may not hold more."""
+"""Corpora of variants: they use the study's tokens and are evaluated on its held-out text, which they must not contain."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.overlap import overlap
 
 MOST_SHARED = 0.01
-"""Share of the held-out text that a variant may train on beyond what the study's own data repeat of it (assumed)."""
+"""Limit on the share of the held-out text in a variant's training data, beyond the share in the study's data (assumed)."""
 
 
 def variant_corpora(
     config: StudyConfig, first: Corpus, directory: Path, on_progress: Callable[[int, int], None]
 ) -> dict[str, Corpus]:
-    """The corpora of the variants that have one, by name; written or opened.
+    """Write or open the corpora of the variants that have one, and return them by name.
 
     Args:
-        on_progress: Called with bytes read and all bytes.
+        on_progress: Receives the bytes read and the total.
 
     Raises:
-        StageError: Data can't be used, changed since, or hold held-out text of the study.
+        StageError: If data can't be used, have changed, or contain held-out text of the study.
     """
     found = {}
     for name, settings in config.variants.items():
@@ -49,7 +49,7 @@ def variant_corpora(
 
 
 def _require_apart(name: str, first: Corpus, written: Corpus) -> None:
-    """Refuse a corpus that would be trained on what is evaluated."""
+    """Refuse a corpus that trains on the study's held-out text."""
     shared, own = overlap(first, written), overlap(first, first)
     if shared > own + MOST_SHARED:
         raise StageError(

@@ -1,4 +1,4 @@
-"""The rates of variants: one grid for each, alike at first, widened towards the end that its best rate lies at."""
+"""Rates of variants: each variant's grid has the same first rates, and widens if its best rate lies at an end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from muscale.store.outcome import Outcome
 from scaling import ScalingError, fit_optimum
 
 MAX_STEPS = 2
-"""Rates that a grid is widened by on either side, where its best rate lies at an end (assumed: a factor of 2 to 4)."""
+"""Limit on the rates added on either side of a grid whose best rate lies at an end (assumed: a factor of 2 to 4)."""
 Train = Callable[[str, Sequence[Job]], None]
-"""Trains what the ledger does not know of the runs, under a name that is shown."""
+"""Train the runs that the ledger does not have yet, under a name to show."""
 
 
 @dataclass(kw_only=True)
@@ -26,8 +26,8 @@ class RateGrid:
     """The runs of a variant at several rates and widths.
 
     Attributes:
-        jobs: A run for each width, by the step of the rate from the grid's centre.
-        losses: Of the same; NaN where a run diverged.
+        jobs: Runs at all widths, by the rate's step from the grid's centre.
+        losses: Losses of these runs; NaN if a run diverged.
     """
 
     variant: Variant
@@ -44,16 +44,16 @@ class RateGrid:
 
     @property
     def steps(self) -> list[float]:
-        """The rates, ascending, as steps from the centre."""
+        """Rates, ascending, as steps from the centre."""
         return sorted(self.jobs)
 
     @property
     def runs(self) -> list[Job]:
-        """The runs of all rates, ascending."""
+        """Runs of all rates, ascending."""
         return [job for step in self.steps for job in self.jobs[step]]
 
     def widen(self, outcomes: Mapping[str, Outcome]) -> bool:
-        """Note how the runs ended, and add the rate that is wanted next; False if none is."""
+        """Record the runs' outcomes and add the next rate; return False if no rate is needed."""
         for step, jobs in self.jobs.items():
             ends = [outcomes[job.chain.key].loss for job in jobs]
             self.losses[step] = [math.nan if loss is None else loss for loss in ends]
@@ -63,9 +63,9 @@ class RateGrid:
         return wanted is not None
 
     def tuned(self) -> Variant:
-        """The variant with the minimum of one parabola through its grid, each width at a level of its own.
+        """Return the variant with the minimum of one parabola through its grid; each width has its own level.
 
-        As it was, if fewer than three rates trained at every width.
+        The variant is unchanged if fewer than three rates trained at every width.
         """
         rates = [job.hyperparameters.learning_rate for job in self.runs]
         losses = [loss for step in self.steps for loss in self.losses[step]]
@@ -79,7 +79,7 @@ class RateGrid:
 def tune_rates(
     config: StudyConfig, found: Sequence[Variant], ledger: Ledger, train: Train
 ) -> tuple[list[Variant], dict[str, int]]:
-    """Train the grids; returns the variants with their best rates, and how many rates were tried for each."""
+    """Train the grids; return the variants with their best rates, and the number of rates tried for each."""
     grids = [RateGrid(variant=variant, config=config) for variant in found]
     growing = grids
     while growing:
@@ -91,18 +91,18 @@ def tune_rates(
 
 
 def first_steps(config: StudyConfig) -> list[float]:
-    """The rates that every grid begins with, in spacings of [transfer]'s from its centre, whose runs the study has already."""
+    """Return the first rates of every grid, in spacings of [transfer]'s grid from its centre; the study has their runs already."""
     points = config.compare.rates + (config.transfer.rates - config.compare.rates) % 2
     return [float(step) for step in np.arange(points) - (points - 1) / 2]
 
 
 def next_step(steps: Sequence[float], losses: Sequence[Sequence[float]], first: Sequence[float]) -> float | None:
-    """The rate to add to a grid, or None where its best rate lies inside, or it was widened as far as it may be.
+    """Return the next rate of a grid; None if its best rate lies inside or the grid is at its limit.
 
     Args:
-        steps: Tried so far, ascending.
-        losses: Of each rate at each width, NaN where a run diverged.
-        first: Those that it began with.
+        steps: Rates tried so far, ascending.
+        losses: Losses of each rate at each width, NaN if a run diverged.
+        first: Rates at the beginning.
     """
     try:
         rates = np.repeat(2.0 ** np.asarray(steps), [len(row) for row in losses])
@@ -115,5 +115,5 @@ def next_step(steps: Sequence[float], losses: Sequence[Sequence[float]], first: 
         lowest = math.isclose(found.log2_rate, found.tested[0])
         wanted = steps[0] - 1 if lowest else steps[-1] + 1
         if not lowest and not math.isclose(found.log2_rate, steps[-1]):
-            return None  # the next higher one was tried, and diverged
+            return None  # the next higher rate was tried and diverged
     return wanted if first[0] - MAX_STEPS <= wanted <= first[-1] + MAX_STEPS else None

@@ -1,7 +1,7 @@
-"""The variants of a study, and the runs of each: rate grids at a few widths, then the sizes that it shares with the study.
+"""The variants of a study and their runs: rate grids at a few widths, then the sizes shared with the study.
 
-A variant starts from the sweep's best hyperparameters and differs in what its table says. Its rate follows the study's policy, muP
-across size and the horizon law across tokens, moved by the octaves between its own best rate and the study's on equal grids.
+A variant starts from the sweep's best hyperparameters and differs in the keys of its table. Its rate follows the study's policy,
+muP across size and the horizon law across tokens, shifted by the octaves between its best rate and the study's on equal grids.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PURPOSE = "compare"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A recipe that is held against the study's; the study itself is one.
+    """A recipe to compare with the study's; the study itself is also one.
 
     Attributes:
-        name: In the study file; `BASELINE` for the study.
-        numerics: At the variant's base shape.
-        best: Hyperparameters at the base shape, the rate the centre of its grid.
-        log2_rate: Best rate of its grid at the base shape; None before it was tuned.
-        at_end: Whether that lies at an end of the widened grid.
+        name: Name in the study file; `BASELINE` for the study.
+        numerics: Numerics at the variant's base shape.
+        best: Hyperparameters at the base shape; the rate is the centre of its grid.
+        log2_rate: Best rate of its grid at the base shape; None before tuning.
+        at_end: Whether the best rate lies at an end of the widened grid.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Variant:
         return ModelFamily(base=self.numerics.model)
 
     def grid_job(self, config: StudyConfig, width: int, step: float) -> Job:
-        """The run of a rate grid at a width; `step` counts the spacings of [transfer]'s grid from its centre."""
+        """Return the run of a rate grid at a width; `step` counts the spacings of [transfer]'s grid from its centre."""
         settings = config.transfer
         spacing = settings.octaves / (settings.rates - 1)
         rate = float(f"{self.best.learning_rate * 2 ** (spacing * step):.6g}") if step else self.best.learning_rate
@@ -68,7 +68,7 @@ class Variant:
         return job
 
     def size_job(self, stem: Stem, seed: int, rate: Callable[[float], float]) -> Job:
-        """The run of a shared size, the ladder's longest branch; `rate` gives its rate for so many tokens."""
+        """Return the run of a shared size, the ladder's longest branch; `rate` gives the rate for a number of tokens."""
         middle = float(np.exp(np.mean(np.log(stem_lengths(stem)))))
         h = replace(self.best, learning_rate=rate(middle))
         member = replace(self.numerics, model=stem.of(self.family), seed=seed)
@@ -80,11 +80,11 @@ class Variant:
 def variants(
     config: StudyConfig, numerics: Numerics, best: Hyperparameters, corpora: Mapping[str, Corpus] = MappingProxyType({})
 ) -> list[Variant]:
-    """The study and its variants, in the file's order.
+    """Return the study and its variants, in the file's order.
 
     Args:
-        numerics: The study's, at its base shape.
-        corpora: Of the variants with data of their own, evaluated on the study's.
+        numerics: Numerics of the study at its base shape.
+        corpora: Corpora of the variants that have their own data, evaluated on the study's.
     """
     found = [Variant(name=BASELINE, numerics=numerics, best=best)]
     for name, settings in config.variants.items():
@@ -97,7 +97,7 @@ def variants(
 
 
 def policy(study: Callable[[float], SupportsFloat], octaves: float) -> Callable[[float], float]:
-    """The rate for so many tokens: the study's, moved by octaves."""
+    """Return the study's rate as a function of tokens, shifted by octaves."""
 
     def rate(n_tokens: float) -> float:
         own = float(study(n_tokens))
@@ -107,7 +107,7 @@ def policy(study: Callable[[float], SupportsFloat], octaves: float) -> Callable[
 
 
 def stems_of(config: StudyConfig) -> list[Stem]:
-    """The shared sizes, from the least compute of the study's model to the most."""
+    """Return the shared sizes by the compute of the study's model, ascending."""
     stems = config.compare.stems or config.ladder.stems
     return sorted(stems, key=lambda stem: stem.of(config.family).n_params * stem.n_tokens)
 
