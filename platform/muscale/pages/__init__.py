@@ -1,1 +1,1 @@
-"""The report and the live page: sections of what the ledger knows, as one page."""
+"""The report and the live page, each with all sections on one page."""

@@ -1,4 +1,4 @@
-"""The values of a report, gathered straight from the ledger: nothing is trained, and no stage is run."""
+"""Values of a report, read from the ledger: nothing is trained, and no stage is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from scaling import ScalingFit, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class ReportContents:
-    """Values of a report; None is what is not known yet."""
+    """Values of a report; None for a value that is not known yet."""
 
     name: str
     created_at: str
@@ -72,7 +72,7 @@ class ReportContents:
 
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:
-    """All that the report shows; what is not known yet is None."""
+    """Collect all values of the report; None for a value that is not known yet."""
     check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)
@@ -108,7 +108,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
 
 
 def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
-    """The plan of the study file as it was registered, or else the one registered last, and its outcome."""
+    """Return the registered plan of the study file, or else the latest registered plan, and its outcome."""
     forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
     if forecast is None:
         return {}
@@ -141,7 +141,7 @@ def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
 
 
 def _environments(study: StudyContents) -> tuple[str, ...]:
-    """The environments of the ledger's trainings, a line each with their number."""
+    """Return the environments of the ledger's runs, a line each with the number of runs."""
     counts: dict[str, int] = {}
     for environment, n in study.ledger.read(_trained_on):
         versions = ", ".join(f"{name} {environment[name]}" for name in ("python", "torch", "muscale"))
@@ -151,8 +151,8 @@ def _environments(study: StudyContents) -> tuple[str, ...]:
 
 
 def _trained_on(connection: sa.Connection) -> list[tuple[dict[str, Any], int]]:
-    """Every environment with the number of runs that ended in it."""
-    text = sa.type_coerce(segments.c.environment, sa.Text)  # else each row's JSON is read
+    """Return every environment with the number of runs that ended in it."""
+    text = sa.type_coerce(segments.c.environment, sa.Text)  # without this, each row's JSON is parsed
     query = sa.select(text, sa.func.count()).join(run_table, run_table.c.key == segments.c.key).group_by(text)
     first = sa.func.min(run_table.c.created_at)
     return [(json.loads(row), n) for row, n in connection.execute(query.order_by(first, text))]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from muscale.proxies.comparison import Comparison
     from scaling import VariantComparison
 
-_WITHIN = 0.005  # of the loss: the band of sizes, where a plan says no other
-_BUDGETS = 4  # isoFLOPs that are drawn by the law
-_GRIDS = 3  # from which a power through their minima is shown at all: through two points any goes
+_WITHIN = 0.005  # of the loss: the band of sizes if there is no plan with another one
+_BUDGETS = 4  # isoFLOPs drawn by the law
+_GRIDS = 3  # minima needed for a power law through them: a power law fits any two points
 _RESAMPLINGS = 200
 _PROFILED = {"E": "the irreducible loss E", "params_exponent": "the exponent of the best size"}
 GROUP = "The law"
@@ -32,11 +32,11 @@ _LISTED = ["variant", "verdict", "multiplier", "low", "high", "p_better", "chang
 def law_sections(
     fit: ScalingFit | None, plan: dict[str, Any] | None = None, further: NextStems | None = None
 ) -> list[Section]:
-    """A section for each figure; without a fit the first alone, with the command that makes it.
+    """Return a section for each figure; without a fit only the first one, with the command that makes the fit.
 
     Args:
-        plan: As `Plan.to_dict` gives it; its target is marked in the figures.
-        further: Runs that would narrow its forecast.
+        plan: Plain values from `Plan.to_dict`; the figures mark the plan's target.
+        further: Runs that would narrow the plan's forecast.
     """
     if fit is None:
         return [_whole(None)]
@@ -60,10 +60,10 @@ def _whole(fit: ScalingFit | None) -> Section:
 
 
 def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Section]:
-    """A section for each figure of a law.
+    """Return a section for each figure of a law.
 
     Args:
-        plan: Of `Plan.to_dict`: forecast, compute_flops, and of the decision budget_flops, near and tolerance.
+        plan: From `Plan.to_dict`: forecast, compute_flops, and budget_flops, near and tolerance of the decision.
     """
     target = Forecast.from_dict(plan["forecast"]) if plan else None
     figures = [
@@ -98,7 +98,7 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
 
 
 def _of_target(fit: ScalingFit, plan: Mapping[str, Any] | None, target: Forecast | None) -> list[Section]:
-    """Sections that depend on the plan's budget and its target."""
+    """Return the sections that depend on the plan's budget and target."""
     if plan is None or target is None:
         return []
     decision = plan["decision"]
@@ -124,7 +124,7 @@ def _figure(title: str, about: str, figure: go.Figure) -> Section:
 
 
 def _profiles(fit: ScalingFit) -> Section:
-    """The runs' bounds on the law's floor and its split of compute; E is usually the least bounded."""
+    """Return the bounds that the runs set on the law's floor and its split of compute; E is usually the least bounded."""
     results: list[str] = []
     drawings: tuple[Drawing, ...] = ()
     for name, called in _PROFILED.items():
@@ -144,7 +144,7 @@ def _profiles(fit: ScalingFit) -> Section:
 
 
 def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
-    """Loss over size at fixed budgets by the law; and by parabolas through the runs, where the ladder has such grids."""
+    """Return the law's loss over size at fixed budgets, and parabolas through the runs if the ladder has isoFLOP grids."""
     flops = (6.0 * fit.rows["n_params"] * fit.rows["n_tokens"]).astype(float)
     last = max(flops.max(), plan["compute_flops"] if plan else 0.0)
     budgets = [float(budget) for budget in np.geomspace(flops.median(), last, _BUDGETS)]
@@ -170,15 +170,15 @@ def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
 
 
 def variant_sections(found: Comparison | None) -> list[Section]:
-    """The section, once variants were compared."""
+    """Return the section if variants were compared."""
     return [] if found is None else [variant_section(found.outcome, found.about)]
 
 
 def variant_section(outcome: VariantComparison, about: str) -> Section:
-    """Multipliers, losses and verdicts of variants.
+    """Return multipliers, losses and verdicts of variants.
 
     Args:
-        about: What they rest on.
+        about: Basis of the verdicts.
     """
     table = outcome.table[_LISTED].rename(columns={"p_better": "P(better)", "change": "loss there, log ratio"})
     looks = outcome.plot_looks() if outcome.looks["look"].max() > 1 else None

@@ -1,7 +1,7 @@
 """The report as a live page, which shows changes in the ledger as they happen.
 
-A thread polls the ledger and renders the page's parts again when something changed; the server (`muscale.pages.live_server`) only
-serves the latest rendering. The study is only read, except for cancel requests (`muscale.store.cancels`).
+A thread polls the ledger and renders the page's parts again after a change; the server (`muscale.pages.live_server`) only serves
+the latest rendering. The page only reads the study, except for cancel requests (`muscale.store.cancels`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NUMBERED = {
     "trials": "number",
     "rungs": "sequence",
     "decisions": "sequence",
-}  # by sweep, in a column that has an index
+}  # largest number of each sweep, in an indexed column
 _SETTLES = ("segments", "runs", "trials", "rungs", "decisions", "rounds", "forecasts")
-_REST = 4.0  # times what a look took, so that looking takes a fifth of a core at most from whoever trains
+_REST = 4.0  # times the duration of a look, so that looking takes at most a fifth of a core from the training
 _RECENT_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Snapshot:
     """The latest rendering of the page.
 
     Attributes:
-        contents: Values that it shows.
-        sections: Its parts.
+        contents: Values on the page.
+        sections: Parts of the page.
         tag: Hash of the whole page.
     """
 
@@ -64,11 +64,11 @@ class Snapshot:
 
 @dataclass(kw_only=True, eq=False)
 class LivePage:
-    """Looks at a study's ledger and keeps the page of it.
+    """Watcher of a study's ledger that keeps its page up to date.
 
     Attributes:
-        study: Whose ledger it is.
-        token: Access token of the actions; None: there are no actions.
+        study: Study to show.
+        token: Access token of the actions; None: no actions.
     """
 
     study: StudyContents
@@ -81,14 +81,14 @@ class LivePage:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The latest rendering; the first call renders."""
+        """Latest rendering; the first access renders the page."""
         if self._snapshot is None:
             self.look()
         assert self._snapshot is not None  # noqa: S101 - made the line before
         return self._snapshot
 
     def look(self) -> bool:
-        """Render the page again if the ledger or the full run's records changed; returns whether it was rendered."""
+        """Render the page again if the ledger or the full run's records changed; return whether it was rendered."""
         pulse = self._feel()
         if self._snapshot is not None and pulse == self._pulse:
             return False
@@ -103,7 +103,7 @@ class LivePage:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Look again and again while the block runs."""
+        """Render changes of the ledger repeatedly while the block runs."""
         thread = threading.Thread(target=self._look_on, name="live page", daemon=True)
         thread.start()
         try:
@@ -118,14 +118,14 @@ class LivePage:
             begun = time.monotonic()
             try:
                 self.look()
-            except MuscaleError as error:  # a ledger that is away comes back, and the page stays as it was
+            except MuscaleError as error:  # the page stays as it was until the ledger answers again
                 _log.warning("live page: %s", error)
-            except Exception:  # a file that is being written may end in half a record; the next look has the whole
+            except Exception:  # a file being written may end in half a record; the next look reads the whole record
                 _log.exception("live page: could not be rendered")
             pause = max(LOOK_SECONDS, _REST * (time.monotonic() - begun))
 
     def _feel(self) -> tuple[object, ...]:
-        """A value that changes with anything the page shows, trainings first; far cheaper than the page."""
+        """Return a value that changes with anything on the page, training first; it is far cheaper than the page."""
         ledger = self.study.ledger
         directory = self.study.directory / FULL_RUNS
         files = sorted(path for name in (METRICS, EVALUATIONS) for path in directory.glob(f"*/{name}"))
@@ -135,7 +135,7 @@ class LivePage:
         return trained, counts, self._at_work(), sizes
 
     def _now(self, contents: ReportContents) -> Section:
-        """The processes at work, the cancel requests so far, and the possible ones."""
+        """Return the running processes, the cancel requests so far, and the possible ones."""
         ledger, so_far = self.study.ledger, contents.so_far
         asked = [row for kind in (ResultKind.CANCEL_TRIAL, ResultKind.CANCEL_STUDY) for row in ledger.results(kind)]
         values = {
@@ -148,7 +148,7 @@ class LivePage:
         return Section(title="At work now", command="run", about="", template="now.html.jinja", values={"now": values})
 
     def _at_work(self) -> list[str]:
-        """The processes at work on the study, as far as they are visible from here."""
+        """Describe the running processes of the study, as far as this process can see them."""
         begun = self.study.ledger.latest_result(ResultKind.PROMOTION_STARTED)
         found = _owners(self.study.ledger)
         if begun and not self.study.ledger.result(ResultKind.PROMOTION, begun["key"]):
@@ -158,10 +158,10 @@ class LivePage:
         return found
 
     def cancel_trial(self, trial: int, reason: str) -> None:
-        """Ask that a trial of the sweep at work ends.
+        """Request that a running trial of the sweep ends.
 
         Raises:
-            StageError: If it is not at work.
+            StageError: If the trial is not running.
         """
         so_far = search_so_far(self.study.ledger, self.study.config.rung_tokens())
         if so_far is None or trial not in so_far.running:
@@ -169,17 +169,17 @@ class LivePage:
         cancel_trial(self.study.ledger, so_far.sweep, trial, reason)
 
     def cancel_study(self, reason: str) -> None:
-        """Ask every process that trains for the study to end."""
+        """Request that every process that trains for the study ends."""
         cancel_study(self.study.ledger, reason)
 
 
 def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
-    """A value for each table that changes with every new row, found without scanning a large table."""
+    """Return a value for each table that changes with every new row, without scanning a large table."""
     found: dict[str, tuple[object, ...]] = {}
     for name in _COUNTED:
         table = metadata.tables[name]
         stamp = table.c["registered_at" if name == "forecasts" else "created_at"]
-        # In two statements, as SQLite reads a whole index where one asks for anything beside the largest.
+        # Two statements, since SQLite scans a whole index for a query of anything besides the maximum.
         count = connection.execute(sa.select(sa.func.count()).select_from(table)).scalar()
         found[name] = (count, connection.execute(sa.select(sa.func.max(stamp))).scalar())
     sweeps = sa.select(metadata.tables["rounds"].c.sweep).distinct().subquery()
@@ -192,7 +192,7 @@ def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
 
 
 def _owners(ledger: Ledger) -> list[str]:
-    """The holders of leases in words, each process once."""
+    """Describe the holders of leases, each process once."""
     held = [row for row in ledger.read(taken_leases) if not is_dead(row["owner"])]
     work: dict[tuple[str, int], str] = {}
     for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):

@@ -1,7 +1,7 @@
 """The server of the live page, on this machine's loopback device alone.
 
-It is read-only. Started with actions, it also accepts cancel requests for a trial or the study, each with an access token in a
-header: no other site's page can send one, and no address holds one.
+The server is read-only by default. With actions it also accepts cancel requests for a trial or the study. They need an access
+token in a header: a page of another site can't send the header, and no URL contains the token.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Reason(BaseModel):
 
 
 def live_app(live: LivePage) -> FastAPI:
-    """The server of a live page, without FastAPI's documentation pages, which load scripts from elsewhere."""
+    """Return the server of a live page, without FastAPI's documentation pages, which load scripts from other sites."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A name that leads here from elsewhere (DNS rebinding) is refused.
+    # Refuse other host names that resolve to this machine (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
 
     @app.middleware("http")
@@ -118,12 +118,12 @@ def live_app(live: LivePage) -> FastAPI:
 
 
 def _written(now: Snapshot) -> str:
-    """The line below the heading."""
+    """Return the line below the heading."""
     return f"live from the ledger · {len(now.contents.runs)} runs in the ledger"
 
 
 def serve(study: StudyContents, *, port: int, allow_actions: bool) -> None:
-    """Serve the page until this process is interrupted; prints its address, and the token where actions are allowed.
+    """Serve the page until this process is interrupted; print its address, and the token if actions are allowed.
 
     Raises:
         StageError: If the port is taken.

@@ -1,4 +1,4 @@
-"""Summary of a study, straight from the ledger: nothing is fitted or trained."""
+"""Summary of a study, read from the ledger: nothing is fitted or trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STAGES = {
 
 
 def overview(study: StudyContents) -> str:
-    """The study's place, the runs of each stage, the forecast registered last and the measured loss."""
+    """Return the study's directory, the runs of each stage, the latest registered forecast and the measured loss."""
     return lines(dict(_rows(study)))
 
 
@@ -29,7 +29,7 @@ def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
     yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"
     for purpose, name in _STAGES.items():
         if purpose in runs:
-            n, best = runs[purpose]  # NaN where all diverged
+            n, best = runs[purpose]  # NaN if all diverged
             yield (
                 name,
                 f"{n} finished" + (f", least loss {best:.4f} {study.config.model.loss_unit}" if best == best else ""),

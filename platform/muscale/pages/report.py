@@ -1,4 +1,4 @@
-"""The report: one self-contained page of what a study knows. `muscale.pages.live_page` shows the same page while it runs."""
+"""The report: one self-contained page about a study. `muscale.pages.live_page` shows the same page while a study runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
 _CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
-"""Columns of the table of ended runs."""
+"""Columns of the table of finished runs."""
 _of_full_run = partial(Section, command="promote", group="The full run")
 _of_ledger = partial(Section, command="run", group="Ledger")
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
-    """Write the page, whole or not at all, and return its path."""
+    """Write the page atomically and return its path."""
     written = f"written {moment(contents.created_at)} · {len(contents.runs)} runs in the ledger"
     completed = contents.commands.completed_markup if contents.commands else str
     return write_page(path, sections_of(contents), name=contents.name, written=written, completed=completed)
@@ -42,7 +42,7 @@ def write_report(contents: ReportContents, path: Path) -> Path:
 def write_page(
     path: Path, sections: list[Section], *, name: str, written: str, completed: Callable[[str], str] = str
 ) -> Path:
-    """Write a self-contained page, whole or not at all, and return its path.
+    """Write a self-contained page atomically and return its path.
 
     Args:
         completed: Completes the commands that the page names.
@@ -55,10 +55,10 @@ def write_page(
 
 
 def page(sections: list[Section], *, name: str, written: str, **values: Any) -> str:
-    """The whole page around its sections.
+    """Return the whole page around its sections.
 
     Args:
-        values: Where the page's scripts are from, and what they may do.
+        values: Source and permissions of the page's scripts.
     """
     unset: dict[str, Any] = dict.fromkeys(("policy", "plotly", "script", "nonce", "live", "known", "actions"))
     contents, style = list(grouped(sections)), page_file("report.css")
@@ -69,11 +69,11 @@ def page(sections: list[Section], *, name: str, written: str, **values: Any) -> 
 
 
 def policy(scripts: str, *, connect: str = "'none'") -> str:
-    """The page's content security policy: nothing is loaded from elsewhere, and no scripts run but the page's own.
+    """Return the page's content security policy: it loads nothing from other sites and runs only the page's own scripts.
 
     Args:
         scripts: Hashes or a nonce of the page's scripts.
-        connect: What these may fetch.
+        connect: Sources that these scripts may fetch from.
     """
     # plotly.js sets style attributes, and compiles the drawing of parallel coordinates, hence unsafe-inline and unsafe-eval.
     return (
@@ -83,10 +83,10 @@ def policy(scripts: str, *, connect: str = "'none'") -> str:
 
 
 def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) -> list[Section]:
-    """Every part of the page, in order.
+    """Return every part of the page, in order.
 
     Args:
-        memo: Cache of the parts that take long to draw, reused while their values are the same.
+        memo: Cache of parts that are slow to draw, reused while their values are the same.
     """
 
     def kept(make: Callable[..., list[Section]], *shown: Any) -> list[Section]:
@@ -145,7 +145,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether plain values are equal; others are never compared."""
+    """Whether two plain values are equal; values of other types count as different."""
     return isinstance(before, dict) and bool(before == now)
 
 
@@ -196,7 +196,7 @@ def _sources(contents: ReportContents) -> pd.DataFrame | None:
 
 
 def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
-    """The measured loss by source."""
+    """Return the measured loss by source."""
     if contents.promotion is None:
         return None
     return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", f"loss, {contents.loss_unit}"])
@@ -214,7 +214,7 @@ def _events(contents: ReportContents) -> Section:
 
 
 def _calibration(found: Calibration | None) -> list[Section]:
-    """The section on runs that ended, once there is one."""
+    """Return the section on finished runs, if there are any."""
     if found is None or found.table.empty:
         return []
     return [
@@ -246,7 +246,7 @@ def _reproduction(found: dict[str, Any] | None) -> Section:
 
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs that are shown: all, oldest first; of too many, the latest first."""
+    """Return the runs to show: all of them with the oldest first, or if they are too many, with the latest first."""
     table = runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
     return table if len(table) <= MAX_ROWS else table.iloc[::-1]
 

@@ -22,13 +22,13 @@ def reproduction(
     keys: dict[str, str | None],
     environments: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Everything needed to reproduce a study, for the page's template: commands, keys, versions, study_file and the arguments.
+    """Return the page template's values for reproducing a study: commands, keys, versions, study_file and the arguments.
 
     Args:
-        overrides: Settings that replaced the file's, as given to --set.
-        identity: The study's, as the ledger has it.
-        keys: Further hashes that determine a result, None where unknown.
-        environments: Environments of the ledger's trainings, a line each.
+        overrides: Settings from --set that replaced the file's.
+        identity: The study's identity in the ledger.
+        keys: Further hashes that determine a result, None if unknown.
+        environments: Environments of the ledger's runs, a line each.
     """
     name = path.name if path else "study.toml"
     text = path.read_text() if path and path.exists() else None

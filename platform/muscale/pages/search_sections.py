@@ -1,4 +1,4 @@
-"""The report's sections on the search and on what of it transfers."""
+"""The report's sections on the search and on the transfer of its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _of_transfer = partial(Section, command="transfer", group=TRANSFER)
 
 
 def search_sections(sweep: SweepResult | None) -> list[Section]:
-    """The finished search, with a section for each figure for which there is data."""
+    """Return the finished search, with a section for each figure that has data."""
     about = "Trials at the base shape, compared at rungs; trials that advanced and the best of each rung were annealed."
     if sweep is None:
         return [_of_search(title="What was searched", about=about)]
@@ -56,7 +56,7 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
 
 
 def _trials(result: SweepResult) -> pd.DataFrame:
-    """The trials without their costs, under names that break into lines, so that the table fits the page."""
+    """Return the trials without their costs, under names that can wrap, so that the table fits the page."""
     costs = [name for name in result.trials if name.startswith("cost_")]
     table = result.trials.drop(columns=["expected_loss", "n_tokens", "on_front", *costs])
     at_rungs = {
@@ -67,7 +67,7 @@ def _trials(result: SweepResult) -> pd.DataFrame:
 
 
 def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:
-    """(title, description, figure, table) of every further figure for which a sweep has data."""
+    """Generate (title, description, figure, table) of every further figure that a sweep has data for."""
     if "learning_rate" in result.fitted.box.bounds:
         about = (
             "Dots: annealed runs; lines: the fitted surface, other hyperparameters at their optimum; stars: its optima."
@@ -97,7 +97,7 @@ def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.Data
 
 
 def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None, loss_unit: str) -> list[Section]:
-    """The search in progress, until its trials are annealed."""
+    """Return the search in progress, until its trials are annealed."""
     if so_far is None or (sweep is not None and not so_far.running):
         return []
     return [
@@ -112,7 +112,7 @@ def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None, loss_
 
 
 def transfer_sections(verdict: Verdict | None) -> list[Section]:
-    """The verdict with its drifts, a section for each scale and hyperparameter, and the laws in the tokens."""
+    """Return the verdict with its drifts, a section for each scale and hyperparameter, and the laws across tokens."""
     about = "Under muP the best rate does not move with width; the verdict gates promotion."
     horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
     laws = [

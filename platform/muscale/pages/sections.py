@@ -30,14 +30,14 @@ _LAYOUT = {
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
 MAX_ROWS = 1000
-"""Rows of a table on the page: a hundred thousand take minutes to write, and no browser scrolls them."""
-_PAIR = re.compile(r"([^'\"]{1,40}?)\s{2,}(.+)")  # a quoted sample of text is no name
-_HEIGHT = 420  # pixels, where a figure does not say
+"""Limit on the rows of a table on the page: a hundred thousand take minutes to write, and no browser scrolls them."""
+_PAIR = re.compile(r"([^'\"]{1,40}?)\s{2,}(.+)")  # a quoted sample of text is not a name
+_HEIGHT = 420  # pixels, if a figure has no height
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure as the page draws it.
+    """A figure for the page.
 
     Attributes:
         data: Data and layout as JSON that is safe inside an element `script`.
@@ -56,14 +56,14 @@ class Section:
 
     Attributes:
         title: Heading.
-        command: Command that gives its values.
+        command: Command that produces its values.
         about: Description in a sentence.
         group: Heading in the page's contents.
-        result: A result as it prints itself, without its tables.
+        result: Printed result, without its tables.
         drawings: Figures.
         table: Markup of a table.
-        missing: Reason why there is nothing to show, where the command alone would not help.
-        template: Name of a template of its own, rendered with `values`.
+        missing: Reason why there is nothing to show, if the command alone would not help.
+        template: Name of a separate template for the section, rendered with `values`.
         values: Values for the template.
     """
 
@@ -85,21 +85,21 @@ class Section:
 
     @property
     def lines(self) -> list[tuple[str, list[list[str]]]]:
-        """The result's lines in runs of one kind: "pairs" of name and value, "items" of a list, "sentences".
+        """Runs of the result's lines by kind: "pairs" of name and value, "items" of a list, "sentences".
 
-        Results print a name, two spaces or more, and a value; before an item of a list a dash.
+        A result prints a pair as a name, two or more spaces, and a value; an item of a list starts with a dash.
         """
         printed = [line.strip() for line in (self.result or "").splitlines() if line.strip()]
         return [(kind, [parts for _, parts in run]) for kind, run in groupby(map(_line, printed), lambda line: line[0])]
 
     @property
     def ident(self) -> str:
-        """Anchor that links lead to."""
+        """Anchor for links."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     @cached_property
     def markup(self) -> str:
-        """The whole section as escaped markup."""
+        """Escaped markup of the whole section."""
         return templates().get_template(self.template or "section.html.jinja").render(section=self, **self.values)
 
     @cached_property
@@ -116,7 +116,7 @@ def _line(printed: str) -> tuple[str, list[str]]:
 
 
 def templates() -> jinja2.Environment:
-    """The page's templates; values are escaped, and an unknown name is an error."""
+    """Return the page's templates; values are escaped, and an unknown name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(page_file), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -131,20 +131,20 @@ def templates() -> jinja2.Environment:
 
 
 def with_code(text: str) -> str:
-    """A sentence as markup, escaped, what stands between backticks as code."""
+    """Return a sentence as escaped markup, with the text between backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text)))
 
 
 def page_file(name: str) -> str:
-    """The text of one of the page's own files."""
+    """Return the text of a file that belongs to the page."""
     return (resources.files("muscale.pages") / "templates" / name).read_text()
 
 
 def drawn(figure: go.Figure | None, alternative: str) -> tuple[Drawing, ...]:
-    """The figure for the page, with its alternative text; nothing without one."""
+    """Return the figure for the page, with its alternative text; nothing without a figure."""
     if figure is None:
         return ()
-    if figure.layout.margin.t is None:  # else it holds a note above the panels
+    if figure.layout.margin.t is None:  # a top margin holds a note above the panels
         figure.update_layout(margin={"t": 32})
     height = int(figure.layout.height or _HEIGHT)
     figure.update_layout(**_LAYOUT, height=height)
@@ -154,12 +154,12 @@ def drawn(figure: go.Figure | None, alternative: str) -> tuple[Drawing, ...]:
 
 
 def escaped(json: str) -> str:
-    """JSON that can't end the element `script` which it stands in: these signs stand in its strings alone."""
+    """Escape JSON so that it can't end its element `script`: the escaped characters occur in JSON strings only."""
     return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def as_table(table: pd.DataFrame | None) -> str | None:
-    """The table as markup, of a long one its first rows, unknown and unbounded values as dashes; pandas escapes what it holds."""
+    """Return the table's first rows as markup, with dashes for unknown and unbounded values; pandas escapes the contents."""
     if table is None or table.empty:
         return None
     if len(table) > MAX_ROWS:
@@ -174,22 +174,22 @@ def as_table(table: pd.DataFrame | None) -> str | None:
             formatters=dict.fromkeys(whole, lambda value: f"{value:,}"),
         )
     )
-    return markup.replace(' style="text-align: right;"', "")  # the page's style says so
+    return markup.replace(' style="text-align: right;"', "")  # the page's style sheet sets this
 
 
 def grouped(sections: list[Section]) -> Iterator[tuple[str, list[Section]]]:
-    """The groups in order of appearance, each with its sections."""
+    """Generate the groups in order of appearance, each with its sections."""
     for group in dict.fromkeys(section.group for section in sections):
         yield group, [section for section in sections if section.group == group]
 
 
 def moment(stamp: str) -> str:
-    """A time of the ledger as people write it, to the second."""
+    """Format a time of the ledger for reading, to the second."""
     return f"{stamp[:10]} {stamp[11:19]} UTC"
 
 
 def count(value: float) -> str:
-    """A large number in a few characters: 1.31 M, 3.6e+12 beyond the names."""
+    """Format a large number in a few characters: 1.31 M, or 3.6e+15 beyond the named units."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if unit <= value < 1000 * unit:
             return f"{value / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Cost of a study so far by purpose: the search beside the full run that it is for."""
+"""Cost of a study so far by purpose: the search and the full run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from proxy_models.architecture.member import Member
 from scaling.drawing import COLOURS
 
 PURPOSES = ("sweep", "tune", "transfer", "ladder", "compare", "full")
-"""Purposes in the order of the stages: training that two of them share counts for the first."""
-_ROW, _AROUND = 40, 150  # pixels of height of a bar, and of what stands around both
+"""Purposes in the order of the stages: training that two purposes share counts for the first."""
+_ROW, _AROUND = 40, 150  # pixels of height of a bar, and of the margin around both
 
 
 def spending(ledger: Ledger) -> pd.DataFrame:
-    """A row for each purpose with its trainings: purpose, runs, n_tokens, compute_flops, seconds, of_full_run.
+    """Return a row for each purpose with runs: purpose, runs, n_tokens, compute_flops, seconds, of_full_run.
 
-    Tokens that runs share are counted once, at the first purpose that wanted them; trials that were stopped count to the
-    sweep. `compute_flops` is 6·N·D. `seconds` are those of a worker, of the full run its wall time. `of_full_run` is the
-    compute over the full run's, missing before there is one.
+    Tokens that runs share are counted once, for the first purpose that needed them; stopped trials count for the sweep.
+    `compute_flops` is 6·N·D. `seconds` are worker seconds, but wall time for the full run. `of_full_run` is the ratio of the
+    compute to the full run's, missing if there is no full run.
     """
     trained, noted = ledger.read(_trainings)
     parents = {row["key"]: (row["line"], row["parent"]) for row in trained}
@@ -55,7 +55,7 @@ def spending(ledger: Ledger) -> pd.DataFrame:
 
 
 def draw_spending(table: pd.DataFrame) -> go.Figure:
-    """Compute and time as two bars, a colour for each purpose."""
+    """Draw compute and time as two bars, with a colour for each purpose."""
     figure = go.Figure()
     for i, row in enumerate(table.to_dict("records")):
         shares = [
@@ -81,7 +81,7 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
 
 
 def format_spending(table: pd.DataFrame) -> str | None:
-    """The cost of the search against the full run in a sentence; None without a full run."""
+    """Compare the cost of the search with the full run in a sentence; None without a full run."""
     search = table[table["purpose"] != "full"]
     full = table[table["purpose"] == "full"]
     if full.empty or search.empty:
@@ -105,6 +105,6 @@ def _trainings(connection: sa.Connection) -> tuple[list[dict[str, Any]], list[tu
 
 @cache
 def _n_params(numerics: str) -> int:
-    """Parameters of the model in a segment's numerics; few values occur, however many rows."""
+    """Return the parameters of the model in a segment's numerics; few values occur, however many the rows."""
     values: dict[str, Any] = json.loads(numerics)["model"]
     return Member.from_dict(values).n_params

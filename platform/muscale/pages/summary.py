@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from muscale.pages.contents import ReportContents
 
 _OPEN = (None, None)
-_ROOM = 0.35  # of the interval, left and right of all that is drawn
+_ROOM = 0.35  # of the interval, left and right of everything drawn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A number that people ask for first; `state` is "good", "bad" or neither."""
+    """A key number of the summary; `state` is "good", "bad" or empty."""
 
     label: str
     value: str
@@ -38,7 +38,7 @@ class Step:
 
 
 def headline(contents: ReportContents) -> tuple[str, str]:
-    """The forecast with the measured loss, and the state: inside, outside, waiting or none."""
+    """Return the forecast with the measured loss, and the state: inside, outside, waiting or none."""
     promotion, forecast = contents.promotion, contents.forecast
     if promotion:
         place = "inside" if promotion["inside"] else "outside"
@@ -50,7 +50,7 @@ def headline(contents: ReportContents) -> tuple[str, str]:
 
 
 def ruler(contents: ReportContents) -> dict[str, Any] | None:
-    """Places of the interval, the forecast and the measured loss on one line, in per cent of its width."""
+    """Return positions of the interval, the forecast and the measured loss on one line, in per cent of its width."""
     shown = contents.promotion or contents.forecast
     if shown is None or (contents.forecast is None and contents.promotion is None):
         return None
@@ -74,7 +74,7 @@ def ruler(contents: ReportContents) -> dict[str, Any] | None:
 
 
 def tiles(contents: ReportContents) -> list[Tile]:
-    """Size, tokens, compute, cost; the verdict's and the gate's state."""
+    """Return size, tokens, compute and cost, and the states of verdict and gate."""
     return [*_of_plan(contents), *_of_promotion(contents), *_of_transfer(contents), *_of_gate(contents)]
 
 
@@ -115,7 +115,7 @@ def _of_transfer(contents: ReportContents) -> list[Tile]:
 
 
 def _of_gate(contents: ReportContents) -> list[Tile]:
-    """The gate's state at the launch, and whether it was forced."""
+    """Return the gate's state at the launch, and whether it was forced."""
     promotion, gate = contents.promotion or {}, contents.gate
     if promotion.get("forced"):
         past = ", ".join(promotion.get("forced_lines") or ()) or "a closed gate"
@@ -133,7 +133,7 @@ def _tokens(corpus: Corpus) -> str:
 
 
 def lineage(contents: ReportContents) -> list[Step]:
-    """Steps from the corpus to the bundle."""
+    """Return the steps from the corpus to the bundle."""
     corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
     plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
     return [
@@ -175,7 +175,7 @@ def lineage(contents: ReportContents) -> list[Step]:
 
 
 def _begun(contents: ReportContents) -> tuple[str | None, str | None]:
-    """The lineage's row of a full run without a measured loss."""
+    """Return value and note of a full run without a measured loss."""
     tokens = contents.trained_tokens
     return (None, f"{tokens / contents.plan['n_tokens']:.0%} trained") if contents.plan and tokens else _OPEN
 

@@ -1,4 +1,4 @@
-"""The pages of tables of runs: a fitted law, the variants of a recipe, a mixture law."""
+"""Pages about tables of runs: a fitted law, the variants of a recipe, a mixture law."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def write_fit_page(
     """Write the page of a fitted law: the decision, the law, its backtest, and the runs to make next; return its path.
 
     Args:
-        decision: For a budget; its run is marked in the figures, and the next runs are those that would narrow its forecast.
-        warnings: About the table.
+        decision: Decision for a budget; the figures mark its run, and the next runs are chosen to narrow its forecast.
+        warnings: Warnings about the table.
     """
     decided = [_decided(decision)] if decision else []
     noted = (
@@ -56,7 +56,7 @@ def write_fit_page(
 
 
 def write_variant_page(path: Path, name: str, outcome: VariantComparison) -> Path:
-    """Write the page of a table's variants, the report's section on variants alone, and return its path."""
+    """Write the page of a table's variants, with the report's section on variants alone, and return its path."""
     written = f"written {moment(now())} · {len(outcome.table)} variants against {outcome.baseline}"
     return write_page(path, [variant_section(outcome, outcome.about)], name=name, written=written)
 
@@ -64,10 +64,10 @@ def write_variant_page(path: Path, name: str, outcome: VariantComparison) -> Pat
 def write_mixture_page(
     path: Path, name: str, fit: MixtureFit, best: BestMixture, following: NextMixtures | None
 ) -> Path:
-    """Write the page of a mixture law: the best mixture, whose data lowers which loss, and the next runs; return its path.
+    """Write the page of a mixture law: the best mixture, the domains' effects on each loss, and the next runs; return its path.
 
     Args:
-        following: The runs to make next, if they were asked for.
+        following: Next runs, if requested.
     """
     weights = best.table.sort_values("weight", ascending=False, kind="stable")
     sections = [
@@ -133,7 +133,7 @@ def _backtest(fit: ScalingFit) -> Section:
 
 
 def _following(fit: ScalingFit, decision: Decision | None) -> list[Section]:
-    """The runs to make next, for as much compute as the largest has, or a tenth of the budget."""
+    """Return the next runs, for as much compute as the largest run has, or a tenth of the budget if that is more."""
     if decision is None or decision.forecast is None:
         return []
     affordable = max(0.1 * decision.total_flops, fit.compute_range[1])
