@@ -1,4 +1,4 @@
-"""A search from another tool's file, which is read and never run."""
+"""A search from another tool's file. The file is read and never run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def import_space(source: str, rename: Sequence[str] = ()) -> ImportedSpace:
         rename: Hyperparameters under other names here, each `theirs=ours`.
 
     Raises:
-        StageError: Naming the file, the key, the rule and the value.
+        StageError: If the file can't be used; the message names the file, the key, the rule and the value.
     """
     names = dict(_pairs(rename))
     path = Path(place_of(source)[0])

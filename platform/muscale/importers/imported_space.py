@@ -1,4 +1,4 @@
-"""A search that another tool describes, as tables of a study file, with notes about what has no counterpart."""
+"""A search from another tool as tables of a study file, with notes about parts that have no counterpart."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from search_spaces import Choice, Distribution, Fixed, LogUniform, Ordinal, Prio
 
 _USUAL = {"lr": "learning_rate", "wd": "weight_decay_tau", "weight_decay": "weight_decay_tau", "bs": "batch_tokens"}
 _USUAL |= {"batch_size": "batch_tokens", "warmup": "warmup_tokens", "warmup_steps": "warmup_tokens"}
-"""What other tools' usual names are closest to; units may differ."""
-MOST_STEPS = 64  # of a quantised range that is listed value by value
+"""Nearest hyperparameter for the usual names of other tools; units may differ."""
+MOST_STEPS = 64  # of a quantised range whose values are listed
 TAILS = 4.0
-"""Standard deviations at which a normal is cut off, since a space has bounds (assumed)."""
+"""Standard deviations at which a normal distribution is cut off, since a space has bounds (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedSpace:
-    """Settings for a study file.
+    """Settings for a study file from another tool.
 
     Attributes:
-        source: What it is from.
-        space: What is searched.
+        source: Source of the search.
+        space: Search space.
         settings: Further keys of [sweep].
-        notes: What has no counterpart or was changed, a line each.
+        notes: Parts without a counterpart, and changes, a line each.
     """
 
     source: str
@@ -53,13 +53,13 @@ class ImportedSpace:
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         notes = [*self.notes, *self.unknown]
         return {"sweep": {**self.settings, "space": self.space.to_dict()}, "notes": notes, "source": self.source}
 
     def __str__(self) -> str:
-        """TOML to paste into a study file, the notes as comments."""
-        # Names of files and parameters may hold anything, which must stay in the comment.
+        """Return TOML to paste into a study file, with the notes as comments."""
+        # Names of files and parameters may contain any character, and must not break out of the comment.
         lines = [f"# {_printable(line)}" for line in (f"From {self.source}.", *self.notes, *self.unknown)]
         lines += ["[sweep]", tomlkit.dumps(dict(self.settings)).strip(), "", "[sweep.space]"]
         for name, table in self.space.to_dict().items():
@@ -74,7 +74,7 @@ def _printable(text: str) -> str:
 
 
 def place_of(source: str) -> tuple[str, str]:
-    """The path and the study's name behind "#"; a path may hold a "#" too."""
+    """Return the path and the study's name after "#"; a path may contain a "#" too."""
     parts = source.split("#")
     for end in range(len(parts), 0, -1):
         if Path(path := "#".join(parts[:end])).is_file():
@@ -83,10 +83,10 @@ def place_of(source: str) -> tuple[str, str]:
 
 
 def space_from(source: str, distributions: Mapping[str, Distribution], names: Mapping[str, str]) -> Space:
-    """A space with renamed hyperparameters.
+    """Return a space with renamed hyperparameters.
 
     Raises:
-        StageError: If a name to be replaced is not there, two come to be the same, or nothing is left.
+        StageError: If a name to replace does not exist, two names become the same, or the space is invalid.
     """
     if missing := [name for name in names if name not in distributions]:
         raise StageError(
@@ -102,7 +102,7 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
 
 
 def discrete(values: Sequence[Any]) -> Distribution:
-    """The distribution of listed values: rising numbers are ordinal."""
+    """Return the distribution of listed values: rising numbers are ordinal."""
     if len(values) == 1:
         return Fixed(value=values[0])
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -112,7 +112,7 @@ def discrete(values: Sequence[Any]) -> Distribution:
 
 
 def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, str]:
-    """A normal distribution, or a lognormal by its mean and standard deviation of the logarithm, as a prior; and a note about it."""
+    """Return a normal or (by mean and standard deviation of the logarithm) lognormal distribution as a prior, and a note about it."""
     if sd <= 0:
         raise SpaceError(f"a normal's standard deviation must be above 0, got {sd}")
     low, high = mean - TAILS * sd, mean + TAILS * sd
@@ -124,7 +124,7 @@ def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, 
 
 
 def multiples_within(low: float, high: float, step: float) -> tuple[float, float]:
-    """The least and the greatest multiple of a step within bounds, to which Tune and W&B round.
+    """Return the least and the greatest multiple of a step within bounds; Tune and W&B round to multiples.
 
     Raises:
         SpaceError: If the step is not above 0.
@@ -135,7 +135,7 @@ def multiples_within(low: float, high: float, step: float) -> tuple[float, float
 
 
 def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tuple[Distribution, str]:
-    """A range in steps: its values where they are few, else `otherwise`; and a note about it."""
+    """Return the values of a range in steps if they are few, else `otherwise`, and a note about the choice."""
     count = int((high - low) / step + 1e-9) + 1
     if count > MOST_STEPS:
         return otherwise, f"its steps of {step:g} are left out, as there are {count}"

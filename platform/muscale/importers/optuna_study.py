@@ -1,4 +1,4 @@
-"""A study in Optuna's SQLite storage, as a space and as known results; the file is only read, and holds JSON, no pickles."""
+"""A study in Optuna's SQLite storage as a space and as known results; the file is only read, and holds JSON, no pickles."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OF_OPTUNA = (
     *(optuna.exceptions.OptunaError, RuntimeError, ValueError, LookupError, TypeError),
     *(AttributeError, ArithmeticError, AssertionError),
 )
-"""Errors that Optuna's readers raise at rows that Optuna did not write."""
-_LONGEST = 300  # characters of their message
+"""Errors that Optuna's readers raise for rows that Optuna did not write."""
+_LONGEST = 300  # characters of such an error's message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class OptunaStudy:
     Attributes:
         name: The study's name.
         trials: All trials.
-        maximises: Whether larger values are better there.
+        maximises: Whether the study's larger values are better.
     """
 
     name: str
@@ -49,22 +49,22 @@ class OptunaStudy:
 
 
 def is_optuna(path: Path) -> bool:
-    """Whether an SQLite file is Optuna's; a study's own ledger has tables of the same names, but not this one."""
+    """Whether an SQLite file is Optuna's; the ledger of a study shares other table names with Optuna, but not this one."""
     if not path.is_file():
         return False
     try:
         with closing(connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1")) as connection:
             query = "SELECT count(*) FROM sqlite_master WHERE name = 'study_directions'"
             return bool(connection.execute(query).fetchone()[0])
-    except (sqlite3.Error, UnicodeDecodeError):  # of a message about names that are no text
+    except (sqlite3.Error, UnicodeDecodeError):  # UnicodeDecodeError: a message about names that are not text
         return False
 
 
 def open_study(source: str) -> OptunaStudy:
-    """A study in an SQLite file.
+    """Return a study in an SQLite file.
 
     Args:
-        source: The path; of a file with several studies with "#name" behind it.
+        source: Path; "#name" after it selects one of several studies.
 
     Raises:
         StageError: If there is no such file or study, or the file is not Optuna's.
@@ -75,7 +75,7 @@ def open_study(source: str) -> OptunaStudy:
         raise StageError(f"optuna: {text}: no such file")
     if not is_optuna(path):
         raise StageError(f"optuna: {text}: is no storage of Optuna's")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # else it warns of each thing that it tries again
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # otherwise it warns about each retry
     uri = f"{path.as_uri()}?mode=ro"
     with _readable(text):
         with closing(connect(uri)) as connection:
@@ -101,7 +101,7 @@ def _readable(text: str) -> Iterator[None]:
     """Turn Optuna's errors about a file into one error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of distributions that it puts right as it reads them
+            warnings.simplefilter("ignore")  # about distributions that it corrects while reading
             yield
     except StageError:
         raise
@@ -112,7 +112,7 @@ def _readable(text: str) -> Iterator[None]:
 
 
 def _require_plain(trials: Sequence[FrozenTrial]) -> None:
-    """Refuse names and values of other types, which Optuna passes on unchecked."""
+    """Refuse names and values of other types, which Optuna does not check."""
     for trial in trials:
         for name, value in trial.params.items():
             if not isinstance(name, str):
@@ -126,10 +126,10 @@ def _require_plain(trials: Sequence[FrozenTrial]) -> None:
 
 
 def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> ImportedSpace:
-    """Every parameter of its trials, with the distribution that it had last.
+    """Return every parameter of the study's trials, with its latest distribution.
 
     Raises:
-        StageError: If it has no trials, or a distribution has no counterpart.
+        StageError: If the study has no parameters, or a distribution has no counterpart.
     """
     found: dict[str, BaseDistribution] = {}
     changed: set[str] = set()
@@ -146,7 +146,7 @@ def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> Impor
     for name, distribution in found.items():
         try:
             distributions[name], note = _distribution(distribution)
-        except (ValueError, ArithmeticError) as error:  # a SpaceError is a ValueError
+        except (ValueError, ArithmeticError) as error:  # SpaceError is a ValueError
             raise StageError(f"import-space: {source}: {name}: {error}") from error
         if note:
             notes.append(f"{name}: {note}")
@@ -182,7 +182,7 @@ def _distribution(distribution: BaseDistribution) -> tuple[Distribution, str]:
 
 
 def results_of(study: OptunaStudy) -> pd.DataFrame:
-    """A row for each finished trial: its parameters and its loss, NaN where it failed."""
+    """Return a row for each finished trial: its parameters and its loss, NaN if the trial failed."""
     rows: list[dict[str, Any]] = []
     for trial in study.trials:
         if trial.state not in FINISHED:

@@ -1,7 +1,7 @@
-"""Known results from outside: tables of hyperparameters with losses.
+"""Known results from outside the study: tables of hyperparameters with losses.
 
-They inform a sweep's searcher. They never become runs of the ledger, so no fit of a law, no table and no figure has them;
-that they were used is recorded with the sweep.
+The results inform a sweep's searcher. They never become runs of the ledger, so no fit, table or figure includes them. The ledger
+records with the sweep that they were used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALES = ("n_params", "n_tokens")
 
 
 def is_outside(source: Path) -> bool:
-    """Whether a path holds such results rather than a study: a table, or a storage of Optuna's, with "#name" or without."""
+    """Whether a path holds such results, a table or an Optuna storage with or without "#name", rather than a study."""
     if source.suffix.lower() in TABLES:
         return True
     plain = Path(place_of(str(source))[0])
@@ -43,16 +43,16 @@ def is_outside(source: Path) -> bool:
 def outside_results(
     source: Path, space: Space, *, n_params: int, n_tokens: int, columns: Mapping[str, str] = NO_COLUMNS
 ) -> pd.DataFrame:
-    """A row for each result: every searched hyperparameter, n_params, n_tokens, loss (nats per token; NaN: diverged).
+    """Return a row for each result: every searched hyperparameter, n_params, n_tokens, loss (nats per token; NaN: diverged).
 
     Args:
-        source: A table with these columns, or a storage of Optuna's; what is not searched is left aside. Without n_params or
-            n_tokens its losses are taken to be at the sweep's own scale.
-        n_params, n_tokens: Of the sweep's proxy and its last rung.
-        columns: Names of the table's columns, by ours; of rows that share a `run` the last counts.
+        source: A table with these columns, or an Optuna storage; other columns are ignored. Without n_params or n_tokens the
+            losses are assumed to be at the sweep's own scale.
+        n_params, n_tokens: Scale of the sweep: its proxy's size and the tokens of its last rung.
+        columns: Names of the table's columns, by our names; of rows that share a `run` the last one counts.
 
     Raises:
-        StageError: Naming the file, the column, the rule and the value.
+        StageError: If the results can't be used; the message names the file, the column, the rule and the value.
     """
     table = _read(source, columns)
     missing = [name for name in (*space.searched, "loss") if name not in table.columns]
@@ -76,7 +76,7 @@ def outside_results(
 
 
 def describe_results(source: Path, table: pd.DataFrame) -> str:
-    """A line for people: how many results there are, and what they are used for."""
+    """Describe the number of results and their use, in a line."""
     return (
         f"{len(table)} results of {source} inform the searcher as their owner tells them; no fit of a law has them"
         + ("" if len(table) else ": it is empty")
@@ -84,7 +84,7 @@ def describe_results(source: Path, table: pd.DataFrame) -> str:
 
 
 def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame) -> None:
-    """Record once that they informed a sweep: asserted, from outside."""
+    """Record once that the results informed a sweep, as reported from outside and not verified."""
     payload: dict[str, Any] = {"sweep": sweep, "source": str(source), "n_results": len(table), "asserted": True}
     payload["sha256"] = sha256(table.to_csv(index=False).encode()).hexdigest()
     ledger.record_result(ResultKind.OUTSIDE_RESULTS, input_key(sweep, payload["source"], payload["sha256"]), payload)
@@ -110,7 +110,7 @@ def _read(source: Path, columns: Mapping[str, str]) -> pd.DataFrame:
 def _values(
     source: Path, table: pd.DataFrame, name: str, distribution: Distribution, active: Sequence[bool]
 ) -> list[Any]:
-    """Return a hyperparameter's values, None in the rows where it is inactive, whose cells are not looked at."""
+    """Return a hyperparameter's values; they are None in rows in which it is inactive, whose cells are not checked."""
     values: list[Any] = table[name].tolist()
     rules: Mapping[type[Distribution], Any] = {
         Uniform: lambda v: isinstance(v, int | float),

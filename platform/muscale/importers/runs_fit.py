@@ -1,4 +1,4 @@
-"""The law of a ladder that was trained elsewhere: a table of runs, without a study."""
+"""The law of a ladder trained elsewhere: a table of runs, without a study."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scaling.fits.runs import read_runs, unit_name
 from scaling.forms.law import NATS
 
 _CLOSE = 2e-3
-"""Relative spread within which a column counts as the loss in another unit: tables print four digits (assumed)."""
+"""Relative spread within which another column counts as the loss in another unit: tables print four digits (assumed)."""
 _PERPLEXITY = ("perplexity", "ppl", "val_ppl", "val_perplexity")
 
 
@@ -32,7 +32,7 @@ class RunsFit:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         decided = self.decision.to_dict() if self.decision else None
         return {"fit": self.fit.to_dict(), "decision": decided, "warnings": list(self.warnings)}
 
@@ -52,14 +52,14 @@ def fit_runs(
     """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
 
     Args:
-        path: Of the table; see `scaling.fit` for the columns.
-        n_params_convention: What n_params counts, such as "without embeddings".
-        loss_unit: Of the losses; "bits per token" become nats; nats per token where it is not given.
-        compute_flops: A budget, for the best size and the forecast there; where the runs do not tell the best D/N, at their own.
-        columns: Names of the table's columns, by ours, as for `scaling.fit`.
+        path: Path of the table; see `scaling.fit` for the columns.
+        n_params_convention: Definition of n_params, such as "without embeddings".
+        loss_unit: Unit of the losses; "bits per token" become nats; default nats per token.
+        compute_flops: Budget for the best size and its forecast; if the runs do not determine the best D/N, at their own D/N.
+        columns: Names of the table's columns, by our names, as for `scaling.fit`.
 
     Raises:
-        StageError: Naming the file, the column, the rule and the value.
+        StageError: If the table can't be fitted; the message names the file, the column, the rule and the value.
     """
     try:
         if compute_flops is not None:
@@ -77,10 +77,10 @@ def fit_runs(
 
 
 def _unit_warnings(table: pd.DataFrame, loss_unit: str) -> list[str]:
-    """Warnings that losses stated in nats may be bits, or the reverse, by another column."""
+    """Return warnings if another column suggests that losses stated in nats are bits, or the reverse."""
     if loss_unit not in (NATS, "bits per token"):
         return []
-    # Rows that the table itself leaves out may hold anything.
+    # Rows that the table itself leaves out may contain anything.
     in_nats = np.array([or_nan(value) for value in table["loss"]]) * (1.0 if loss_unit == NATS else math.log(2))
     found = []
     for name in table.columns:

@@ -1,4 +1,4 @@
-"""A sweep of Weights & Biases, as its YAML file describes it: parameters, method, early termination."""
+"""A sweep of Weights & Biases from its YAML file: parameters, method, early termination."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordi
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
-_RUNGS = 4  # where the file states none: the study file's default
+_RUNGS = 4  # if the file states none: the study file's default
 _SCIENTIFIC = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 _IF_VALUES = "if they are values, the name is log_uniform_values, inv_log_uniform_values or q_log_uniform_values"
 _LONGEST = 300  # characters of a library's message
 
 
 def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
-    """The search that a sweep file describes; nothing in it is run.
+    """Return the search in a sweep file; nothing in the file is run.
 
     Args:
-        names: Our name of each parameter that is called otherwise here.
+        names: Our names of the parameters that have other names here.
 
     Raises:
-        StageError: Naming the file, the key, the rule and the value.
+        StageError: If the file can't be used; the message names the file, the key, the rule and the value.
     """
     try:
         return _search_of(path, _load(path), names)
@@ -67,7 +67,7 @@ def _load(path: Path) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML as 1.2 has it, where 1e-3 is a number; PyYAML follows 1.1, which wants 1.0e-3."""
+        """Loader of YAML 1.2, in which 1e-3 is a number; PyYAML follows 1.1, which requires 1.0e-3."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
     try:
@@ -82,7 +82,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _flat(parameters: dict[str, Any], before: str, notes: list[str]) -> list[tuple[str, Distribution]]:
-    """Each parameter by its name, those of nested tables by dotted names."""
+    """Return each parameter by name; parameters of nested tables have dotted names."""
     found = []
     for name, table in parameters.items():
         key = f"{before}{name}"
@@ -93,7 +93,7 @@ def _flat(parameters: dict[str, Any], before: str, notes: list[str]) -> list[tup
             continue
         try:
             distribution, note = _distribution(table)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a SpaceError is a ValueError
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # SpaceError is a ValueError
             why = f"missing {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"parameters.{key}: {why}, got {short_repr(table)}") from error
         if note:
@@ -103,7 +103,7 @@ def _flat(parameters: dict[str, Any], before: str, notes: list[str]) -> list[tup
 
 
 def _distribution(table: dict[str, Any]) -> tuple[Distribution, str]:
-    """A parameter as a distribution, and a note about it."""
+    """Return a parameter's distribution, and a note about it."""
     kind = table.get("distribution") or _default_kind(table)
     if kind not in _KINDS:
         raise ValueError(f"distribution must be one of {', '.join(_KINDS)}")
@@ -111,7 +111,7 @@ def _distribution(table: dict[str, Any]) -> tuple[Distribution, str]:
 
 
 def _default_kind(table: dict[str, Any]) -> str:
-    """The distribution that W&B assumes where none is named."""
+    """Return the distribution that W&B assumes if the parameter names none."""
     if "value" in table:
         return "constant"
     if "values" in table:
@@ -152,7 +152,7 @@ def _log(low: float, high: float) -> tuple[Distribution, str]:
 def _by_exponents(
     table: dict[str, Any], make: Callable[[float, float], tuple[Distribution, str]], sign: int = 1
 ) -> tuple[Distribution, str]:
-    """The distribution between e to the power of each bound, and a note that states this range in values."""
+    """Return the distribution between e to the power of each bound, and a note with this range in values."""
     try:
         low, high = sorted(math.exp(sign * end) for end in _bounds(table))
         found, note = make(low, high)
@@ -204,11 +204,11 @@ _KINDS: dict[str, Callable[[dict[str, Any]], tuple[Distribution, str]]] = {
     "beta": _beta,
     "q_beta": _beta,
 }
-"""Distributions as W&B's documentation of sweep configurations defines them."""
+"""Distributions as defined by W&B's documentation of sweep configurations."""
 
 
 def _scheduler(table: Any, notes: list[str]) -> dict[str, Any]:
-    """W&B's hyperband stops a run that is not among the best 1/eta at a bracket, as asynchronous halving does."""
+    """Translate W&B's hyperband: like asynchronous halving, it stops a run that is not in the best 1/eta at a bracket."""
     if table is None:
         return {"scheduler": "none"}
     if not isinstance(table, dict) or table.get("type") != "hyperband":
