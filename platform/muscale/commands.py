@@ -1,7 +1,7 @@
-"""Commands that messages and pages name, completed with the study file and the settings in force, so that they run as printed.
+"""Commands in messages and pages, completed with the study file and the current settings, so that they run as printed.
 
-A message names a command between backticks or at the end of a line, as in "settle it: muscale transfer", without the study: it
-does not know how the study was opened. Whoever prints it does.
+A message names a command between backticks or at the end of a line, as in "settle it: muscale transfer". The message leaves out
+the study, since its writer does not know how the study was opened. The code that prints the message adds it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _OF_STUDIES = (
     *("sync", "transfer", "ui", "watch"),
 )
 """Commands whose first argument is the study file."""
-_NAMED = rf"muscale ({'|'.join(_OF_STUDIES)})((?: -[^`<\n]*)?)"  # with an argument it is complete
+_NAMED = rf"muscale ({'|'.join(_OF_STUDIES)})((?: -[^`<\n]*)?)"  # a command with an argument is complete
 _IN_TEXT = re.compile(f"(?:(?<=`)|(?<= it: )){_NAMED}(?=`|$)", re.MULTILINE)  # "settle it: muscale …" ends a line
 _IN_MARKUP = re.compile(f"<code>{_NAMED}</code>")
 
 
 @dataclass(frozen=True)
 class StudyCommands:
-    """Completes commands on a study that was opened from a file under settings."""
+    """Completion of commands for a study that was opened from a file with settings."""
 
     study: Path
     settings: tuple[str, ...] = ()
 
     def line(self, command: str, *words: str | Path) -> str:
-        """The command on the study under the settings, but those that the words set anew; it can be pasted into a shell."""
+        """Return the command, fit for a shell, with the study and its settings, except settings that the words replace."""
         given = [str(word) for word in words]
         anew = {word.partition("=")[0] for before, word in pairwise(given) if before == "--set"}
         kept = [setting for setting in self.settings if setting.partition("=")[0].strip() not in anew]
@@ -59,11 +59,11 @@ class StudyCommands:
         return shlex.join(["muscale", command, format_path(self.study), *settings, *given])
 
     def completed(self, text: str) -> str:
-        """The text with its commands completed."""
+        """Return the text with its commands completed."""
         return _IN_TEXT.sub(lambda found: self._again(*found.groups()), text)
 
     def completed_markup(self, markup: str) -> str:
-        """As `completed`, of a page."""
+        """Complete the commands of a page, like `completed`."""
 
         def again(found: re.Match[str]) -> str:
             return f"<code>{html.escape(self._again(found[1], html.unescape(found[2])))}</code>"
@@ -71,7 +71,7 @@ class StudyCommands:
         return _IN_MARKUP.sub(again, markup)
 
     def completed_values(self, values: Any) -> Any:
-        """As `completed`, of every text in plain values."""
+        """Complete the commands of every text in plain values, like `completed`."""
         if isinstance(values, str):
             return self.completed(values)
         if isinstance(values, Mapping):
@@ -80,7 +80,7 @@ class StudyCommands:
 
     @contextmanager
     def completing(self) -> Iterator[None]:
-        """Complete the messages of errors that leave the block, and of what is logged in it."""
+        """Complete the commands in errors that leave the block, and in messages logged in it."""
         make = logging.getLogRecordFactory()
 
         def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -101,5 +101,5 @@ class StudyCommands:
     def _again(self, command: str, rest: str) -> str:
         try:
             return self.line(command, *shlex.split(rest))
-        except ValueError:  # not as a shell would have it
+        except ValueError:  # a shell could not parse it
             return f"muscale {command}{rest}"

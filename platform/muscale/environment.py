@@ -1,4 +1,4 @@
-"""The machine and versions of a training: recorded with its result, not part of its key."""
+"""The machine and versions of a training run: recorded with its result, but not part of its key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def environment(device: torch.device, *, world_size: int = 1, compiled: bool = False) -> dict[str, Any]:
-    """Machine, device, versions, threads and world size, as plain values."""
+    """Return machine, device, versions, threads and world size as plain values."""
     transformers = {"transformers": metadata.version("transformers")} if "transformers" in sys.modules else {}
     return {
         "host": platform.node(),
@@ -29,7 +29,7 @@ def environment(device: torch.device, *, world_size: int = 1, compiled: bool = F
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU or the processor: another one may sum products in another order."""
+    """Return the name of the GPU or the processor: a different one may sum products in a different order."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 

@@ -1,18 +1,18 @@
-"""Exceptions that a user of muscale may meet (any other is a bug), and excerpts of library errors."""
+"""Exceptions that a user of muscale may see (any other is a bug), and excerpts of library errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 
-_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone
+_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or lost
 
 EXIT_PREEMPTED = 75
-"""Exit code of a process that was preempted and has saved: EX_TEMPFAIL of sysexits.h, which invites a retry."""
+"""Exit code of a preempted process that has saved: EX_TEMPFAIL of sysexits.h, which invites a retry."""
 EXIT_FAULT = 70
-"""Exit code of a command that met a bug: EX_SOFTWARE of sysexits.h, distinct from a failed check."""
+"""Exit code of a command that hit a bug: EX_SOFTWARE of sysexits.h, distinct from a failed check."""
 EXIT_BROKEN_PIPE = 141
-"""Exit code of a command whose output pipe was closed: 128 + SIGPIPE, as for other programs."""
+"""Exit code of a command whose output pipe was closed: 128 + SIGPIPE, as in other programs."""
 
 
 class MuscaleError(Exception):
@@ -24,58 +24,58 @@ class StudyFileError(MuscaleError):
 
 
 class StudyDirectoryError(MuscaleError):
-    """A directory that can't hold this study: another one's or version's, or on storage that SQLite can't use."""
+    """A directory that can't hold this study: it belongs to another study or version, or SQLite can't use its storage."""
 
 
 class StageError(MuscaleError):
-    """A stage that can't give its result: an input is missing, or what it found can't be used."""
+    """A stage that can't give a result: an input is missing, or its outcome can't be used."""
 
 
 class LedgerUnavailableError(MuscaleError):
-    """A ledger that does not answer: its server or actor is gone, or was not reached at all."""
+    """A ledger that does not answer: its server or actor is gone, or could not be reached at all."""
 
 
 class PackageMismatchError(MuscaleError):
-    """A worker that runs another muscale than the driver: the same key could mean another training there."""
+    """A worker whose muscale differs from the driver's: the same key could mean different training there."""
 
 
 class WorkerLostError(MuscaleError):
-    """A worker that died with its process, its node or by its own hand as it hung; another can train what it had at work."""
+    """A worker that died with its process or node, or ended itself because it hung; another worker can take over its run."""
 
 
 class TrainerError(MuscaleError):
-    """A training program that breaks the protocol: the message names the rule, what came and what to do."""
+    """A training program that breaks the protocol: the message names the rule, the value and the remedy."""
 
 
 class TrainingFailedError(TrainerError):
-    """A training that its program ended with a fault: an exit code, a row that breaks the protocol, no row for too long.
+    """A run that its program failed: by an exit code, a row that breaks the protocol, or no row for too long.
 
-    The same training may fail again, others need not.
+    The same run may fail again; other runs need not.
     """
 
 
 class LeaseLostError(MuscaleError):
-    """The lease was taken over; what was worked under it is not recorded."""
+    """A lease that another process took over; work done under it is not recorded."""
 
 
 class LeaseHeldError(MuscaleError):
-    """Another process does this work, and the command does not wait for it."""
+    """A lease that another process holds, for which the command does not wait."""
 
 
 class BundleError(MuscaleError):
-    """A bundle that can't be used: not one, of another version, damaged, or without what is asked of it."""
+    """A bundle that can't be used: not a bundle, of another version, damaged, or without the requested part."""
 
 
 class RunSelectionError(MuscaleError):
-    """A choice of runs that can't be made: a column, a value or a key that there is not, or a file of another kind."""
+    """A choice of runs that can't be made: a column, value or key that does not exist, or a file of another kind."""
 
 
 class PreemptedError(MuscaleError):
-    """A run was preempted and has saved; the same command continues it (exit code 75)."""
+    """A run that was preempted and has saved; the same command continues it (exit code 75)."""
 
 
 def of_storage(error: BaseException | None) -> str:
-    """The message for an error of a disk; "" for other errors."""
+    """Return the message for an error of the disk; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in _OF_STORAGE:
         return ""
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -83,10 +83,10 @@ def of_storage(error: BaseException | None) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, without the statement and the stack that libraries append."""
+    """Return the first line of an error, without the statement and the stack that libraries append."""
     return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an error of Ray's, which states the reason after the ids."""
+    """Return the last line of a Ray error, which states the reason after the ids."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

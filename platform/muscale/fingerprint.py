@@ -1,8 +1,8 @@
-"""The muscale that a process runs, and a wheel of it for `ray job submit`: these sources, and no dependencies.
+"""Fingerprint of the muscale that a process runs, and its wheel for `ray job submit`: these sources, without dependencies.
 
-A key means the same training only where the code is the same. Ray installs a wheel of `py_modules` on each node with
-`pip install --target`, which would install all dependencies again, torch and Ray among them; those belong to the nodes' image.
-Ray identifies a wheel by its file name alone, so the name holds the fingerprint: a changed wheel is uploaded again.
+A key means the same training only if the code is the same. Ray installs a wheel from `py_modules` on each node with
+`pip install --target`. Listed dependencies, such as torch and Ray, would be installed again, though the nodes' image has them.
+Ray identifies a wheel by its file name alone, so the name contains the fingerprint: a changed wheel is uploaded again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from proxy_models.files import atomic_write
 
 _PACKAGES = ("muscale", "proxy_models", "scaling", "search_spaces")
 _TAG = "py3-none-any"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can tell: so equal sources make equal files
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date in a zip file; it is fixed so that equal sources make equal files
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
-    """(name below the packages' common folder, path) of every file of all packages that belong to muscale."""
+    """Generate (name below the packages' common folder, path) of every file of all packages that belong to muscale."""
     for package in _PACKAGES:
         spec = find_spec(package)
         for folder in sorted(spec.submodule_search_locations or ()) if spec else ():
@@ -36,21 +36,21 @@ def package_files() -> Iterator[tuple[str, Path]]:
 
 @cache
 def package_fingerprint() -> str:
-    """The version, and a hash of the source files of all packages that belong to it: 0.1.0+3f09c2a1b44d."""
+    """Return the version and a hash of the source files of all packages that belong to muscale: 0.1.0+3f09c2a1b44d."""
     digest = hashlib.sha256()
     for name, path in package_files():
         if path.suffix == ".py":
             digest.update(f"{name}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-    public = metadata.version("muscale").partition("+")[0]  # a wheel made by `muscale wheel` has the hash in its own
+    public = metadata.version("muscale").partition("+")[0]  # the version in a wheel of `muscale wheel` has the hash
     return f"{public}+{digest.hexdigest()[:12]}"
 
 
 def require_same_package(driver: str) -> None:
-    """Refuse to work for a driver that runs another package.
+    """Refuse to work for a driver whose package differs.
 
     Raises:
-        PackageMismatchError: Naming both, and the remedy.
+        PackageMismatchError: If it does; the message names both packages and the remedy.
     """
     if (own := package_fingerprint()) != driver:
         raise PackageMismatchError(
@@ -61,10 +61,10 @@ def require_same_package(driver: str) -> None:
 
 
 def write_wheel(folder: Path) -> Path:
-    """Write the wheel into a folder, made if it is not there; returns its path.
+    """Write the wheel into a folder, which is created if missing, and return its path.
 
     Raises:
-        MuscaleError: If the folder can't be written to.
+        MuscaleError: If the folder is not writable.
     """
     version = package_fingerprint()
     info = f"muscale-{version}.dist-info"
@@ -92,5 +92,5 @@ def _write(path: Path, contents: dict[str, bytes]) -> None:
 
 
 def _digest(data: bytes) -> str:
-    """A hash in the form of a wheel's RECORD."""
+    """Return a hash in the format of a wheel's RECORD."""
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

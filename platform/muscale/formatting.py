@@ -12,7 +12,7 @@ WIDTH = 132
 
 
 def format_read_error(error: Exception) -> str:
-    """The reason why a file can't be read, without its name, with which the message begins."""
+    """Return the reason why a file can't be read, without the file's name, with which the message begins."""
     match error:
         case FileNotFoundError():
             return "there is no such file"
@@ -26,7 +26,7 @@ def format_read_error(error: Exception) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in the unit that suits it: 50 s, 12 min, 3 h 20 min."""
+    """Format a duration in a suitable unit: 50 s, 12 min, 3 h 20 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -44,7 +44,7 @@ def fold(text: str, indent: int) -> list[str]:
 
 
 def finite(value: Any) -> Any:
-    """The values with null for NaN and infinities, which JSON lacks."""
+    """Return the values with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM among libraries that swallow them, exit on them, or leave handlers of their own behind."""
+"""Handling of Ctrl-C and SIGTERM next to libraries that swallow them, exit on them, or leave their own handlers behind."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send the second
+STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send SIGTERM
 _ECHO_SECONDS = 1.0  # assumed: `timeout` signals its child and then the whole group, so its child gets SIGTERM twice
 
 
 def once(handle: Callable[[], None]) -> Callable[[int, object], None]:
-    """A signal handler that calls `handle`, but not for a signal within `_ECHO_SECONDS` of the one before."""
+    """Return a signal handler that calls `handle`, except for a signal within `_ECHO_SECONDS` of the previous one."""
     latest = -math.inf
 
     def handler(_signal: int, _frame: object) -> None:
@@ -28,13 +28,13 @@ def once(handle: Callable[[], None]) -> Callable[[int, object], None]:
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Both wait for the end of the block: around imports of Ray, where import machinery and compiled modules swallow them.
+    """Defer SIGINT and SIGTERM to the end of the block: import machinery and compiled modules swallow them in imports of Ray.
 
-    They are noted rather than masked: a mask holds for one thread, the system gives a signal to any, and Python then raises it
-    in the main one.
+    The signals are recorded instead of masked: a mask applies to one thread, but the system may deliver a signal to any thread,
+    and Python then raises it in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # no handler runs here
+        yield  # handlers run in the main thread only
         return
     received: list[int] = []
     before = {which: signal.signal(which, lambda number, _frame: received.append(number)) for which in STOPS}
@@ -49,7 +49,7 @@ def defer_sigint() -> Iterator[None]:
 
 @contextmanager
 def enable_sigint() -> Iterator[None]:
-    """Within it, SIGINT interrupts the main thread also where it is ignored, as in a shell's background jobs and all they start."""
+    """Let SIGINT interrupt the main thread in the block even if ignored, as in background jobs of a shell and their children."""
     deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if deaf:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,10 +62,10 @@ def enable_sigint() -> Iterator[None]:
 
 @contextmanager
 def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
-    """An interruption ends the block as KeyboardInterrupt, and the handlers are afterwards what they were.
+    """Turn an interruption of the block into KeyboardInterrupt, and restore the signal handlers afterwards.
 
     Args:
-        stop: Called at a signal in place of an interruption; only the main thread's blocks get any.
+        stop: Called at a signal instead of the interruption, in the main thread only.
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = {which: signal.getsignal(which) for which in (*STOPS, signal.SIGUSR1)}
@@ -74,7 +74,7 @@ def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, once(stop))
     try:
         yield
-    except SystemExit as error:  # Tune's and Train's own way
+    except SystemExit as error:  # raised by Tune and Train
         raise KeyboardInterrupt from error
     finally:
         for which, handler in before.items():

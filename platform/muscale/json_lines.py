@@ -1,4 +1,4 @@
-"""Records appended to a file, one JSON object a line; a torn line, as after a kill, is skipped."""
+"""Records in a file, one JSON object per line; a torn line, as after a kill, is skipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from proxy_models.files import atomic_write, named
 
-_LONGEST = 1 << 16  # bytes of a record; one of a full run's metrics has some hundreds (assumed)
+_LONGEST = 1 << 16  # bytes of a record; a record of a full run's metrics has some hundreds (assumed)
 
 
 def append(file: Path, *records: dict[str, Any]) -> None:
@@ -20,10 +20,10 @@ def append(file: Path, *records: dict[str, Any]) -> None:
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             end = os.fstat(descriptor).st_size
-            # A torn line: a record appended to it would be lost, too.
+            # A record appended to a torn line would be lost too.
             if end and os.pread(descriptor, 1, end - 1) != b"\n":
                 content = b"\n" + content
-            while content:  # a full disk takes only some of it
+            while content:  # a full disk may take only a part
                 content = content[os.write(descriptor, content) :]
             os.fsync(descriptor)
         finally:
@@ -31,7 +31,7 @@ def append(file: Path, *records: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, none where there is no file."""
+    """Return the records of a file; none if there is no file."""
     records = []
     for line in file.read_text().split("\n") if file.exists() else ():
         try:
@@ -42,7 +42,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """The last record of a file, or None; only the end of the file is read."""
+    """Return the last record of a file, or None; only the end of the file is read."""
     if not file.exists():
         return None
     with file.open("rb") as opened:

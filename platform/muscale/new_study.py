@@ -1,6 +1,6 @@
-"""A study file to begin with, with a user's own text and name in it, and whether the text is enough.
+"""A study file to start from, with the user's text and name in it, and a check whether the text is enough.
 
-It is the quickstart's, or a smaller one for a family of one's own.
+The file is the quickstart's, or a smaller one for a custom model family.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from proxy_models.data.sources import Kind
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
-# times that text is seen before a repetition is worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
+# passes over the text after which further ones are worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
 MOST_OFTEN = 4
 FAMILY = ("my_family.py", "test_my_family.py")
-"""Files that --family writes: a family of one's own, and its test."""
+"""Files that --family writes: a custom family and its test."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_infos?)\b.*", re.IGNORECASE)
 _TABLES = (".csv", ".tsv")
@@ -37,17 +37,17 @@ _SHOWN_FILES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class NewStudy:
-    """The files written, and the text's size beside what the study file's budgets ask for.
+    """The written files, and the size of the text compared with the study file's budgets.
 
     Attributes:
-        source: Of the corpus; None where the file's own was kept.
-        n_files: That hold text.
-        n_bytes: In them.
-        training_tokens: At one byte a token, without the held-out part; None where only reading the files would tell.
-        uneven: What to do about a held-out part that is far from the one asked for; empty if it is not.
-        left_out: Files of the folder that are not read: documentation, and under names that begin with a dot.
+        source: Source of the corpus; None if the quickstart's was kept.
+        n_files: Number of files with text.
+        n_bytes: Bytes in these files.
+        training_tokens: Tokens at one byte each, without the held-out part; None if only reading the files would show them.
+        uneven: Advice if the size of the held-out part is far from the setting; else empty.
+        left_out: Files of the folder that are not read: documentation, and files whose names begin with a dot.
         needed: Tokens of the longest single run of each stage.
-        held_out_short: What is missing to the held-out tokens that every run is evaluated on, 0 if nothing is.
+        held_out_short: Tokens missing from the held-out tokens that evaluate every run; 0 if none.
     """
 
     path: str
@@ -62,18 +62,18 @@ class NewStudy:
 
     @property
     def too_much(self) -> bool:
-        """Whether a budget asks for far more tokens than there are."""
+        """Whether a budget requires far more tokens than the text has."""
         return bool(self.needed and self.training_tokens) and any(
             tokens > MOST_OFTEN * (self.training_tokens or 0) for tokens in (self.needed or {}).values()
         )
 
     @property
     def too_little(self) -> bool:
-        """Whether the text is too little for the budgets, or for the evaluations."""
+        """Whether the text is too small for the budgets, or for the evaluations."""
         return self.too_much or self.held_out_short > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, `too_much` with them."""
+        """Return plain values, including `too_much`."""
         return {**asdict(self), "too_much": self.too_much}
 
     def __str__(self) -> str:
@@ -115,16 +115,16 @@ class NewStudy:
 def write_study(
     directory: Path, source: Path | None = None, name: str | None = None, *, family: bool = False
 ) -> NewStudy:
-    """Write the study file into a directory, which is made if it is not there.
+    """Write the study file into a directory, which is created if missing.
 
     Args:
-        source: A text file, or a folder of them, or of .jsonl or .parquet files; None keeps the quickstart's.
-        name: Of the study; by default the directory's.
-        family: Write a model family to edit and its test beside it, and name it in the study file, which has smaller sizes.
+        source: A text file, or a folder of text, .jsonl or .parquet files; None keeps the quickstart's.
+        name: Name of the study; by default the directory's.
+        family: Also write a model family to edit and its test, and name the family in the study file, which has smaller sizes.
 
     Raises:
-        StudyDirectoryError: If there is a study file already, or one of the family's.
-        StageError: If the source is missing, holds nothing or is no text; nothing is written then.
+        StudyDirectoryError: If the study file, or one of the family's files, exists already.
+        StageError: If the source is missing, empty or not text; nothing is written then.
     """
     path = directory / STUDY_FILE
     if path.exists():
@@ -158,7 +158,7 @@ def write_study(
 
 
 def _write_all(path: Path, text: str, *, family: bool) -> None:
-    """Write the study file, after the files of the family that it names, if it does."""
+    """Write the study file, after the family files that it names, if any."""
     for module in FAMILY if family else ():
         _write(path.parent / module, (resources.files("muscale") / f"{module}.txt").read_text())
     named = f'family = "{FAMILY[0].removesuffix(".py")}:Convolutions"\nargs = {{ kernel = 4 }}'
@@ -166,7 +166,7 @@ def _write_all(path: Path, text: str, *, family: bool) -> None:
 
 
 def _with_value(text: str, key: str, value: str) -> str:
-    """The file with the first such key's string replaced; a comment behind it stays in its column where there is room."""
+    """Return the file with the string of the first such key replaced; a comment after it keeps its column if there is room."""
     quoted = f"{key} = {json.dumps(value, ensure_ascii=False)}"
 
     def put(found: re.Match[str]) -> str:
@@ -182,7 +182,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _kind(source: Path) -> Kind:
-    """The kind of its files, by their names; documentation does not count next to data.
+    """Return the kind of the source's files, by their names; documentation next to data does not count.
 
     Raises:
         StageError: If other files lie next to data.
@@ -205,7 +205,7 @@ def _kind(source: Path) -> Kind:
 
 
 def _place(source: Path, directory: Path) -> str:
-    """The source from the study's directory if it lies in it, so that both can be moved together; else the whole path."""
+    """Return the source relative to the study's directory if it is inside, so that both can move together; else the full path."""
     source, directory = Path(os.path.normpath(source)), Path(os.path.normpath(directory))
     return source.relative_to(directory).as_posix() if source.is_relative_to(directory) else str(source)
 
@@ -244,7 +244,7 @@ def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> Ne
 
 
 def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]:
-    """Bytes of the text files that are held out, and what to do where they are far from the fraction."""
+    """Return the held-out bytes of the text files, and advice if they are far from the fraction."""
     from proxy_models.data.documents import in_validation
 
     sizes = {path: path.stat().st_size for path in files}
@@ -263,7 +263,7 @@ def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]
 
 
 def _require_no_data(files: list[Path]) -> None:
-    """Refuse JSON lines and tables under other names, where they are most of the bytes."""
+    """Refuse JSON lines and tables under other names, if they make up most of the bytes."""
     data = [file for file in files if file.suffix in _TABLES or _begins_as_json(file)]
     if 2 * sum(file.stat().st_size for file in data) > sum(file.stat().st_size for file in files):
         raise StageError(
@@ -273,13 +273,13 @@ def _require_no_data(files: list[Path]) -> None:
 
 
 def _begins_as_json(file: Path) -> bool:
-    """Return True if the file begins with an object, or a list of objects, of which the first key is on the first line."""
+    """Whether the file begins with an object, or a list of objects, whose first key is on the first line."""
     with file.open("rb") as content:
         return re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{[ \t]*"[^"\n]*"[ \t]*:', content.read(_SAMPLE_BYTES)) is not None
 
 
 def _require_text(files: list[Path]) -> None:
-    """Refuse files that are not UTF-8 at their beginning, before a study stumbles over them; all of them at once."""
+    """Refuse files that do not begin with UTF-8, before a study fails on them; the error lists all of them."""
     from proxy_models.data.sources import decompressor
 
     faulty: list[str] = []
@@ -291,7 +291,7 @@ def _require_text(files: list[Path]) -> None:
         try:
             sample[: sample.rfind(b"\n") + 1 or None].decode()
         except UnicodeDecodeError as error:
-            if error.start < len(sample) - 4:  # else a character that the sample cuts
+            if error.start < len(sample) - 4:  # later bytes may be a character that the sample cuts
                 faulty.append(f"--source: {file}: is not text in UTF-8 (byte {error.start})")
     if faulty:
         shown = [*faulty[:_SHOWN_FILES], *([f"and {n} files more"] if (n := len(faulty) - _SHOWN_FILES) > 0 else [])]
@@ -303,7 +303,7 @@ def _require_text(files: list[Path]) -> None:
 
 
 def _longest_runs(config: StudyConfig) -> dict[str, int]:
-    """Tokens of the longest run of each stage; the full run's for a compute-optimal size, which only the law can tell."""
+    """Return the tokens of the longest run of each stage; the full run is assumed compute-optimal, which only the law can confirm."""
     budget = config.plan.budget.compute_flops
     longest = {
         "sweep": config.sweep.n_tokens,

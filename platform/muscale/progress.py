@@ -1,4 +1,4 @@
-"""What a person sees while a study runs: the stage, what is done of it, the best so far, the time left."""
+"""Display of a running study: the stage, its progress, the best so far, and the time left."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _AT_ONCE_SECONDS = 1.0
 
 
 class Update(Protocol):
-    """Moves the bar of a stage."""
+    """Function that moves the bar of a stage."""
 
     def __call__(self, done: float, total: float, note: str, /, *, share: float | None = None) -> None:
         """Show `done` of `total`, and the note.
 
         Args:
-            share: Of the work that is done, where what is counted differs in size; by default done / total.
+            share: Share of the work that is done, if the counted units differ in size; by default done / total.
         """
 
 
 def silent(_done: float, _total: float, _note: str = "", *, share: float | None = None) -> None:
-    """An update that shows nothing."""
+    """Show nothing."""
 
 
 class Pace:
-    """How fast a stage goes, and so when it will have arrived; a stage may have several ways, each with a pace of its own.
+    """Pace of a stage and its expected end; a stage may have several parts, each with its own pace.
 
-    Rich's own estimate forgets what lies more than half a minute back, and trials may take longer than that.
+    Rich's own estimate forgets everything more than half a minute old, but trials may take longer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begun: tuple[float, float] | None = None  # when, and what was done then
+        self._begun: tuple[float, float] | None = None  # time of the first update, and its progress
         self._last = (0.0, 0.0)
         self._arrives: float | None = None
 
     def update(self, done: float, total: float) -> None:
-        """Note what is done of the way; less than before, or of another total, is a new way.
+        """Record the progress; less progress than before, or another total, starts a new part.
 
-        Time counts from the last update before the first progress: workers start before it.
+        Time counts from the last update before the first progress, since workers start before it.
         """
         now = self._clock()
         if self._begun is None or done < self._last[0] or total != self._last[1] or done == self._begun[1]:
@@ -63,12 +63,12 @@ class Pace:
 
     @property
     def left(self) -> float | None:
-        """Seconds, if things go on as they did; None before anything was done."""
+        """Seconds left at this pace; None before any progress."""
         return None if self._arrives is None else max(0.0, self._arrives - self._clock())
 
 
 class _Left(ProgressColumn):
-    """The time left, in a terminal."""
+    """Column with the time left, in a terminal."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class _Left(ProgressColumn):
 
 
 class Display:
-    """Progress of stages on standard error; a bar each in a terminal, a line each elsewhere.
+    """Progress of stages on standard error: a bar for each in a terminal, lines elsewhere.
 
     Args:
-        completed: Completes the commands that a line names.
+        completed: Completes the commands in a line.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Display:
             self._console.print(self._completed(text), highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
-        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several.
+        """Return an update for logs: a line for every tenth of a part, starting again for each part of a stage.
 
-        A way that is at its end as soon as it begins was known already, and is not worth a line. Between its first line and its
-        last there is at most one a second.
+        A part that is complete at its start was known already and gets no line. Between its first and its last line a part gets at
+        most one line a second.
         """
         shown, before, pace = -1, (0.0, 0.0), Pace(self._clock)
         begun = printed = self._clock()
@@ -133,7 +133,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Update]:
-        """Show a stage while it runs; yields the function that moves its bar."""
+        """Show a stage while it runs; yield the function that moves its bar."""
         if self._quiet:
             yield silent
             return
@@ -161,14 +161,14 @@ class Display:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        """Show a stage that reads files; yields the function that is given bytes read and all bytes."""
+        """Show a stage that reads files; yield the function that takes the bytes read and the total."""
         with self.stage(name) as update:
             yield lambda done, total: update(done, total, "bytes read")
 
 
 @contextmanager
 def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
-    """Show the progress of a run in other processes by the last line of its metrics file."""
+    """Show the progress of a run in other processes from the last line of its metrics file."""
     done = threading.Event()
     update((json_lines.last(metrics) or {}).get("tokens", 0), n_tokens, "tokens; waiting for workers")
 

@@ -1,4 +1,4 @@
-"""The connection to Ray: a cluster that is joined, or one of our own for as long as it is needed."""
+"""The connection to Ray: to a running cluster, or to a local one for as long as it is needed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from muscale.settings.tables import ResourceSettings
 
 _log = logging.getLogger(__name__)
-_LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone
-_RELEASE_SECONDS = 3.0  # until a worker that was ended counts as gone
+_LEAVING_SECONDS = 60.0  # Ray's own limit for waiting for a lost head
+_RELEASE_SECONDS = 3.0  # until an ended worker counts as gone
 _SOCKET_BYTES = 107 - len(
     "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 )  # left of a path, Linux
 _SHORT_FOLDER = "/tmp"  # noqa: S108 -- where Ray itself puts its files if nothing names a folder
-_KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray was seen to take 35 s then
+_KILLED_SECONDS = 60.0  # further seconds after the head is killed: on a busy machine Ray was seen to take 35 s
 
 
 @contextmanager
 def connected(resources: ResourceSettings) -> Iterator[None]:
-    """Ray within the block: what `join` finds or starts; a cluster that this process was connected to before stays connected.
+    """Keep Ray connected within the block, through `join` if needed; an existing connection of this process stays open.
 
     Raises:
-        StageError: If Ray can't be started, or the cluster not be joined.
+        StageError: If Ray can't be started, or the cluster can't be joined.
     """
     with defer_sigint():
         import ray
@@ -56,16 +56,16 @@ def connected(resources: ResourceSettings) -> Iterator[None]:
 
 
 def join(resources: ResourceSettings) -> bool:
-    """Join the cluster that RAY_ADDRESS names, or start one of our own on this machine; returns whether it is our own.
+    """Join the cluster that RAY_ADDRESS names, or start a local one on this machine; return whether it is local.
 
     Raises:
-        StageError: If Ray can't be started, or the cluster not be joined.
+        StageError: If Ray can't be started, or the cluster can't be joined.
     """
     local: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         n_ranks = resources.workers * resources.ranks_per_trial
         n_cpus = max(math.ceil(n_ranks * resources.cpus_per_worker), os.cpu_count() or 1)
-        # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
+        # Without "local", Ray would join any cluster on this machine and then refuse a number of CPUs.
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
         if folder := _shorter_folder():
             local["_temp_dir"] = folder
@@ -73,7 +73,7 @@ def join(resources: ResourceSettings) -> bool:
     try:
         with _apart():
             connect(**local)
-    # Ray raises bare ones, too: a machine too busy to start it, a head that is gone, a wrong token.
+    # Ray also raises plain exceptions: for a machine too busy to start it, a lost head, a wrong token.
     except Exception as error:
         what = "Ray can't be started on this machine"
         if where := os.environ.get("RAY_ADDRESS"):
@@ -83,7 +83,7 @@ def join(resources: ResourceSettings) -> bool:
 
 
 def _shorter_folder() -> str | None:
-    """The folder for Ray's files where the one that Ray would take is too long for its sockets; None where it is not."""
+    """Return another folder for Ray's files if the default is too long for its sockets; else None."""
     named = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
     if named is None or sys.platform != "linux" or len(os.fsencode(folder := os.environ[named])) <= _SOCKET_BYTES:
         return None
@@ -97,11 +97,11 @@ def _shorter_folder() -> str | None:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Start Ray's head and node in process groups of their own, so that a signal to this process's group leaves them running.
+    """Start Ray's head and node in separate process groups, so that a signal to this process's group leaves them running.
 
-    `timeout` and shells signal the group. Without head and node no rung could be finished, and no worker of a full run could save.
-    Ray has no setting for it, so the class by which it starts processes is replaced; a Ray without that class shares the group.
-    On Linux the kernel ends Ray's processes with this one; elsewhere Ray ends them by their group, which they then have to share.
+    `timeout` and shells signal the group. Without head and node no rung could finish, and no worker of a full run could save.
+    Ray has no setting for this, so Ray's class for starting processes is replaced; a Ray without that class shares the group. On
+    Linux the kernel ends Ray's processes with this one. Elsewhere Ray ends them by group, so they have to share it.
     """
     from ray._private import services as typed
 
@@ -118,13 +118,13 @@ def _apart() -> Iterator[None]:
 
 
 def _make_token() -> None:
-    """Ray's token where there is none yet, for its owner's eyes alone; Ray would write one that all users of the machine may read."""
+    """Create Ray's token if there is none, readable by its owner only; Ray's own would be readable by all users of the machine."""
     named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     if os.environ.get("RAY_AUTH_MODE") == "disabled" or any(os.environ.get(name) for name in named):
         return
     path = Path.home() / ".ray" / "auth_token"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(OSError):  # there is one, or Ray says what is wrong with the place
+    with suppress(OSError):  # a token exists, or Ray reports what is wrong with its path
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch(0o600)
         unfinished.write_text(secrets.token_hex(32))
@@ -135,7 +135,7 @@ def _make_token() -> None:
 
 
 def _leave(*, own: bool) -> None:
-    """Leave the cluster, or end our own, within `_LEAVING_SECONDS` and `_KILLED_SECONDS`."""
+    """Disconnect, or stop a local cluster, within `_LEAVING_SECONDS` and `_KILLED_SECONDS`."""
     import ray
 
     left = threading.Event()
@@ -149,13 +149,14 @@ def _leave(*, own: bool) -> None:
 
 
 def _hurry(left: threading.Event, own: bool) -> None:
-    """End a leave-taking that takes too long: Ray says goodbye to its head by calls without a time limit.
+    """Stop a disconnection that takes too long: Ray's last calls to its head have no time limit.
 
-    Its own limit holds for the time before; a head that hangs now, or dies with a call on the way, would be waited for.
+    Ray's own limit covers only the time before these calls. Without this function a head that hangs or dies during a call would
+    block the process.
     """
     if left.wait(_LEAVING_SECONDS):
         return
-    if own:  # where it is dead rather than silent, the calls fail
+    if own:  # the calls fail once the head is dead rather than silent
         _log.warning("Ray has not ended after %.0f s; its head and its node are killed", _LEAVING_SECONDS)
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -165,11 +166,11 @@ def _hurry(left: threading.Event, own: bool) -> None:
             return
     _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to resume")
     sys.stdout.flush()
-    os._exit(2)  # as Ray ends a process whose head is gone
+    os._exit(2)  # like Ray, which ends a process whose head is gone
 
 
 def connect(**options: Any) -> None:
-    """Start Ray, or join a cluster, without its log lines."""
+    """Start Ray or join a cluster, without Ray's log lines."""
     with defer_sigint():
         import ray
 
@@ -177,23 +178,23 @@ def connect(**options: Any) -> None:
     on_term = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
     if callable(on_term) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_term)  # Ray's own exits with 15 in the middle of anything
+        signal.signal(signal.SIGTERM, on_term)  # Ray's handler exits with 15 at any point
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """The nodes of the cluster that this process is connected to, as Ray tells them."""
+    """Return Ray's description of the nodes in the connected cluster."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
-    """Refuse a stage whose workers no node of the cluster could hold, by all that the nodes have.
+    """Refuse a stage whose workers do not fit into the cluster, by the total resources of its nodes.
 
-    Where an autoscaler may add nodes, the stage waits for them, and the log says so.
+    If an autoscaler may add nodes, the stage waits for them, and the log says so.
 
     Raises:
-        StageError: With what is asked for and what there is.
+        StageError: If they do not fit; the message names the required and the available resources.
     """
     nodes = [node["Resources"] for node in alive_nodes()]
     if room_for(nodes, each) >= workers:
@@ -208,11 +209,11 @@ def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
 
 
 def note_taken(stage: str, workers: int, each: Mapping[str, float]) -> None:
-    """Log that a stage waits where the cluster has what its workers need and others hold it: what there is, what is free."""
+    """Log that a stage waits because others hold the resources that its workers need, with the total and the free amounts."""
     with defer_sigint():
         import ray
 
-    cluster: Any = ray  # two functions of it have no types
+    cluster: Any = ray  # two of its functions are untyped
     wanted = {name: workers * amount for name, amount in each.items() if amount}
     until = time.monotonic() + _RELEASE_SECONDS
     while any((free := cluster.available_resources()).get(name, 0.0) < amount for name, amount in wanted.items()):
@@ -234,16 +235,16 @@ def may_grow() -> bool:
 
 
 def format_resources(amounts: Mapping[str, float]) -> str:
-    """Amounts of Ray's resources: 2 CPU and 0.5 GPU."""
+    """Format amounts of Ray's resources: 2 CPU and 0.5 GPU."""
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
 def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """Number of workers that nodes have room for, by all that they have, as Ray Train reckons.
+    """Return the number of workers that fit into the nodes' total resources, counted like Ray Train.
 
     Args:
-        each: Resources of a worker; of one at least more than 0.
+        each: Resources of a worker; at least one is above 0.
     """
     needed = {name: amount for name, amount in each.items() if amount}
-    # 1.0 // 0.2 is 4; Ray itself counts in ten-thousandths.
+    # 1.0 // 0.2 is 4 in floats; Ray itself counts in ten-thousandths.
     return sum(int(min(node.get(name, 0.0) / amount for name, amount in needed.items()) + 1e-9) for node in nodes)

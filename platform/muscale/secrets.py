@@ -1,4 +1,4 @@
-"""Secrets in the environment, redacted from messages of libraries."""
+"""Redaction of secrets in the environment from messages of libraries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NAMES = (
     "MLFLOW_TRACKING_TOKEN",
     "RAY_AUTH_TOKEN",
 )
-_LEAST = 4  # characters of a password in a URL; fewer stand in half of all words
+_LEAST = 4  # characters of a password in a URL; shorter ones occur in many words
 
 
 def redacted(text: str) -> str:
-    """The text with the variable's name in place of each secret and of each URL's password."""
+    """Return the text with the variable's name in place of each secret and of each URL's password."""
     for name in NAMES:
         if value := os.environ.get(name):
             for secret in (value, *_passwords(value)):
@@ -26,9 +26,9 @@ def redacted(text: str) -> str:
 
 
 def _passwords(url: str) -> list[str]:
-    """The password in a URL, quoted and unquoted."""
+    """Return the password in a URL, quoted and unquoted."""
     try:
         found = urlsplit(url).password or ""
-    except ValueError:  # no URL
+    except ValueError:  # not a URL
         return []
     return [secret for secret in (found, unquote(found)) if len(secret) >= _LEAST]

@@ -1,4 +1,4 @@
-"""Results that the ledger records: plain values and back, by one cattrs converter."""
+"""Conversion of recorded results to plain values and back, by one cattrs converter."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ converter = models.copy(forbid_extra_keys=False, unstruct_collection_overrides={
 
 
 class Recorded(Result):
-    """Base of recorded results; `DERIVED` names the properties that `to_dict` adds for readers."""
+    """Base class of results in the ledger; `DERIVED` names the properties that `to_dict` adds for readers."""
 
     DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, the derived ones with them."""
+        """Return plain values, including the derived ones."""
         fields: dict[str, Any] = converter.unstructure(self)
         return fields | {name: converter.unstructure(getattr(self, name)) for name in self.DERIVED}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` wrote.
+        """Read the values of `to_dict`.
 
         Raises:
-            ValueError: Naming each place, its rule and the value there.
+            ValueError: If values are invalid; the message names each location, its rule and its value.
         """
         try:
             return converter.structure(values, cls)
@@ -37,7 +37,7 @@ class Recorded(Result):
 
 
 def dotted(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The leaves of nested plain values, by names such as "model.d_model"."""
+    """Return the leaves of nested plain values under names such as "model.d_model"."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= dotted(value, f"{place}{name}.") if isinstance(value, Mapping) else {f"{place}{name}": value}
@@ -45,7 +45,7 @@ def dotted(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 
 def _has_own(kind: Any) -> bool:
-    """Whether a class of another room writes and reads itself."""
+    """Whether a class of another package converts itself."""
     return (
         isinstance(kind, type)
         and not issubclass(kind, Recorded)
