@@ -28,7 +28,7 @@ def once(handle: Callable[[], None]) -> Callable[[int, object], None]:
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block: import machinery and compiled modules swallow them in imports of Ray.
+    """Defer SIGINT and SIGTERM until the block ends. During imports of Ray, import machinery and compiled modules swallow them.
 
     The signals are recorded instead of masked: a mask applies to one thread, but the system may deliver a signal to any thread,
     and Python then raises it in the main thread.
@@ -49,7 +49,7 @@ def defer_sigint() -> Iterator[None]:
 
 @contextmanager
 def enable_sigint() -> Iterator[None]:
-    """Let SIGINT interrupt the main thread in the block even if ignored, as in background jobs of a shell and their children."""
+    """Let SIGINT interrupt the main thread within the block even if ignored, as in a shell's background jobs and their children."""
     deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if deaf:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,7 +40,7 @@ class NewStudy:
     """The written files, and the size of the text compared with the study file's budgets.
 
     Attributes:
-        source: Source of the corpus; None if the quickstart's was kept.
+        source: Source of the corpus; None if the study file's default was kept.
         n_files: Number of files with text.
         n_bytes: Bytes in these files.
         training_tokens: Tokens at one byte each, without the held-out part; None if only reading the files would show them.

@@ -125,7 +125,7 @@ class LivePage:
             pause = max(LOOK_SECONDS, _REST * (time.monotonic() - begun))
 
     def _feel(self) -> tuple[object, ...]:
-        """Return a value that changes with anything on the page, training first; it is far cheaper than the page."""
+        """Return a value that changes with anything on the page, the part on training first; it is far cheaper than the page."""
         ledger = self.study.ledger
         directory = self.study.directory / FULL_RUNS
         files = sorted(path for name in (METRICS, EVALUATIONS) for path in directory.glob(f"*/{name}"))

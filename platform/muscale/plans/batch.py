@@ -75,10 +75,10 @@ class BatchChoice(Recorded):
     def effect(self) -> float:
         """Difference that log loss may have from a run at the tuned batch, for which the law and its forecast hold.
 
-        The estimate is the difference of both costs above a law's best batch. Without a law it is the cost of as many octaves on
-        Step Law's grids. Far above the critical batch the estimate is too low: at eight times the proxies' batch it gives 2.5 %, but
-        13.6 % were measured with 128 steps left (tests/benchmarks/batch_transfer.py). The forecast is therefore unsupported beyond
-        `FAR`, and if no law gives a best batch.
+        If a law has a best batch, the estimate is the difference between the costs of both batches above it. Otherwise it is the
+        cost of as many octaves on Step Law's grids. Far above the critical batch the estimate is too low: at eight times the
+        proxies' batch it gives 2.5 %, but 13.6 % were measured with 128 steps left (tests/benchmarks/batch_transfer.py). The
+        forecast is therefore unsupported beyond `FAR`, and if no law gives a best batch.
         """
         if self.best_tokens is None:
             return _cost(self.tokens, self.tuned_tokens, self.curvature)

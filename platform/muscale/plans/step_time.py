@@ -206,7 +206,7 @@ def step_time(
             exposed += (layers - 1) * max(0.0, wanted - beside)
             slowed += (layers - 1) * CONTENTION * min(wanted, beside)
     activations = n_bytes * micro_batch * model.context_length * width
-    # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each in each pass.
+    # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
     calls = 4 * (2 + recomputes) * layers + 4
     tensor_seconds = passes * calls * collective(activations, tensor, 1)
     products = passes * (layers * (forward + backward) + readout) + slowed

@@ -18,7 +18,7 @@ from scaling import ScalingError, fit_optimum
 MAX_STEPS = 2
 """Limit on the rates added on either side of a grid whose best rate lies at an end (assumed: a factor of 2 to 4)."""
 Train = Callable[[str, Sequence[Job]], None]
-"""Train the runs that the ledger does not have yet, under a name to show."""
+"""Function that trains the runs that the ledger does not have yet; the first argument is a name to show."""
 
 
 @dataclass(kw_only=True)
