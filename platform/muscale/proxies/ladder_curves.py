@@ -61,7 +61,7 @@ class RunCurve:
 
 
 def read_curves(ledger: Ledger, keys: Sequence[str]) -> list[RunCurve]:
-    """Return the curves of these runs, as far as the study's directory holds every step of them."""
+    """Return the curves of those of the runs whose every step is recorded in the study's directory."""
     return [curve for curve in (_read(ledger, key) for key in keys) if curve]
 
 
