@@ -1,4 +1,4 @@
-"""Budget and cost of a sweep, which stops before the first segment that would go beyond it."""
+"""Budget and cost of a sweep. The sweep stops before the first segment that would exceed the budget."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from muscale.search.record import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of a sweep; None where there is none.
+    """Limits of a sweep; None means no limit.
 
     Attributes:
-        trials: Suggestions ever made.
-        max_tokens, max_flops, max_device_hours: Of all its training, its branches and repetitions counted as soon as they
-            are owed. Hours are those of the devices of a worker, of its GPUs, or of its CPUs where it has none, at the speed so far.
+        trials: Most suggestions in the whole sweep.
+        max_tokens, max_flops, max_device_hours: Limits on all training of the sweep; branches and repetitions count as soon as
+            they are due. Device hours are those of a worker's GPUs, or of its CPUs if it has no GPU, at the speed so far.
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
-        top_k: Trials of each rung that are annealed beside those that advance.
-        n_finalists: Trials that are repeated over seeds in the end, for which tokens are kept.
-        repeat_tokens: Of the repetitions of one of them.
-        repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
+        top_k: Trials of each rung that are annealed in addition to the trials that advance.
+        n_finalists: Trials that are repeated over seeds in the end, for which tokens are reserved.
+        repeat_tokens: Tokens of all repetitions of one finalist.
+        repeated_tokens: Tokens already spent on repetitions; a longer search may find other finalists, and repeat those too.
         n_params: N of the model that is searched.
-        devices: Of a worker, with all ranks of a trial.
+        devices: Devices of a worker, over all ranks of a trial.
         all_to_the_end: Whether every trial is trained to the last rung, as the members of a population are.
     """
 
@@ -48,9 +48,9 @@ class Budget:
         return any(limit is not None for limit in (self.max_tokens, self.max_flops, self.max_device_hours))
 
     def for_population(self) -> Budget:
-        """The budget of a population, whose members all come to the end: no more of them than that allows.
+        """Return the budget of a population: no more members than can all be trained to the end.
 
-        How many the device hours allow shows once the first member has arrived somewhere (`allows`).
+        The device hours limit the members only once the first member has reached a rung (`allows`), since that measures the speed.
         """
         members = self.trials
         while members and self._tokens_of(members) > self.most_tokens:
@@ -59,23 +59,23 @@ class Budget:
 
     @property
     def most_tokens(self) -> int:
-        """Upper bound of the sweep's cost: every trial to its end, annealed at every rung, and the repetitions."""
+        """Upper bound of the sweep's tokens: every trial trained to its end and annealed at every rung, and the repetitions."""
         tokens = self._tokens_of(self.trials)
         by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
         return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
 
     def allows_trial(self, record: Record) -> bool:
-        """Whether another trial may be begun, as far as their number goes."""
+        """Whether the limit on the number of trials allows another one."""
         return len(record.configs) < self.trials
 
     def allows(self, record: Record, rung: int, until: int, ending: Iterable[int] = ()) -> bool:
         """Whether a segment from one rung (−1: the start) to another stays within every limit.
 
-        Until a trial has a loss at the last rung, enough must be left to bring the one that is furthest there. A new member of
-        a population also needs the device hours of all members to the end; one member alone measures the speed.
+        Until a trial has a loss at the last rung, enough must be left to bring the most advanced trial there. A new member of
+        a population also needs the device hours of all members to the end; the first member runs alone, to measure the speed.
 
         Args:
-            ending: Trials that were cancelled and are trained to their next rung.
+            ending: Cancelled trials that still train to their next rung.
         """
         if not self.is_limited:
             return True
@@ -93,50 +93,50 @@ class Budget:
         )
 
     def spent(self, record: Record) -> int:
-        """Tokens of everything that has arrived, and of the branches owed to it."""
+        """Tokens of all results at rungs, and of the branches due from them."""
         return record.tokens + sum(self._owed(record, rung) for rung in range(len(self.rung_tokens)))
 
     def _tokens_of(self, trials: int) -> int:
-        """Cost of `trials` trials to their end, annealed at every rung, and of the repetitions."""
+        """Tokens of `trials` trials to their end, annealed at every rung, and of the repetitions."""
         return trials * (self.rung_tokens[-1] + sum(self.branch_tokens)) + self._kept(trials)
 
     def _kept(self, trials: int) -> int:
-        """Tokens for the repetitions of the finalists among so many trials."""
+        """Tokens reserved for the repetitions of the finalists among so many trials."""
         return min(self.n_finalists, trials) * self.repeat_tokens
 
     def _hours(self, record: Record, tokens: float) -> float:
-        """Device hours of so many tokens, at the speed of what has arrived; 0 before anything has."""
+        """Device hours of so many tokens at the speed of the results so far; 0 before the first result."""
         return record.seconds / max(record.tokens, 1) * tokens / 3600 * self.devices
 
     def _owed(self, record: Record, rung: int, *, more: int = 0) -> int:
-        """Tokens of the branches from a rung: of the trials that were continued, `more` of them than now, and of the best ones."""
+        """Tokens of the branches due from a rung: of the trials that advanced, with `more` further ones, and of the best trials."""
         if rung < 0:
             return 0
         arrived, gone = len(record.ranking(rung)), record.n_advanced.get(rung, 0) + more
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
     def _in_flight(self, record: Record, ending: Iterable[int]) -> int:
-        """Tokens of the segments that have not arrived, and of their branches."""
+        """Tokens of the segments without a result yet, and of their branches."""
         top = len(self.rung_tokens) - 1
         segments = [(record.last_rung(trial), until) for trial, until in record.open.items()]
         segments += [(rung, rung + 1) for rung in map(record.last_rung, ending) if rung < top]
         return sum(self._segment(rung, until) for rung, until in segments)
 
     def _step(self, record: Record, rung: int, until: int) -> int:
-        """Tokens of a further segment, and of the branch that it makes due at the rung where it begins."""
+        """Tokens of a further segment, and of the branch that becomes due at its first rung."""
         return self._segment(rung, until) + self._owed(record, rung, more=1) - self._owed(record, rung)
 
     def _reserve(self, record: Record, until: int) -> int:
-        """Tokens that bring the furthest trial from where it is going to the last rung; one more is going to `until`."""
+        """Tokens that bring the most advanced trial from its target rung to the last; a further trial is about to run to `until`."""
         top = len(self.rung_tokens) - 1
         if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(top)):
             return 0
-        going = max([until, *record.open.values()])  # its branch there is part of its segment
+        going = max([until, *record.open.values()])  # the segment includes the branch at its target rung
         waiting = next((rung for rung in reversed(range(going + 1, top)) if record.waiting(rung)), None)
         return self._segment(going, top) if waiting is None else self._step(record, waiting, top)
 
     def _segment(self, rung: int, until: int) -> int:
-        """Tokens of a segment from one rung (−1: the start) to another, and of the branches that it may come to owe."""
+        """Tokens of a segment from one rung (−1: the start) to another, and of the branches that may become due on the way."""
         return self.rung_tokens[until] - self._stable(rung) + sum(self.branch_tokens[rung + 1 : until + 1])
 
     def _stable(self, rung: int) -> int:

@@ -1,4 +1,4 @@
-"""The engine of a sweep: asks scheduler and searcher for the next job, and notes what came of it. Knows no Ray."""
+"""Engine of a sweep: gets the next job from scheduler and searcher, and records its outcome. It does not know Ray."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from muscale.search.schedulers import PreferenceScheduler
 from search_spaces import Config, SpaceError
 
 MOST_ALONE = 3
-"""Jobs that fail in a run in which none ends: as many are taken for a fault of the set-up, and left for the next run (assumed)."""
+"""Failed jobs from which, while no job of a run has ended, the set-up is blamed and the jobs are left for the next run (assumed)."""
 
 
 class Engine:
-    """Hands out jobs until nothing is left to do: open segments first, then the scheduler's, at last the anneal jobs.
+    """Source of jobs until nothing is left to do: open segments first, then the scheduler's, at last the anneal jobs.
 
     Args:
         top: The last rung.
-        anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
-            done, as what is found by some makes others wanted.
+        anneal_jobs: Returns the wanted annealed runs that have no result yet. The engine calls it when the search is over, and
+            again when these runs are done, since their results may call for further runs.
         copies: Whether trials may continue from each other's states.
 
     Attributes:
-        interrupted: Once set, nothing is begun.
+        interrupted: Once set, the engine begins no job.
         failures: Trials and anneal jobs that failed at every attempt, and why. They are recorded as failed once another job
-            has ended in this run, which shows that the set-up works; else they are left for the next time that the sweep is run.
-        refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
+            has ended in this run, which shows that the set-up works; otherwise the next run of the sweep tries them again.
+        refusal: Why no worker can train for this sweep, so that no further job begins; None while workers can.
     """
 
     stage = "sweep"
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def failures(self) -> dict[Any, str]:
-        """Reasons by trial or anneal job."""
+        """Reasons of the failures, by trial or anneal job."""
         return self._attempts.failures
 
     @property
@@ -78,12 +78,12 @@ class Engine:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing more is begun, and what is at work ends at its next rung."""
+        """Whether no further job begins and running trials end at their next rung."""
         return self.interrupted or self.refusal is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is at work."""
+        """Whether no job is running."""
         return not self._in_flight
 
     @property
@@ -92,19 +92,19 @@ class Engine:
         return not self.record.open and self._move() is None and not self._wanted_runs()
 
     def next(self) -> TrialSegment | AnnealJob | None:
-        """The next job, or None if there is nothing to start now."""
+        """Return the next job, or None if there is nothing to start now."""
         if self.is_stopping:
             return None
         self.record.heed_cancels()
         self._record_failures()
         job = self._next_segment() or self._next_anneal_job()
         if job is None and self.is_idle and self.record.results and 0 < len(self.failures) < MOST_ALONE:
-            self._works = True  # of so many trials, few are left, and only these fail
+            self._works = True  # the sweep has results, and only these few jobs fail
             return self.next()
         return job
 
     def add_result(self, result: RungResult) -> None:
-        """Note a result."""
+        """Record a result, unless the record has it."""
         self._works = True
         self._attempts.succeeded(result.trial)
         if (result.trial, result.rung) not in self.record.results:
@@ -112,7 +112,7 @@ class Engine:
             self._on_result(result)
 
     def note(self, job: TrialSegment | AnnealJob, report: Mapping[str, Any]) -> Next:
-        """Record what a step of a job reported: the loss at a rung, or the end of an annealed run."""
+        """Record the report of a step: the loss at a rung, or the end of an annealed run."""
         if isinstance(job, AnnealJob):
             self.finished(job)
             return Next.END
@@ -125,32 +125,32 @@ class Engine:
         return Next.END if loss is None or report["rung"] == self._top else Next.WAIT
 
     def withdraws(self, job: TrialSegment | AnnealJob) -> bool:
-        """Whether a job that waits for a process should not begin: all are stopping, or its trial was cancelled."""
+        """Whether a job that waits for a process should not begin: the engine is stopping, or the trial was cancelled."""
         if not self.ends(job):
             return False
         self.finished(job)
         return True
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
-        """Whether a job that came to a rung, or waits to begin, ends there: all are stopping, or its trial was cancelled."""
+        """Whether a job at a rung, or before its start, should end: the engine is stopping, or the trial was cancelled."""
         self.record.heed_cancels()
         return self.is_stopping or what.trial in self.record.cancelled
 
     def finished(self, what: TrialSegment | AnnealJob) -> None:
-        """Note that a job has ended."""
+        """Record that a job has ended."""
         self._works |= isinstance(what, AnnealJob)
         self._in_flight.discard(_name(what))
 
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a job lost its worker: it is run again, unless it has lost too many."""
+        """Record that a job lost its worker. The job runs again, unless it has lost too many workers."""
         self._end(what, again=self._attempts.lost(_name(what), f"trial {what.trial}", why))
 
     def failed(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a job's training raised, for another reason than divergence: it is run again, unless it did so before."""
+        """Record that a job raised an error, which a divergence does not. The job runs again, unless it raised before."""
         self._end(what, again=self._attempts.failed(_name(what), f"trial {what.trial}", why))
 
     def refuse(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that no worker can train for this sweep, as one found at this job."""
+        """Record that no worker can train for this sweep, as this job showed."""
         self._in_flight.discard(_name(what))
         self.refusal = self.refusal or why
 
@@ -160,14 +160,14 @@ class Engine:
             self._queue.append(what)
 
     def _record_failures(self) -> None:
-        """Record the failures as results without a loss, once it is known that others can be trained."""
+        """Record the failures as results without a loss, once another job has shown that the set-up works."""
         while self.failures and self._works:
             what, why = self.failures.popitem()
             if isinstance(what, AnnealJob):
                 self.record.fail_run(what, why)
             elif what in self.record.open:
                 self._on_result(self.record.fail(what, why))
-            else:  # it was cancelled
+            else:  # the trial was cancelled
                 continue
             _log.warning(
                 "trial %d: %s; it counts as one that diverged, and the sweep continues without it", _trial(what), why
@@ -187,7 +187,7 @@ class Engine:
         return None
 
     def _next_anneal_job(self) -> AnnealJob | None:
-        # A segment that failed and is not recorded as failed is run by the next command first.
+        # Anneal jobs wait while a failed segment is not recorded as failed: the next run of the sweep tries it again first.
         if not self._in_flight and not self._queue and not self.record.open:
             self._queue.extend(job for job in self._wanted_runs() if job not in self.failures)
         while self._queue and self._queue[0].trial in self.record.cancelled:
@@ -199,21 +199,21 @@ class Engine:
         return job
 
     def _wanted_runs(self) -> list[AnnealJob]:
-        """The annealed runs that are not known, without those that are recorded as failed."""
+        """The annealed runs without a result, except runs recorded as failed."""
         return [job for job in self._anneal_jobs() if not self.record.has_failed(job)]
 
     def _move(self) -> Start | Advance | None:
-        """The scheduler's first move that the budget allows; where it allows no new trial, one of the trials that are there."""
+        """Return the scheduler's first move that the budget allows; it advances an existing trial where no new one is allowed."""
         may_start = self.budget.allows_trial(self.record)
         moves = [self._moves(may_start=True)] if may_start else []
         moves.append(self._moves(may_start=False))
         return next((move for some in moves for move in some if self._allows(move)), None)
 
     def _moves(self, *, may_start: bool) -> Iterator[Start | Advance]:
-        """The scheduler's moves, the one that it prefers first; of a user's own scheduler there is one.
+        """Yield the scheduler's moves, the preferred one first; a custom scheduler gives at most one.
 
         Raises:
-            StageError: If the record does not allow one, as may be with a scheduler of a user's own.
+            StageError: If the record does not allow a move, which only a custom scheduler can cause.
         """
         scheduler = self._scheduler
         moves: Iterable[Start | Advance | None]
@@ -229,7 +229,7 @@ class Engine:
             yield move
 
     def _fault(self, move: Start | Advance, *, may_start: bool) -> str:
-        """The rule that a move breaks, "" if none."""
+        """Return the rule that a move breaks, "" if none."""
         record, top = self.record, self._top
         if isinstance(move, Start):
             if not may_start:
@@ -256,10 +256,10 @@ class Engine:
         return ""
 
     def _proposed(self) -> Config:
-        """The searcher's configuration of the next trial.
+        """Return the searcher's configuration of the next trial.
 
         Raises:
-            StageError: If it does not lie in the space, as may be with a searcher of a user's own.
+            StageError: If the configuration does not lie in the space, which only a custom searcher can cause.
         """
         number = len(self.record.configs)
         view = RecordView(self.record, self._top)
@@ -291,10 +291,10 @@ _log = logging.getLogger(__name__)
 
 
 def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:
-    """Identity of a job; a segment starts elsewhere once it has come to a rung."""
+    """Identity of a job: its trial for a segment, since the segment's first rung changes as the trial advances."""
     return what if isinstance(what, AnnealJob) else what.trial
 
 
 def _trial(what: int | AnnealJob) -> int:
-    """Number of the trial that a job belongs to, by the job's identity."""
+    """Number of the trial of a job with this identity."""
     return what.trial if isinstance(what, AnnealJob) else what

@@ -1,6 +1,6 @@
-"""Searchers and schedulers of a user's own: what a sweep of theirs is known by, and which sweep a study stands on.
+"""Custom searchers and schedulers: their identity in a sweep's key, and the record of the sweep that a study uses.
 
-The objects themselves are never stored: what reads a study runs none of a user's code.
+The objects themselves are never stored, so reading a study runs no user code.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from proxy_models.hashing import content_key
 from search_spaces import Space
 
 VERBS = {"searcher": "propose", "scheduler": "next"}
-_BELOW = ("muscale", "builtins", "typing", "abc")  # packages whose classes count by their names alone
+_BELOW = ("muscale", "builtins", "typing", "abc")  # packages whose classes count by name only
 
 
 def identity_of(role: str, method: object) -> dict[str, Any]:
-    """Plain values by which the ledger knows an object: the name and the source of its class, and its fields.
+    """Return plain values that identify an object in the ledger: the name and the source of its class, and its fields.
 
-    A searcher or scheduler is a function of the record, so equal values make an equal sweep. Of a class of muscale's own the name
-    alone counts, so that a new version continues the sweep.
+    A searcher or scheduler is a function of the record, so equal values make an equal sweep. A class of muscale counts by its name
+    only, so that a new version continues the sweep.
 
     Args:
         role: "searcher" or "scheduler".
 
     Raises:
-        StageError: If it lacks the role's method, is no frozen dataclass, or a field is not made of plain values, spaces, functions
-            and classes of modules, and frozen dataclasses.
+        StageError: If the object lacks the role's method or is no frozen dataclass, or a field holds anything but plain values,
+            spaces, functions and classes of modules, and frozen dataclasses.
     """
     if not callable(getattr(method, VERBS[role], None)):
         raise StageError(f"sweep: {role}: must have a method {VERBS[role]}, got {short_repr(method)}")
@@ -51,7 +51,7 @@ def _of_instance(where: str, value: Any) -> dict[str, Any]:
 
 
 def _of_definition(where: str, defined: Any) -> dict[str, Any]:
-    """Name and hash of the source of a class, with the classes that it is made from, or of a function."""
+    """Return name and source hash of a function, or of a class with its base classes."""
     if "<" in defined.__qualname__:
         raise StageError(
             f"sweep: {where}: must be defined in a module and have a name, by which the sweep is found again; "
@@ -67,7 +67,7 @@ def _of_definition(where: str, defined: Any) -> dict[str, Any]:
 
 
 def _source_of(defined: Any) -> str:
-    """The source of a class or function; of a class in a notebook, which has no file, of its methods. "" if there is none."""
+    """Return the source of a class or function, "" if there is none; for a class in a notebook, which has no file, its methods'."""
     try:
         return inspect.getsource(defined)
     except (OSError, TypeError):
@@ -92,12 +92,12 @@ def _plain(where: str, value: Any) -> Any:
 
 
 def note_methods(ledger: Ledger, of: str, sweep: str, methods: Mapping[str, Any], finished: str | None = None) -> None:
-    """Note that a study stands on a sweep by methods of its user's own, and how much of it has been searched to the end.
+    """Record that a study uses a sweep by custom methods, and how much of the sweep is finished.
 
     Args:
         of: Key of the sweep that the study file alone describes.
-        methods: Identities of its searcher, its scheduler or both.
-        finished: Key of how much was searched; None while it is at work.
+        methods: Identities of the custom searcher, scheduler or both.
+        finished: Key of the finished search's extent (`Sweep.how_much`); None while the sweep runs.
     """
     payload = {"of": of, "sweep": sweep, "methods": dict(methods), "finished": finished}
     notes = [row["payload"] for row in ledger.results(ResultKind.OWN_METHODS) if row["payload"]["of"] == of]
@@ -108,12 +108,12 @@ def note_methods(ledger: Ledger, of: str, sweep: str, methods: Mapping[str, Any]
 
 
 def noted_methods(ledger: Ledger, of: str) -> dict[str, Any]:
-    """Identities of the methods by which the study's latest sweep was searched; empty where they are the study file's."""
+    """Return the identities of the custom methods of the study's latest sweep; empty if it used those of the study file."""
     found = [row["payload"] for row in ledger.results(ResultKind.OWN_METHODS) if row["payload"]["of"] == of]
     return dict(found[-1]["methods"]) if found else {}
 
 
 def is_noted_as_finished(ledger: Ledger, sweep: str, finished: str) -> bool:
-    """Whether so much of a sweep was searched to the end."""
+    """Whether a sweep of this extent (`Sweep.how_much`) has finished."""
     notes = (row["payload"] for row in ledger.results(ResultKind.OWN_METHODS))
     return any(note["sweep"] == sweep and note["finished"] == finished for note in notes)

@@ -1,7 +1,7 @@
-"""Searchers: grids, draws, and Optuna's, each a function of the results so far.
+"""Searchers: grids, random draws, Optuna's samplers and CMA-ES, each a function of the results so far.
 
-A searcher holds no state between calls: what it needs is in the observations, so an interrupted sweep asks on as if it had
-not been interrupted. `muscale.search.across_scales` has our own.
+A searcher holds no state between calls: the observations contain all it needs, so an interrupted sweep continues as if it had
+not been interrupted. muscale's searcher is in `muscale.search.across_scales`.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from muscale.search.record_view import MemoizedByConfig
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000
-"""Most trials that one of Optuna's samplers gets, the best and the latest half each, and CMA-ES, the latest: their cost grows with
-them, and far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
+"""Most observations that a sampler gets: Optuna's get half the best and half the latest, CMA-ES the latest. Cost grows with their
+number, and poor or old ones add little (a covariance adapts within tens of generations; this number makes over a hundred)."""
 MOST_OF_GP = 300
-"""The same for the Gaussian process, whose cost grows with their cube: a suggestion takes .7 s with 300, 10 s with 1,000."""
+"""The same for the Gaussian process, whose cost grows with the cube: a suggestion takes .7 s with 300, 10 s with 1,000."""
 CLIP = 1.1
-"""A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
-Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
+"""Multiple of the best loss at which losses are clipped for the Gaussian process and CMA-ES. Losses beyond form a steep wall;
+unclipped, the Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
 
 MAX_ATTEMPTS = 100
-"""Suggestions that break a constraint, of which these samplers know nothing, before a draw that keeps them takes over."""
-_STRIDE = 2**16  # between the points of a sequence that are tried for one trial
+"""Suggestions that may break a constraint, which these samplers do not know, before a random draw that satisfies all is used."""
+_STRIDE = 2**16  # distance between the points of a sequence that are tried for one trial
 SIGMA = 0.3
-"""First standard deviation of CMA-ES, of the edge of the unit cube (assumed)."""
+"""Initial standard deviation of CMA-ES, as a share of the unit cube's edge (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Configurations that are given, in order: every combination of a grid, or what another tool has found."""
+    """Fixed configurations in order: every combination of a grid, or results of another tool."""
 
     configs: Sequence[Config]
-    first: int = 0  # trial that is given the first point
+    first: int = 0  # trial that gets the first point
 
     def propose(self, number: int, known: Known) -> Config:
-        """The grid's next point."""
+        """Return the grid's next point."""
         return dict(self.configs[number - self.first])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Independent random draws; each depends on the seed and the number alone."""
+    """Independent random draws; each depends only on the seed and the trial's number."""
 
     space: Space
     seed: int
 
     def propose(self, number: int, known: Known) -> Config:
-        """The draw of this number."""
+        """Return the draw of this number."""
         return self.space.draw(self.seed, number)
 
 
@@ -66,8 +66,8 @@ class QuasiRandom:
     seed: int
 
     def propose(self, number: int, known: Known) -> Config:
-        """The sequence's point of this number."""
-        from scipy.stats import qmc  # half a second, which no worker needs
+        """Return the sequence's point of this number."""
+        from scipy.stats import qmc  # takes half a second, and workers don't need it
 
         space = self.space
         for attempt in range(MAX_ATTEMPTS):
@@ -81,7 +81,7 @@ class QuasiRandom:
 
 
 def clipped_losses(observations: Sequence[Observation], clip: float = math.inf) -> list[float]:
-    """The losses that a searcher gets: none above `clip` times the best; a diverged trial's is a little worse than the worst."""
+    """Return the losses for a searcher: clipped at `clip` times the best; a diverged trial counts as slightly worse than the worst."""
     finite = [seen.loss for seen in observations if seen.loss is not None]
     worst = max(finite) * 1.01 if finite else math.log(256)
     highest = min(finite) * clip if finite else math.inf
@@ -90,12 +90,12 @@ def clipped_losses(observations: Sequence[Observation], clip: float = math.inf) 
 
 @dataclass(frozen=True, kw_only=True)
 class OptunaSearcher:
-    """One of Optuna's samplers over the space, asked by `suggest_*` so that it sees only the hyperparameters there are.
+    """Optuna sampler over the space; it is queried by `suggest_*`, so that it sees only active hyperparameters.
 
     Attributes:
         make: Builds the sampler for a seed.
-        clip: Losses above this many times the best are clipped there.
-        most: Observations that the sampler gets at most, the best and the latest half each.
+        clip: Multiple of the best loss at which losses are clipped.
+        most: Most observations that the sampler gets, half the best and half the latest.
     """
 
     space: Space
@@ -109,7 +109,7 @@ class OptunaSearcher:
         return MemoizedByConfig(self.space.contains)
 
     def propose(self, number: int, known: Known) -> Config:
-        """The sampler's suggestion for trial `number`."""
+        """Return the sampler's suggestion for trial `number`."""
         import optuna
 
         from muscale.search.optuna_space import optuna_params_of, suggest
@@ -131,7 +131,7 @@ class OptunaSearcher:
 
 
 def tpe(space: Space, seed: int) -> OptunaSearcher:
-    """Tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011), as Optuna sets it up, aware of what is at work."""
+    """Return Optuna's tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011) with defaults, aware of running trials."""
     import optuna
 
     return OptunaSearcher(
@@ -140,7 +140,7 @@ def tpe(space: Space, seed: int) -> OptunaSearcher:
 
 
 def gaussian_process(space: Space, seed: int) -> OptunaSearcher:
-    """Optuna's Gaussian process with log expected improvement, losses clipped."""
+    """Return Optuna's Gaussian process with log expected improvement; losses are clipped."""
     import optuna
 
     return OptunaSearcher(
@@ -152,7 +152,7 @@ def gaussian_process(space: Space, seed: int) -> OptunaSearcher:
 class CmaEs:
     """Covariance matrix adaptation (Hansen, arXiv 1604.00772, through the package cmaes) in the unit cube, losses clipped.
 
-    A generation is whatever came to an end next, in the order of trials: nobody waits for a straggler.
+    A generation is the next batch of observed trials, in the order of trials; it does not wait for stragglers.
     """
 
     space: Space
@@ -167,7 +167,7 @@ class CmaEs:
         return MemoizedByConfig(self.space.encode)
 
     def propose(self, number: int, known: Known) -> Config:
-        """A draw from the distribution that the full generations so far have made."""
+        """Return a draw from the distribution after all complete generations so far."""
         from cmaes import CMA
 
         n = len(self.space.axes)
@@ -190,7 +190,7 @@ class CmaEs:
 
 
 def _kept(observations: Sequence[Observation], most: int) -> list[Observation]:
-    """All, or of too many the best and the latest, oldest first."""
+    """Return all observations, or the best and the latest if there are too many, oldest first."""
     if len(observations) <= most:
         return list(observations)
     half = most // 2
@@ -200,5 +200,5 @@ def _kept(observations: Sequence[Observation], most: int) -> list[Observation]:
 
 
 def _seed(seed: int, number: int) -> int:
-    """A seed of its own for each trial."""
+    """Seed of a trial, different for each trial."""
     return int(np.random.SeedSequence([abs(seed), number]).generate_state(1)[0])

@@ -1,6 +1,6 @@
-"""A sweep: what is searched at the base shape, which runs it asks for, and its result; `run_sweep` searches.
+"""A sweep: its search at the base shape, the runs that it needs, and its result; `run_sweep` searches.
 
-Survivors and the best of each rung are annealed, and the finalists are repeated under other seeds.
+A sweep anneals the trials that advance and the best of each rung, and repeats the finalists under other seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ray.tune import Callback
 
 OnResult = Callable[[RungResult], None]
-OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
+OnRun = Callable[[int, int, str], None]  # runs done, runs wanted, their kind
 _HOW_MUCH = (
     "trials",
     "max_tokens",
@@ -57,13 +57,13 @@ _HOW_MUCH = (
     "cost_weight",
     "learn_from",
 )
-"""Settings that say how much is searched, or what is made of it: with another value the same sweep continues."""
+"""Settings of the search's extent and of the use of its results: the same sweep continues if they change."""
 
 
 def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
-    """The trial that every suggestion of a study's sweep is put into."""
+    """Return the plan of every trial of a study's sweep."""
     settings, h = config.sweep, config.hyperparameters
-    batch = config.largest_batch  # so that rungs lie at whole batches of every trial
+    batch = config.largest_batch  # so that rungs fall on whole batches in every trial
     return TrialPlan(
         numerics=numerics,
         defaults=replace(h, schedule=settings.schedule or h.schedule, batch_tokens=batch),
@@ -73,14 +73,16 @@ def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
 
 
 def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
-    """Budget that the study file gives a sweep."""
+    """Return the budget that the study file gives a sweep."""
     settings, resources = config.sweep, config.resources
     branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
     return Budget(
         trials=settings.trials,
         rung_tokens=plan.rung_tokens,
         branch_tokens=tuple(branches),
-        top_k=sys.maxsize if settings.rank_by == "annealed" else settings.top_k,  # which anneals all that arrive
+        top_k=sys.maxsize
+        if settings.rank_by == "annealed"
+        else settings.top_k,  # ranking by annealed loss anneals every trial
         n_finalists=settings.n_finalists,
         repeat_tokens=settings.n_seeds * plan.run_tokens(plan.top),
         n_params=config.model.n_params,
@@ -92,7 +94,7 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
 
 
 def distinct(record: Record, ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(trial, rung) pairs without those that were trained as an earlier one of them was, as is common in a discrete space."""
+    """Return (trial, rung) pairs, except repeats of an earlier pair's training, which are common in a discrete space."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for trial, rung in ends:
         path = json.dumps(history_to_json(record.path_towards(trial, rung)), sort_keys=True)
@@ -102,14 +104,14 @@ def distinct(record: Record, ends: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """One search of a study: what is searched, how, and under which name it stands in the ledger.
+    """One search of a study: its settings, its methods, and its key in the ledger.
 
     Attributes:
-        learn_from: Sources of prior runs beside those of the study file.
-        columns: Names of the columns in the tables among these sources, by ours.
-        searcher, scheduler: In place of those that the study file names.
-        callbacks: Ray Tune's callbacks, called while it searches.
-        own_methods: Identities of a searcher or scheduler of the user's own. Without the objects the sweep can be read, not searched.
+        learn_from: Sources of prior runs in addition to those of the study file.
+        columns: Names of the columns in tables of `learn_from`, by muscale's names.
+        searcher, scheduler: Objects that replace the methods of the study file.
+        callbacks: Ray Tune callbacks that run during the search.
+        own_methods: Identities of a custom searcher or scheduler. Without the objects the sweep can be read but not searched.
     """
 
     config: StudyConfig
@@ -124,7 +126,7 @@ class Sweep:
 
     @classmethod
     def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
-        """The sweep that a study file describes, or the one by methods of the user's own that took its place.
+        """Return the sweep of a study file, or the sweep with custom methods that replaced it.
 
         Raises:
             StageError: If the corpus holds out too little for the evaluations.
@@ -133,7 +135,7 @@ class Sweep:
         return replace(sweep, own_methods=noted_methods(ledger, sweep.key))
 
     def by(self, searcher: Searcher | None, scheduler: Scheduler | None) -> Self:
-        """The same search by a searcher, a scheduler or both, in place of those that the study file names.
+        """Return the same search with a searcher, a scheduler or both in place of the methods of the study file.
 
         Raises:
             StageError: If one of them has no identity (`muscale.search.own_methods.identity_of`).
@@ -151,21 +153,21 @@ class Sweep:
         return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched, *own)
 
     def how_much(self, record: Record) -> str:
-        """Key of how much is to be searched."""
+        """Return a key of the search's extent."""
         settings = self.config.to_dict()["sweep"]
         return input_key({name: settings.get(name) for name in _HOW_MUCH}, len(record.rounds))
 
     @cached_property
     def plan(self) -> TrialPlan:
-        """The trial that every suggestion is put into."""
+        """Plan of every trial."""
         return trial_plan(self.config, self.numerics)
 
     def record(self) -> Record:
-        """Record of the search in the ledger."""
+        """Return the record of the search in the ledger."""
         return Record(self.ledger, self.key)
 
     def engine(self, record: Record, on_result: OnResult, on_run: OnRun, search_round: Round | None = None) -> Engine:
-        """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
+        """Return an engine that continues from the record, or with a round to come; a new sweep begins its first round."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
             own = self.own_methods.get("searcher")
@@ -187,15 +189,15 @@ class Sweep:
         )
 
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
-        """The annealed runs that are wanted and not known: first of those that branch off, then of the finalists repeated.
+        """Return the wanted annealed runs without a result: first those that branch off, then the repetitions of finalists.
 
-        Those that are known are noted as runs of this sweep, and so are trials that diverged on the way.
+        Runs whose result is in the ledger are recorded as runs of this sweep, and so are trials that diverged on the way.
         """
         self._note_divergences(record)
         wanted: tuple[tuple[str, Callable[[], list[tuple[AnnealJob, Job]]]], ...] = (
             ("annealed", lambda: self.branches(record)),
             (
-                "finalists repeated",  # once all of the others are noted
+                "finalists repeated",  # once all the others are recorded
                 lambda: self.repetitions(record, self.finalists(record, self.annealed_runs(record))),
             ),
         )
@@ -216,7 +218,7 @@ class Sweep:
         return []
 
     def _note_divergences(self, record: Record) -> None:
-        """Note each trial that diverged before its annealing as a run of the length that it did not reach."""
+        """Record each trial that diverged before its annealing as a run of the length that it did not reach."""
         diverged = [trial for (trial, _), result in record.results.items() if result.loss is None]
         jobs = [job for _, job in (self._anneal_job(record, trial, self.plan.top) for trial in diverged)]
         ended = self.ledger.outcomes(job.chain for job in jobs)
@@ -226,9 +228,9 @@ class Sweep:
                 self.ledger.insert(runs, **job.row(outcome.key))
 
     def prior_runs(self) -> pd.DataFrame:
-        """Runs that locate the optimum at other scales; source: the file of results from outside, "" for ledgers.
+        """Return runs that locate the optimum at other scales; source: the file of results from outside, "" for ledgers.
 
-        A ledger's runs are checked to be of the study's family; for results from outside nobody but their owner knows.
+        A ledger's runs are checked to belong to the study's family; results from outside can't be checked.
         """
         ledgers = [self.ledger.runs(), *(runs_of(file) for file in self.sources() if not is_outside(file))]
         tables = [self._usable(table).assign(source="") for table in ledgers]
@@ -240,17 +242,17 @@ class Sweep:
         return usable_runs(runs, self.plan.defaults, self.config.sweep.space, self.numerics)
 
     def results_from(self, file: Path) -> pd.DataFrame:
-        """Results of a table, or of a study of Optuna's, under their owner's names."""
+        """Return the results in a table or an Optuna storage, whose columns may have the user's names."""
         n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
         columns = self.columns if str(file) in self.learn_from else NO_COLUMNS
         return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens, columns=columns)
 
     def sources(self) -> list[Path]:
-        """Studies and outside results that the search learns from; those of the study file relative to it."""
+        """Return the studies and outside results that the search learns from, those of the study file relative to its directory."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
     def describe_disagreements(self, record: Record) -> list[str]:
-        """Messages about the sources that disagree with the sweep's own runs; none where a source is gone."""
+        """Return messages about the sources that disagree with the sweep's own runs; none if a source is missing."""
         sources = [Path(place_of(str(source))[0]) for source in self.sources()]
         ours = bool(record.rounds) and "searcher" not in self.own_methods
         searcher = self._named_searcher(record.rounds[-1]) if ours else None
@@ -265,7 +267,7 @@ class Sweep:
         )
 
     def _budget(self, record: Record, search_round: Round) -> Budget:
-        """Budget up to the end of a round."""
+        """Return the budget up to the end of a round."""
         settings = self.config.sweep
         trials = settings.trials
         if search_round.searcher == "grid":
@@ -276,7 +278,7 @@ class Sweep:
         return allowed.for_population() if settings.is_population else allowed
 
     def _repeated_tokens(self, record: Record) -> int:
-        """Tokens of the repetitions that are known, of those who lead and of those who did."""
+        """Tokens of the finished repetitions, of present finalists and of earlier ones."""
         annealed = self.annealed_runs(record)
         longest = annealed[annealed["n_tokens"] == annealed["n_tokens"].max()]
         led = [(int(row["trial"]), int(row["rung"])) for row in longest.to_dict("records")]
@@ -285,7 +287,7 @@ class Sweep:
         return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
     def branches(self, record: Record) -> list[tuple[AnnealJob, Job]]:
-        """The runs that end from rungs: of every trial that advanced, and of each rung's best."""
+        """Return the annealed runs from rungs: of every trial that advanced, and of each rung's best."""
         wanted: list[tuple[int, int]] = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
@@ -297,7 +299,7 @@ class Sweep:
         return [self._anneal_job(record, trial, rung) for trial, rung in wanted]
 
     def repetitions(self, record: Record, finalists: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
-        """The finalists, (trial, rung), under seeds that the search did not see."""
+        """Return the repetitions of finalists (trial, rung) under seeds that the search did not use."""
         first = self.config.sweep.seed + 1
         seeds = range(first, first + self.config.sweep.n_seeds)
         return [self._anneal_job(record, trial, rung, seed) for trial, rung in finalists for seed in seeds]
@@ -313,7 +315,7 @@ class Sweep:
         return AnnealJob(trial=trial, path=path, rung=rung, seed=seed), job
 
     def annealed_runs(self, record: Record) -> pd.DataFrame:
-        """The finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or failed)."""
+        """Return a row per finished annealed run under the sweep's seed: trial, rung, n_tokens, loss (NaN: diverged or failed)."""
         jobs = self.branches(record)
         losses = {job.chain.key: math.nan for annealed, job in jobs if record.has_failed(annealed)}
         losses |= self.ledger.run_losses([job.chain.key for _, job in jobs])
@@ -322,12 +324,12 @@ class Sweep:
         return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
     def finalists(self, record: Record, annealed: pd.DataFrame) -> list[tuple[int, int]]:
-        """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first; one of each configuration.
+        """Return (trial, rung) of the best annealed losses at the longest horizon, best first, each configuration once.
 
-        With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
+        With a weight on cost, the seconds of the trial's stem count as well: log loss + cost_weight · log seconds.
 
         Args:
-            annealed: As `annealed_runs` gives them.
+            annealed: Table of `annealed_runs`.
         """
         settings, finished = self.config.sweep, annealed.dropna()
         longest = finished[finished["n_tokens"] == finished["n_tokens"].max()]
@@ -338,10 +340,10 @@ class Sweep:
         return distinct(record, best)[: settings.n_finalists]
 
     def result(self, record: Record | None = None) -> SweepResult:
-        """The result as the ledger has it, best first; trains nothing.
+        """Return the result from the ledger, best first, without training.
 
         Raises:
-            StageError: If no trial came to an annealed end.
+            StageError: If no trial has a loss after annealing.
         """
         record = record or self.record()
         annealed = self.annealed_runs(record)

@@ -14,9 +14,9 @@ from muscale.search.sweep import Sweep
 
 
 class SweepProgress:
-    """Moves the bar of a sweep: trials begun of those wanted, then its annealed runs and repetitions.
+    """Progress bar of a sweep: trials begun out of those wanted, then its annealed runs and repetitions.
 
-    Members of a population all begin in the first generation, so there each generation of a member counts.
+    In a population all members begin in the first generation, so each generation of each member counts.
     """
 
     def __init__(self, sweep: Sweep, update: Callable[[float, float, str], None]) -> None:
@@ -30,27 +30,27 @@ class SweepProgress:
         self._begun: set[str] = set()
 
     def begin(self) -> None:
-        """Show how many trials have begun before; workers start now, and the first result may be long in coming."""
+        """Show how many trials began earlier; workers start now, and the first result may take long."""
         wanted = self._wanted * self._generations
         if len(self._seen) < wanted:
             self._update(len(self._seen), wanted, "trials; waiting for workers")
 
     def on_result(self, result: RungResult) -> None:
-        """A trial came to a rung."""
+        """Show that a trial reached a rung."""
         self._seen.add(self._step(result.trial, result.rung))
         self._best = min(self._best, math.inf if result.loss is None else result.loss)
-        if result.trial >= self._wanted:  # a round was begun
+        if result.trial >= self._wanted:  # a new round began
             self._wanted += self._round
         best = f", best {self._best:.4f}" if self._best < math.inf else ""
         note = f"trials; last trial {result.trial} at rung {result.rung}{best}"
         self._update(len(self._seen), self._wanted * self._generations, note)
 
     def _step(self, trial: int, rung: int) -> tuple[int, int]:
-        """What counts once: a trial, in a population a generation of one."""
+        """Unit of progress: a trial, or in a population a generation of a member."""
         return trial, min(rung, self._generations - 1)
 
     def on_run(self, done: int, wanted: int, kind: str) -> None:
-        """An annealed run or a repetition ended; what was done before is no news, nor is an end that was shown."""
+        """Show progress of annealed runs or repetitions; skip runs done earlier, and an end that was already shown."""
         if done < wanted:
             self._begun.add(kind)
         elif kind in self._begun:
@@ -61,10 +61,10 @@ class SweepProgress:
 
 
 def describe_sources(sweep: Sweep) -> Iterator[str]:
-    """Enter imported results, and report the runs that the searcher uses from each source.
+    """Record imported results, and report the runs that the searcher uses from each source.
 
-    All are read when a sweep begins, and those that are named with the command always; once it has begun, a source of
-    the study file may be gone.
+    All sources are read when a sweep begins, and sources named with the command are always read. Once the sweep has begun,
+    a source of the study file may be missing.
     """
     begins = not sweep.ledger.rounds(sweep.key)
     for source in sweep.sources():

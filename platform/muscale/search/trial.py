@@ -17,16 +17,16 @@ from proxy_models.training.numerics import Numerics
 
 @dataclass(frozen=True, kw_only=True)
 class TrialPlan:
-    """The trial of every suggestion: what it starts from, and the tokens of each rung.
+    """Plan of every trial: the settings around its suggestion, and the tokens of each rung.
 
-    Where the corpus's stages end at fractions of a run, all of a trial sees the data of its longest run; the branches of
-    its lower rungs are then no runs of their own, and tell no law.
+    If the corpus's stages end at fractions of a run, all of a trial sees the data of its longest run. Branches of lower rungs
+    then differ from separate runs of their length, and are no data for laws.
 
     Attributes:
-        numerics: Model, data and precision; its seed is the search's.
+        numerics: Model, data and precision, with the seed of the search.
         defaults: The study's hyperparameters, under the schedule of the search.
-        n_tokens: Of a trial to its end.
-        rung_tokens: Tokens at each rung: of the stem under a schedule with a cooldown, else of the run itself.
+        n_tokens: Tokens of a trial to its end.
+        rung_tokens: Tokens at each rung: of the stem if the schedule has a cooldown, else of the run itself.
     """
 
     numerics: Numerics
@@ -45,34 +45,34 @@ class TrialPlan:
         return self.defaults.schedule in COOLING
 
     def hyperparameters(self, config: Mapping[str, Any]) -> Hyperparameters:
-        """The study's hyperparameters with the suggestion's in place."""
+        """Return the study's hyperparameters with the suggested values."""
         return replace(self.defaults, **config)
 
     def run_tokens(self, rung: int) -> int:
-        """D of the run that a rung's branch ends."""
+        """Return D of the run that ends with a rung's branch."""
         tokens = self.rung_tokens[rung]
         return self.defaults.annealed_tokens(tokens) if self.cools_down else tokens
 
     def has_branch(self, rung: int) -> bool:
-        """Whether an annealed run ends from this rung: from any with a cooldown, else from the last."""
+        """Whether an annealed run ends from this rung: from every rung with a cooldown, else from the last."""
         return self.cools_down or rung == self.top
 
     def rung(self, path: ConfigHistory, rung: int) -> Chain:
-        """The training up to a rung; warmup and decay are those of the whole trial."""
+        """Return the training up to a rung; warmup and decay are those of the whole trial."""
         if self.cools_down:
             return self._chain(self._run(path, rung)[:-1])
         (segment,) = chain(self.hyperparameters(path[0][1]), self.n_tokens)
         return self._chain((replace(segment, end=self.rung_tokens[rung]),))
 
     def branch(self, path: ConfigHistory, rung: int, *, seed: int | None = None) -> Chain:
-        """The run that ends from a rung, annealed; with another seed, of its own initial values and data order."""
+        """Return the annealed run from a rung; another seed changes the initial values and the data order."""
         segments = self._run(path, rung) if self.cools_down else self.rung(path, rung).segments
         return self._chain(segments, seed)
 
     def followed(self, path: ConfigHistory, rung: int) -> Hyperparameters:
-        """Hyperparameters of the run that ends from a rung: the path up to there as stages of that run.
+        """Return hyperparameters of the run that ends from a rung, with the path up to that rung as stages.
 
-        Stages that were given to all trials lie at shares of the longest run, and so at others of a shorter one.
+        Stages of all trials begin at shares of the longest run; for a shorter run the shares are recomputed.
         """
         start = self.hyperparameters(path[0][1])
         longest, reached = self.rung_tokens[self.top], self.rung_tokens[rung]
@@ -91,11 +91,11 @@ class TrialPlan:
         return replace(start, stages=tuple(stages))
 
     def given(self, path: ConfigHistory, rung: int) -> Hyperparameters:
-        """Hyperparameters with which a run of any length repeats this one; those of all trials as they were given."""
+        """Return hyperparameters that repeat this run at any length; stages of all trials keep their shares."""
         return self.hyperparameters(path[0][1]) if len(path) == 1 else self.followed(path, rung)
 
     def _run(self, path: ConfigHistory, rung: int) -> tuple[Segment, ...]:
-        """The run that ends from a rung: a segment for each stage, then the cooldown."""
+        """Return the run that ends from a rung: a segment for each stage, then the cooldown."""
         tokens = self.rung_tokens[rung]
         return staged_branch(self.followed(path, rung), tokens, self.run_tokens(rung), tuned_at=self.n_tokens)
 
@@ -107,7 +107,7 @@ class TrialPlan:
 def _stage(
     start: Hyperparameters, before: Hyperparameters, after: Hyperparameters, share: float
 ) -> HyperparameterStage:
-    """The stage that turns `before` into `after`, in a run that began with `start`."""
+    """Return the stage that turns `before` into `after`, in a run that began with `start`."""
     changes = {name: getattr(after, name) for name in CHANGEABLE if getattr(after, name) != getattr(before, name)}
     if rate := changes.get("learning_rate"):
         changes["learning_rate"] = rate / start.learning_rate
