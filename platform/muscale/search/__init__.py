@@ -1,11 +1,11 @@
-"""The search: what a sweep suggests, which trials advance at a rung, and what Ray Tune runs of it.
+"""The search: suggestions of a sweep, advances of trials at rungs, and the jobs that Ray Tune runs.
 
 A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Searcher` turns the record into the next
 configuration, a `Scheduler` into the next move, and both are functions of the record (and of prior runs), so a
-sweep that was interrupted continues from its rows. A suggestion is one Ray Tune trial, which pauses at a rung and
+sweep that was interrupted continues from its rows. Each suggestion is one Ray Tune trial, which pauses at a rung and
 resumes when it advances.
 
-`study.sweep(searcher=…, scheduler=…)` takes objects of a user's own that keep the two protocols.
+`study.sweep(searcher=…, scheduler=…)` takes custom objects that follow the two protocols.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Parker-Holder et al., arXiv 2002.02518: the gain of a generation is a function of hyperparameters that drifts with time, with
 covariance (1 − eps)^(|t − t'|/2) · k(x, x') (section 4.1), and the next configuration maximises an upper confidence bound,
-those chosen before in the same generation counted as if their gain had been seen (section 4.2).
+where configurations already chosen in the same generation count as if their gain had been seen (section 4.2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORGETTING = (0.0, 0.1, 0.3)  # eps; the likeliest of these is taken, and so for
 LENGTHS = (0.1, 0.2, 0.4, 0.8)
 NOISE = 0.1  # variance of a standardised gain (assumed)
 CANDIDATES = 1000
-MAX_GAINS = 1000  # the latest; a covariance of n takes n³, and what was gained long ago is forgotten anyway (assumed)
+MAX_GAINS = 1000  # the latest; a covariance of n takes n³, and old gains are forgotten anyway (assumed)
 EXPLORATION = 2.0  # standard deviations of the confidence bound (assumed)
 
 
@@ -34,18 +34,18 @@ EXPLORATION = 2.0  # standard deviations of the confidence bound (assumed)
 class Bandit:
     """PB2's exploration over the changeable hyperparameters of a space, all of them continuous.
 
-    An inactive one stands in the middle of its axis, as in `Space.encode`.
+    An inactive hyperparameter lies in the middle of its axis, as in `Space.encode`.
 
     Attributes:
         space: Bounds, conditions and constraints.
-        seed: Of the candidates, and of the first generation, in which there is no gain yet and `Perturb` takes over.
+        seed: Seed of the candidates, and of the first generation, for which `Perturb` chooses as there is no gain yet.
     """
 
     space: Space
     seed: int
 
     def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
-        """The donor's configuration with the changeable values that promise most."""
+        """Return the donor's configuration with the changeable values of the highest confidence bound."""
         points, times, gains = self._gains(record, rung)
         candidates = self._candidates(record.config_at(donor, rung), rung, trial) if len(gains) >= 2 else []
         if not candidates:

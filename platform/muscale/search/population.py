@@ -1,8 +1,8 @@
 """Population-based training: the worst members continue from the best ones' states, with other hyperparameters.
 
-Generations are synchronous: nobody is judged before all members have arrived, so who copies whom depends neither on the
-order of arrival nor on the number of workers. A copy is a path in the record; the state that it starts from is the donor's
-own at that rung, which exists because the donor arrived there.
+Generations are synchronous: members are compared once all have arrived, so the choice of copies depends neither on the
+order of arrival nor on the number of workers. A copy is a path in the record; it starts from the donor's state at that rung,
+which exists because the donor arrived there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Population(PreferenceScheduler):
 
     Attributes:
         top: The last rung; each rung is a generation's end.
-        share: Of the members, at the bottom, that copy one of as many at the top.
-        explore: How a copy's hyperparameters are chosen.
+        share: Share of the members at the bottom that copy a member of an equal share at the top.
+        explore: Choice of a copy's hyperparameters.
     """
 
     share: float
@@ -45,9 +45,9 @@ class Population(PreferenceScheduler):
     seed: int
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """A new member, or the next generation of one; where the budget does not pay for all of it, the best member's."""
+        """Yield a new member, or a member's next generation; if the budget does not allow it, that of the best member."""
         if may_start:
-            record.settled.clear()  # the new member has yet to come through every generation
+            record.settled.clear()  # the new member still has to pass every generation
             yield Start(until=0)
             return
         if (decision := self._next_decision(record)) is not None:
@@ -76,7 +76,7 @@ class Population(PreferenceScheduler):
         if math.isfinite(record.loss(member, rung)) and (member not in worst or member in best):
             return Advance(trial=member, until=rung + 1)
         if not best:
-            return None  # everybody diverged
+            return None  # all members diverged
         donor = int(_generator(self.seed, rung, member).choice(best))
         config = self.explore.changed(record, member, rung, donor)
         path = (*record.path_towards(donor, rung), (rung + 1, config))
@@ -86,7 +86,7 @@ class Population(PreferenceScheduler):
 def _generation(record: Record, rung: int) -> Generation | None:
     """The members that have all arrived at a rung, and their ranking; None until then.
 
-    It is kept with the record for as long as the members are the same, since each of them asks for it.
+    The record caches the generation while the members stay the same, since the decision for each member needs it.
     """
     of = (rung, record.rounds[-1].first_trial, len(record.configs), len(record.cancelled))
     if of not in record.generations:
@@ -98,18 +98,18 @@ def _generation(record: Record, rung: int) -> Generation | None:
 
 
 def members_of(record: Record) -> list[int]:
-    """The trials of the latest round that were not cancelled; those of earlier ones may lie outside its space."""
+    """Return the trials of the latest round that were not cancelled; trials of earlier rounds may lie outside its space."""
     first = record.rounds[-1].first_trial
     return [trial for trial in record.configs if trial >= first and trial not in record.cancelled]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perturb:
-    """PBT's own exploration (arXiv 1711.09846, section 4.1.2): a factor of .8 or 1.2 on each value, or a fresh draw.
+    """PBT's original exploration (arXiv 1711.09846, section 4.1.2): a factor of .8 or 1.2 on each value, or a fresh draw.
 
-    The values change one after the other. A number or the rank of an ordinal takes a step, a value without an order only fresh
-    draws; where a condition comes to hold, its value is drawn. A step that leaves the space is tried in the other direction, and
-    then not taken.
+    Values change one after the other. A number or the rank of an ordinal takes a step; a value without an order changes only by
+    fresh draws. A hyperparameter that becomes active gets a draw. A step that leaves the space is tried in the other direction,
+    and skipped if that leaves the space too.
 
     Attributes:
         space: Bounds, conditions and constraints.
@@ -121,7 +121,7 @@ class Perturb:
     seed: int
 
     def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
-        """The donor's configuration, its changeable values perturbed."""
+        """Return the donor's configuration with its changeable values perturbed."""
         generator = _generator(self.seed + 1, rung, trial)
         copied = config = record.config_at(donor, rung)
         for name in changeable(self.space):
@@ -129,7 +129,7 @@ class Perturb:
             fresh = generator.random() < self.resample
             up = generator.random() < 0.5
             drawn = distribution.sample(generator)
-            if name not in copied or name not in config:  # drawn below as its condition came to hold, or not there
+            if name not in copied or name not in config:  # `completed` drew it as it became active, or it is inactive
                 continue
             values = [drawn] if fresh else [_step(distribution, config[name], up=way) for way in (up, not up)]
             moved = (completed(self.space, {**config, name: value}, generator) for value in values)
@@ -138,7 +138,7 @@ class Perturb:
 
 
 def completed(space: Space, config: Mapping[str, Value], generator: np.random.Generator) -> Config:
-    """A configuration without what is inactive, and with a draw of what is active and missing."""
+    """Return a configuration without inactive values, and with draws for active ones that are missing."""
     values = dict(config)
     while missing := [name for name in space.active(values) if name not in values]:
         values |= {name: space[name].sample(generator) for name in missing}
@@ -146,13 +146,13 @@ def completed(space: Space, config: Mapping[str, Value], generator: np.random.Ge
 
 
 def may_follow(space: Space, config: Config, copied: Config) -> bool:
-    """Whether a copy may continue with a configuration: one of the space that leaves what can't change in mid-run as it was."""
+    """Whether a copy may continue with a configuration: it lies in the space and keeps the values that can't change in mid-run."""
     fixed = {*space} - {*changeable(space)}
     return space.contains(config) and all(config.get(name) == copied.get(name) for name in fixed)
 
 
 def _step(distribution: Distribution, value: Value, *, up: bool) -> Value:
-    """The value a step away, within the bounds; itself where there is no order."""
+    """Return the value one step away, within the bounds; a value without an order stays."""
     match distribution:
         case Ordinal(values=values):
             return values[min(max(values.index(cast(Scalar, value)) + (1 if up else -1), 0), len(values) - 1)]

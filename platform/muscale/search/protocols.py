@@ -1,6 +1,6 @@
-"""Protocols of a searcher and of a scheduler, and what passes between them and the engine.
+"""Protocols of searchers and schedulers, and the values that they exchange with the engine.
 
-Both are functions of the record: they hold no state between calls, so a sweep that was interrupted continues from its rows.
+Both are functions of the record: they hold no state between calls, so an interrupted sweep continues from its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """A configuration and the loss that it would end at, in nats per token; None if it diverged."""
+    """A configuration and its expected loss at the end, in nats per token; None if it diverged."""
 
     config: Config
     loss: float | None
@@ -34,12 +34,12 @@ class Known(Protocol):
 
     @property
     def observations(self) -> Sequence[Observation]:
-        """Configurations whose loss is known, oldest first; of a trial that was stopped early the loss expected at the end."""
+        """Configurations with their losses, oldest first; a trial that was stopped early has the loss expected at the end."""
         ...
 
     @property
     def pending(self) -> Sequence[Config]:
-        """Configurations that are at work and have no loss yet."""
+        """Configurations of running trials without a loss yet."""
         ...
 
 
@@ -47,7 +47,7 @@ class Searcher(Protocol):
     """Suggests configurations."""
 
     def propose(self, number: int, known: Known) -> Config:
-        """The configuration of trial `number`, counted from 0 over the whole sweep; it must lie in `known.space`."""
+        """Return the configuration of trial `number`, counted from 0 over the whole sweep; it must lie in `known.space`."""
         ...
 
 
@@ -75,13 +75,13 @@ class Advance:
 
 
 class Scheduler(Protocol):
-    """Early stopping, or a population: says which trial is trained next, and how far. Whatever it never continues is stopped."""
+    """Early stopping or a population: chooses the next trial to train, and how far. A trial that it never continues is stopped."""
 
     def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
-        """The next move, or None if nothing can be done before another result arrives, or at all.
+        """Return the next move, or None if nothing can be done before another result arrives, or at all.
 
         Args:
             record: Suggestions, results and decisions so far, to be read only.
-            may_start: Whether the budget allows a new trial; a `Start` is refused without.
+            may_start: Whether the budget allows a new trial; if not, a `Start` is refused.
         """
         ...

@@ -1,7 +1,7 @@
-"""The record of one sweep: every suggestion, every result at a rung, every decision, as the ledger has them.
+"""Record of one sweep in the ledger: every suggestion, every result at a rung, every decision.
 
-Only the driver that holds the sweep's lease writes it; others may ask that a trial ends (`muscale.store.cancels`). Nothing in it
-is ever changed: what a trial's status is follows from its rows, so a record read again is the record that was left.
+Only the driver that holds the sweep's lease writes the record; others may request the end of a trial (`muscale.store.cancels`).
+Rows never change, and a trial's status follows from its rows, so reading the record restores the state of the sweep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from search_spaces import Config, Space
 class RungResult:
     """A result at a rung: the loss that trials are ranked by, in nats per token, None after a divergence or a failure.
 
-    `tokens` and `seconds` are what it took from the rung before; a failure has none, and no segment ("").
+    `tokens` and `seconds` are the cost since the previous rung; a failure has neither, and no segment ("").
     """
 
     trial: int
@@ -36,9 +36,9 @@ class RungResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A stretch of a sweep with one space: the first, or what a narrowing left of it.
+    """Part of a sweep with one space: the first space, or one that a narrowing left.
 
-    `narrowed` says what was cut for it and why, as `search_spaces.Narrowed.to_dict` does; None for the first.
+    `narrowed` describes the cuts and their reasons, in the form of `search_spaces.Narrowed.to_dict`; None for the first.
     """
 
     first_trial: int
@@ -63,8 +63,8 @@ class Record:
         self.paths: dict[int, ConfigHistory] = {}
         self.donors: dict[tuple[int, int], int] = {}
         self.results: dict[tuple[int, int], RungResult] = {}
-        self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
-        self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
+        self.open: dict[int, int] = {}  # target rung of each running trial
+        self.cancelled: dict[int, str] = {}  # trials whose training ends, and why
         # Why a trial could not be trained to a rung, and (trial, rung, seed) of the annealed runs that failed, with the reason.
         self.failed: dict[tuple[int, int], str] = {}
         self.failed_runs: dict[tuple[int, int, int | None], str] = {}
@@ -74,13 +74,13 @@ class Record:
         # First trials of brackets, or rungs of generations, that a scheduler found to be over. A cancelled trial, a new round
         # and a new member may change that.
         self.settled: set[int] = set()
-        # What a population knows of the generation that is over, by its members.
+        # Members and ranking of a population's latest complete generation, by its rung and membership.
         self.generations: dict[tuple[int, ...], Generation] = {}
         self._last: dict[int, int] = {}
         self._until: dict[int, int] = {}  # rung up to which a trial was begun or continued last, cancelled or not
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
-        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may advance
+        self._waiting: dict[int, list[tuple[float, int]]] = {}  # entries of a ranking that may advance
         self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
@@ -102,7 +102,7 @@ class Record:
         self.heed_cancels()
 
     def heed_cancels(self) -> None:
-        """Read which trials were asked to end since: nothing more is trained of them, what was measured stays."""
+        """Read new requests to cancel trials: cancelled trials train no further, and their results stay."""
         for trial, reason in cancelled_trials(self._ledger, self.sweep).items():
             if trial not in self.cancelled and trial in self.configs:
                 self.cancelled[trial] = reason
@@ -117,18 +117,18 @@ class Record:
                     self._waits_no_more(trial, rung)
 
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
-        """Note that from the next trial on a space is searched, and what was cut for it."""
+        """Record the space of the coming trials, and the cuts that led to it."""
         row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
         self._ledger.insert(rounds, sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
-        self.settled.clear()  # a generation that is over was one of the round before
+        self.settled.clear()  # complete generations belonged to the previous round
 
     def round_of(self, trial: int) -> int:
         """Number of the round that a trial belongs to."""
         return max(number for number, each in enumerate(self.rounds) if each.first_trial <= trial)
 
     def start(self, config: Config, until: int) -> int:
-        """Note a suggestion before it is trained; returns its number."""
+        """Record a suggestion before its training, and return its number."""
         number = len(self.configs)
         self._ledger.insert(trials, sweep=self.sweep, number=number, config=config, until=until)
         self._started(number, config, until)
@@ -142,7 +142,7 @@ class Record:
         self._add_result(result)
 
     def fail(self, trial: int, reason: str) -> RungResult:
-        """Record that a trial can't be trained to its next rung: a result without a loss, as of a divergence."""
+        """Record that a trial can't be trained to its next rung: a result without a loss, as after a divergence."""
         rung = self.last_rung(trial) + 1
         self._insert_failure({"trial": trial, "rung": rung, "annealed": False, "seed": None, "reason": reason})
         result = RungResult(trial=trial, rung=rung, loss=None, segment="", tokens=0, seconds=0.0)
@@ -160,7 +160,7 @@ class Record:
         return (job.trial, job.rung, job.seed) in self.failed_runs
 
     def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
-        """Record the decision to continue a trial from where it is, in a population on another path."""
+        """Record the decision to continue a trial from its last rung, in a population possibly on another path."""
         rung, path = self.last_rung(trial), path or self.paths[trial]
         self._ledger.insert(
             decisions, sweep=self.sweep, trial=trial, rung=rung, until=until, path=history_to_json(path), donor=donor
@@ -198,7 +198,7 @@ class Record:
         return self._ranking.get(rung, [])
 
     def waiting(self, rung: int) -> list[tuple[float, int]]:
-        """(loss, trial) of those of a rung's ranking that have a loss, were not cancelled and have not gone on from there."""
+        """(loss, trial) of a rung's trials that have a loss, were not cancelled and have not advanced from the rung."""
         return self._waiting.get(rung, [])
 
     def waiting_by_best(self, rung: int) -> list[tuple[float, int]]:
@@ -226,7 +226,7 @@ class Record:
         return statistics.fmean(self.losses(trial, rung))
 
     def place(self, trial: int, rung: int) -> int:
-        """Number of trials, cancelled ones aside, before a trial in a rung's ranking."""
+        """Number of trials before a trial in a rung's ranking, without cancelled ones."""
         here = (self.loss(trial, rung), trial)
         gone = sum((self.loss(c, rung), c) < here for c in self.cancelled if (c, rung) in self.results)
         return bisect_left(self.ranking(rung), here) - gone
@@ -293,7 +293,7 @@ class Record:
         else:
             ranking.append((loss, trial))
         if self._turns[trial][-1][0] < rung and (trial, rung - 1) not in self.advanced:
-            self._passed(trial, rung - 1)  # cancelled on the way, it came to another rung
+            self._passed(trial, rung - 1)  # it was cancelled on the way, and still reached a further rung
         if result.loss is None or rung >= self._until[trial]:
             self.open.pop(trial, None)
         elif trial not in self.cancelled:
@@ -319,7 +319,7 @@ class Record:
             del self.n_advanced[rung]
 
     def _changed(self, trial: int, rung: int) -> bool:
-        """Whether it came to this rung and to the next with a loss: a member that diverged may continue as another's copy."""
+        """Whether a trial has a loss at this rung and the next: a member that diverged may continue as another member's copy."""
         both = ((trial, rung), (trial, rung + 1))
         return all(at in self.results and math.isfinite(self.loss(*at)) for at in both)
 

@@ -1,4 +1,4 @@
-"""View of a sweep's record for a searcher: each trial with the loss that it would have ended at."""
+"""View of a sweep's record for a searcher: each trial with its expected loss at the last rung."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class RecordView:
-    """View of a record, computed when it is read: a grid never reads it."""
+    """View of a record, computed on first use, since a grid never reads it."""
 
     def __init__(self, record: Record, top: int) -> None:
         self._record, self._top = record, top
@@ -28,7 +28,7 @@ class RecordView:
 
     @cached_property
     def pending(self) -> list[Config]:
-        """Configurations of the trials that have arrived nowhere."""
+        """Configurations of the trials that have no result yet."""
         record = self._record
         return [
             config
@@ -38,11 +38,11 @@ class RecordView:
 
     @cached_property
     def observations(self) -> list[Observation]:
-        """Every trial that arrived somewhere, oldest first; one that waits at a lower rung with its loss corrected to the last.
+        """Every trial with a result, oldest first; a trial at a lower rung has its loss corrected to the last rung.
 
         The correction is the median change of log loss from rung to rung of the trials that advanced, so losses of different
         horizons are not mixed. Of the ways tried it has the least error (.048 of log loss, where a rung's loss as it is has .28;
-        tests/benchmarks/rungs.py); to tell nothing of stopped trials was the worst for what is suggested next.
+        tests/benchmarks/rungs.py); leaving out stopped trials gave the worst suggestions.
         """
         record, seen = self._record, []
         steps = [self._step(rung) for rung in range(self._top)]
@@ -55,13 +55,13 @@ class RecordView:
         return seen
 
     def _step(self, rung: int) -> float:
-        """Median change of log loss from a rung to the next; none where nobody has made the step."""
+        """Median change of log loss from a rung to the next; 0 if no trial has made the step."""
         changes = self._record.changes(rung)
         return statistics.median(changes) if changes else 0.0
 
 
 class MemoizedByConfig(Generic[T]):
-    """A function of a configuration, worked out once for each: a searcher asks it of all trials for every suggestion."""
+    """A function of a configuration with cached values: a searcher calls it on all trials for every suggestion."""
 
     def __init__(self, function: Callable[[Config], T]) -> None:
         self._function = function
@@ -70,6 +70,6 @@ class MemoizedByConfig(Generic[T]):
     def __call__(self, config: Config) -> T:
         """Value of the function at a configuration, which must not change afterwards."""
         known = self._known.get(id(config))
-        if known is None:  # its configuration is held, so that no other gets its id
+        if known is None:  # the cache holds the configuration, so that no other object gets its id
             known = self._known[id(config)] = config, self._function(config)
         return known[1]

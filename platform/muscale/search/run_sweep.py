@@ -1,4 +1,4 @@
-"""Searching: a sweep is begun, continued or narrowed under its lease, by Ray Tune, until its budget is used up."""
+"""Search with Ray Tune: begin, continue or narrow a sweep under its lease, until its budget is used up."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from search_spaces import SpaceError, narrow
 def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
     """Start or resume the search, up to the budget; then anneal, then repeat the finalists.
 
-    Another process that runs the same sweep is waited for.
+    If another process runs the same sweep, wait for it.
 
     Args:
-        on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
+        on_run: Called with the numbers of annealed runs of a kind that are done and wanted, and the kind.
         narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
 
     Raises:
-        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
-            not allow a trial; if a searcher or scheduler of the user's own did what it may not, or the sweep continues by one that
-            is not given.
-        LeaseLostError: If this process was away for so long that another one continues the sweep.
+        KeyboardInterrupt: If the user interrupted the search; finished work is recorded.
+        StageError: If no trial has a loss after annealing, a job failed for another reason than divergence, or the budget does
+            not allow a trial; if a custom searcher or scheduler broke a rule, or the sweep needs a custom method that was not passed.
+        LeaseLostError: If this process was suspended for so long that another one continues the sweep.
     """
     with lease(sweep.ledger, name := sweep_lease(sweep.key)) as token, staying_cluster():
         record = Record(sweep.ledger.under(name, token), sweep.key)
@@ -53,7 +52,9 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
                     "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
                     "max_flops or max_device_hours"
                 )
-            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
+            if record.rounds[-1].first_trial < len(
+                record.configs
+            ):  # otherwise it was narrowed before, and had no budget
                 _narrow(sweep, record)
             engine = sweep.engine(record, on_result, on_run)
         if not engine.is_finished:
@@ -71,7 +72,7 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
 
 
 def _note_methods(sweep: Sweep, record: Record | None = None) -> None:
-    """Note the user's own methods of a sweep that begins, or with its record of one that is finished."""
+    """Record the custom methods of a sweep that begins, or, if its record is passed, of a finished one."""
     if sweep.own_methods:
         finished = sweep.how_much(record) if record else None
         of = replace(sweep, own_methods={}).key
@@ -79,7 +80,7 @@ def _note_methods(sweep: Sweep, record: Record | None = None) -> None:
 
 
 def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepResult:
-    """The result of a sweep by methods that are not given now."""
+    """Return the result of a finished sweep whose custom methods were not passed."""
     if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, sweep.how_much(record)):
         given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
         raise StageError(
@@ -90,7 +91,7 @@ def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepRe
 
 
 def _prune(sweep: Sweep) -> None:
-    """Remove the states that nothing resumes from, unless somebody else is at work on this study."""
+    """Remove the states that nothing resumes from, unless another process works on this study."""
     expired = expired_leases(sweep.ledger)
     if set(held_leases(sweep.ledger, expired)) <= {sweep_lease(sweep.key)}:
         prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired, finished=sweep.key)
@@ -109,7 +110,7 @@ def _narrow(sweep: Sweep, record: Record) -> None:
 
 
 def _search(sweep: Sweep, engine: Engine) -> None:
-    """Let Tune run the engine's jobs."""
+    """Run the engine's jobs with Tune."""
     require_unchanged(sweep.ledger.directory / CORPUS)
     steps = SweepSteps(plan=sweep.plan, rank_by=sweep.config.sweep.rank_by)
     run_with_tune(engine, steps, sweep.ledger, sweep.config.resources, sweep.callbacks)

@@ -1,4 +1,4 @@
-"""The best hyperparameters at each length of a sweep's annealed runs, as a surface through all of them has it: no run's own."""
+"""Best hyperparameters at each length of a sweep's annealed runs: the minimum of a surface through all runs, not a single run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from search_spaces import Config, Ordinal, Space
 
 LEVEL = 0.9
 SPARE = 2
-"""Finite runs beyond one for each coordinate, from which a surface is believed: as many as its own searcher draws first."""
+"""Finite runs that a surface needs in addition to one for each coordinate; muscale's searcher begins with as many draws."""
 AT_BOUND = 0.01
-"""An interval that comes so near a bound, in widths of the box, is not closed on that side (assumed)."""
+"""Distance from a bound, in widths of the box, within which an interval is not closed on that side (assumed)."""
 RATE = "learning_rate"
 GROUP = "sweep"
-"""Weight of a sweep's optima in the horizon law."""
+"""Group of a sweep's optima in the horizon law."""
 ROUNDING = 0.1
 """Share by which a length may fall short because batches are whole."""
 COLUMNS = ("n_tokens", "hyperparameter", "best", "low", "high", "probability", "n_runs", "status")
@@ -36,7 +36,7 @@ COLUMNS = ("n_tokens", "hyperparameter", "best", "low", "high", "probability", "
 class RungOptima:
     """A surface over the searched hyperparameters and the run's length, and its minimum at each length.
 
-    All lengths are fitted at once, so the runs of all lengths inform each.
+    One fit covers all lengths, so runs of every length inform each optimum.
 
     Attributes:
         runs: A row each: n_tokens, loss (nats per token; NaN: diverged) and the searched hyperparameters.
@@ -52,7 +52,7 @@ class RungOptima:
 
     @property
     def has_surface(self) -> bool:
-        """Whether there are runs enough for a surface."""
+        """Whether there are enough runs for a surface."""
         return bool(self.space.searched) and int(self.runs["loss"].notna().sum()) >= len(self.box.names) + SPARE
 
     @property
@@ -85,8 +85,8 @@ class RungOptima:
 
         Columns: n_tokens, hyperparameter, best; low and high, the 90 % interval (NaN for choices and mixtures); probability of a
         choice; n_runs, the finite runs of this length; status: `ok`, `edge` (the optimum lies on a bound of the space) or
-        `open` (its interval reaches one). What is inactive at the optimum has no row; there is none at all where the runs are
-        too few for a surface.
+        `open` (its interval reaches one). Hyperparameters that are inactive at the optimum have no row; the table is empty if the
+        runs are too few for a surface.
         """
         return self._table(self.lengths)
 
@@ -105,7 +105,7 @@ class RungOptima:
     def rates(self) -> pd.DataFrame:
         """The best rate of each length where its interval is closed: n_tokens, log2_rate, stderr (octaves).
 
-        On whatever scale the rate was searched; none where it was a choice, which has no interval.
+        The rate may have been searched on any scale, but not as a choice, which has no interval.
         """
         rows = []
         for n in self.lengths if self.has_surface and RATE in self.box.bounds else ():
@@ -117,7 +117,7 @@ class RungOptima:
         return pd.DataFrame(rows, columns=[N_TOKENS, "log2_rate", "stderr"])
 
     def _log2_rate(self, optimum: ResponseOptimum, place: float) -> float:
-        """The log2 of the rate at a place of the box; between the rates of an ordinal it is interpolated."""
+        """Return log2 of the rate at a place of the box; between the rates of an ordinal it is interpolated."""
         if isinstance(listed := self.space[RATE], Ordinal):
             rates = np.log2(np.asarray(listed.values, dtype=np.float64))
             return float(np.interp(place, np.arange(len(rates)), rates))
@@ -125,7 +125,7 @@ class RungOptima:
         return math.log2(rate)
 
     def misses(self, config: Config, n_tokens: int) -> list[str]:
-        """Hyperparameters of a configuration that lie outside the closed interval of the optimum at a length, with why."""
+        """Describe the hyperparameters of a configuration that lie outside the optimum's closed interval at a length."""
         if not self.has_surface or n_tokens not in self.lengths:
             return []
         optimum, place, table = self.at(n_tokens), coordinates(self.space, config), self._table([n_tokens])
@@ -171,7 +171,7 @@ def _shown(value: Any) -> str:
 
 
 def edge_messages(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
-    """The hyperparameters of a table whose optimum lies on a bound, with what to do."""
+    """Return messages about the hyperparameters whose optimum lies on a bound, with the remedy."""
     return [
         f"the fitted optimum of {row['hyperparameter']} is {_shown(row['best'])}, on a bound of the space: widen "
         f"sweep.space.{row['hyperparameter']} ({space[row['hyperparameter']]})"
@@ -180,14 +180,14 @@ def edge_messages(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
 
 
 def for_horizon(fitted: RungOptima, config: StudyConfig, numerics: Numerics) -> pd.DataFrame:
-    """A sweep's best rates as observations of the horizon law, `optima` of `scaling.fit_verdict`; empty where there are none.
+    """Return a sweep's best rates as observations for the horizon law, `optima` of `scaling.fit_verdict`; may be empty.
 
-    They do where the sweep followed the full run's schedule, and every length saw the data that a run of its own would have
-    seen. Lengths shorter, beside the longest, than the grids' own horizons are left out: a branch has the warmup of the whole
-    trial, so the shorter it is the more of it is warmup.
+    The rates count if the sweep followed the full run's schedule, and every length saw the data of a separate run of that length.
+    Lengths below the grids' shortest horizon, as a share of the longest, are left out: a branch has the warmup of the whole
+    trial, so warmup takes a larger share of a shorter branch.
 
-    The optima of one surface are not independent. Still, taken as if they were, with the law's scatter added to each, they
-    promise less than they hold. Measured on 24 planted sweeps of two hyperparameters, with 33 annealed runs at four lengths,
+    The optima of one surface are not independent. Treating them as independent, with the law's scatter added to each, still
+    overstates the errors. Measured on 24 planted sweeps of two hyperparameters, with 33 annealed runs at four lengths,
     for each of the exponents .27 and .6: the mean found was .24 and .58, and the root mean square of (found - planted) /
     stated error was .49 and .63.
     """

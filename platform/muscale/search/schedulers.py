@@ -1,7 +1,7 @@
 """Schedulers: early stopping as functions of the record.
 
-A scheduler looks at the record alone, so the same record gives the same move, in whatever process. Trials wait at a rung without
-holding a worker, and one that never gets on has been stopped.
+A scheduler depends only on the record, so the same record gives the same move in any process. Trials wait at a rung without
+holding a worker, and a trial that never advances counts as stopped.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
 
 MIN_PEERS = 3
-"""Trials that the median rule wants at a rung before it stops one there (assumed; Tune's default)."""
+"""Trials that the median rule needs at a rung before it stops a trial there (assumed; Tune's default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceScheduler:
-    """A scheduler that also says what to do where its first choice does not fit the budget."""
+    """A scheduler that offers further moves if the preferred one does not fit the budget."""
 
     top: int
 
     def next(self, record: Record, *, may_start: bool) -> Start | Advance | None:
-        """The move that it prefers, or None if nothing can be done before another result arrives, or at all."""
+        """Return the preferred move, or None if nothing can be done before another result arrives, or at all."""
         return next(self.moves(record, may_start=may_start), None)
 
     @abstractmethod
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """All moves that can be made now, the one that it prefers first."""
+        """Yield all moves that can be made now, the preferred one first."""
         ...
 
     def last_moves(self, record: Record) -> Iterator[Advance]:
-        """Continuations of the best trial of each rung, the furthest first, where nothing else can be done.
+        """Yield continuations of the best trial of each rung, highest rung first, once no trial is running.
 
-        There are none once a trial has a loss at the last rung: they bring one there.
+        They serve to bring one trial to the last rung, so there are none once a trial has a loss there.
         """
         ended = (math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(self.top))
         if record.open or any(ended):
@@ -53,7 +53,7 @@ class ToTheEnd(PreferenceScheduler):
     """No early stopping."""
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """A new trial, to the last rung."""
+        """Yield a new trial, to the last rung."""
         if may_start:
             yield Start(until=self.top)
 
@@ -62,9 +62,9 @@ class ToTheEnd(PreferenceScheduler):
 class Asha(PreferenceScheduler):
     """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials, and stops none.
 
-    A trial advances from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
-    the highest rung with such a one is served. At the end, when nothing is left to begin, the best of a rung advances even
-    where fewer than eta arrived, so that one trial at least comes to the last rung.
+    A trial advances from a rung once it is among the best 1/eta of the trials that arrived there. Trials that can advance come
+    before new trials, the highest rung first. At the end, when nothing is left to begin, the best of a rung advances even
+    if fewer than eta trials arrived, so that at least one trial reaches the last rung.
 
     Attributes:
         eta: Of the trials at a rung, one in eta advances.
@@ -73,7 +73,7 @@ class Asha(PreferenceScheduler):
     eta: float
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """A trial that advances to the next rung, or else a new one."""
+        """Yield trials that advance to the next rung, then a new one."""
         for rung in reversed(range(self.top)):
             ranking = record.ranking(rung)
             if (trial := _next_of(record, rung, int(len(ranking) / self.eta))) is not None:
@@ -92,7 +92,7 @@ class MedianStopping(PreferenceScheduler):
     """
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """A trial that may be continued, or else a new one."""
+        """Yield trials that may continue, then a new one."""
         for rung in reversed(range(self.top)):
             if (trial := self._passing(record, rung)) is not None:
                 yield Advance(trial=trial, until=rung + 1)
@@ -108,7 +108,7 @@ class MedianStopping(PreferenceScheduler):
         means = record.means(rung)
         if len(means) <= MIN_PEERS:
             return waiting[0][1]
-        highest = _median_without(means, means[0])  # nobody is held against a higher one
+        highest = _median_without(means, means[0])  # the highest median that any trial is compared with
         passing = [
             (record.loss(trial, rung), trial)
             for best, trial in takewhile(lambda entry: entry[0] <= highest, record.waiting_by_best(rung))
@@ -134,7 +134,7 @@ class Hyperband(PreferenceScheduler):
         ]
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
-        """A trial that advances within a full bracket, or else a new one."""
+        """Yield trials that advance within a full bracket, then a new one."""
         started = len(record.configs)
         first, sizes = 0, self.sizes()
         bracket = 0
@@ -155,7 +155,7 @@ class Hyperband(PreferenceScheduler):
         yield Start(until=rung)
 
     def _advance(self, record: Record, rung: int, members: range) -> Advance | None:
-        """The best of those that came to the bracket's current rung, once all of them have."""
+        """Return an advance of the best at the bracket's current rung, once all its trials have arrived there."""
         field = list(members)
         for here in range(rung, self.top):
             live = [trial for trial in field if trial not in record.cancelled]
@@ -171,7 +171,7 @@ class Hyperband(PreferenceScheduler):
 
 
 def _next_of(record: Record, rung: int, n: int) -> int | None:
-    """The best of the first n at a rung that has not gone on from there, or None; cancelled ones leave their place."""
+    """Return the best waiting trial among the first n of a rung, or None; cancelled trials are not counted."""
     for _, trial in record.waiting(rung)[:1]:
         if record.place(trial, rung) < n:
             return trial
@@ -179,7 +179,7 @@ def _next_of(record: Record, rung: int, n: int) -> int | None:
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    """The median of sorted values without one of them."""
+    """Return the median of sorted values without one of them."""
     place, n = bisect_left(ordered, value), len(ordered) - 1
     low, high = (ordered[k + (k >= place)] for k in ((n - 1) // 2, n // 2))
     return (low + high) / 2

@@ -1,4 +1,4 @@
-"""The search as its record stands, before anything of it is annealed: for whoever looks while it runs."""
+"""The search so far, from its record and without annealed runs: for readers of a running search."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from muscale.store.statements import find
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSoFar:
-    """A sweep that may be at work.
+    """State of a sweep that may be running.
 
     Attributes:
-        trials: A row each, by number: trial, status, rung (reached, −1 before the first), loss (there, nats per token),
+        trials: A row each, by number: trial, status, rung (the last reached, −1 before the first), loss (there, nats per token),
             the suggestion, seconds.
         rungs: A row for each result: trial, rung, n_tokens, loss.
-        running: Trials that have not arrived where they are going.
+        running: Trials that have not reached their target rung.
         cancelled: Trials that were cancelled, with the reason.
     """
 
@@ -33,7 +33,7 @@ class SearchSoFar:
     cancelled: dict[int, str]
 
     def plot(self, loss_unit: str) -> go.Figure | None:
-        """The loss of each trial from rung to rung, the best so far as the winner."""
+        """Draw the loss of each trial from rung to rung, with the best so far highlighted."""
         alive = self.rungs.dropna(subset="loss")
         if alive.empty:
             return None
@@ -55,12 +55,12 @@ class SearchSoFar:
 
 
 def search_so_far(ledger: Ledger, rung_tokens: tuple[int, ...]) -> SearchSoFar | None:
-    """The sweep that was begun last, or None before its first trial."""
+    """Return the sweep that was begun last, or None before its first trial."""
     latest = next(iter(ledger.read(find, "rounds", {}, ["-created_at"], limit=1)), None)
     if latest is None:
         return None
     record = Record(ledger, latest["sweep"])
-    if not record.configs:  # between the round's begin and its first suggestion
+    if not record.configs:  # the round has begun, but has no suggestion yet
         return None
     rows = []
     for trial, config in record.configs.items():
