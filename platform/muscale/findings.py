@@ -44,7 +44,7 @@ class StudyContents:
 
     @property
     def directory(self) -> Path:
-        """Where everything but the ledger's own database lies."""
+        """Directory of all files except the ledger's database."""
         return self.ledger.directory
 
     @property

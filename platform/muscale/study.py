@@ -128,7 +128,7 @@ class Study(Result):
         return opened
 
     def _record_members(self) -> None:
-        """Record the members that were counted, if a family was imported, for whoever reads the study without it."""
+        """Record the counted members of an imported family, so that the study can be read without the family."""
         own, base = self.config._own_model, self.config.model
         if own and isinstance(base, ModuleConfig):
             write_record(self.directory, own, base)
@@ -201,17 +201,17 @@ class Study(Result):
         columns: Mapping[str, str] = NO_COLUMNS,
         callbacks: Sequence[Callback] = (),
     ) -> SweepResult:
-        """The search at the base shape.
+        """Search hyperparameters at the base shape.
 
         Args:
-            searcher, scheduler: In place of those that the study file names: frozen dataclasses that keep the protocols of
-                `muscale.search`. A sweep goes on where equal ones are given again; once it is finished, later stages and
-                commands stand on it without them.
+            searcher, scheduler: Frozen dataclasses that follow the protocols of `muscale.search`, in place of the methods of the
+                study file. Equal objects continue the same sweep; once it is finished, later stages and commands use it without
+                the objects.
             narrower: Once the study file's trials are done, search as many again around the best region.
             learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
-                results from elsewhere, asserted by their owner: a table of hyperparameters with loss, an Optuna storage.
-            columns: Names of the columns loss, n_params, n_tokens and run in the tables of `learn_from`, by ours.
-            callbacks: Ray Tune's callbacks (`ray.tune.Callback`), called while it searches.
+                results from elsewhere, reported by the user: a table of hyperparameters with loss, an Optuna storage.
+            columns: Names of the columns loss, n_params, n_tokens and run in the tables of `learn_from`, by muscale's names.
+            callbacks: Ray Tune callbacks (`ray.tune.Callback`) that run during the search.
 
         Raises:
             StageError: If no trial has an annealed run, or a searcher or scheduler breaks its protocol.
@@ -226,10 +226,10 @@ class Study(Result):
         return result
 
     def cancel_trial(self, trial: int, reason: str = "no reason given") -> None:
-        """Ask that nothing more of a trial of the sweep is trained, by a run at work or a later one.
+        """Request that a trial of the sweep trains no further, in a running search or a later one.
 
         Raises:
-            StageError: If the sweep has no such trial, or it has come to its end.
+            StageError: If the sweep has no such trial, or the trial has ended.
         """
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
         record = sweep.record()
@@ -566,7 +566,7 @@ class Study(Result):
             self._display.line(str(self.corpus))
             if not self.config.trainer:
                 self._display.line(str(self.check()))
-                require_check(self.check(), force=force)  # before anything is trained in vain
+                require_check(self.check(), force=force)  # before training that a failed check would waste
             self._display.line(str(self.sweep()))
             self._display.line(str(self.transfer()))
             self.ladder()
@@ -585,15 +585,15 @@ class Study(Result):
         return Tracking(self.config, self.ledger)
 
     def bundle(self, *, average: int = 1, continuation: str | None = None) -> Bundle:
-        """Bundle of the run promoted last: one directory that needs the study no more; trains nothing.
+        """Bundle of the run promoted last: one directory that no longer needs the study. Nothing is trained.
 
         Args:
-            average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+            average: Write the average of so many last checkpoints in addition to the last weights, and evaluate both.
             continuation: Key or name of a finished continuation, instead of the promoted run.
 
         Raises:
-            StageError: If no run was promoted to its end, or its last weights are gone; if the model is of a family that was not
-                imported, as a study opened without `trains` has it.
+            StageError: If no promoted run has finished, or its last weights are missing; if the model's family was not imported, as
+                in a study opened without `trains`.
             BundleError: If the bundle was written before and is damaged.
         """
         from muscale.bundles.preserve import preserve, preserve_continuation

@@ -1,4 +1,4 @@
-"""Corpora that a study trains on beside its own: where they lie, by the key that trainings know them by."""
+"""Directories of the corpora that a study trains on in addition to its own, by the key that runs use for them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to its annealed end, and why it is wanted."""
+    """One run to its annealed end, and its purpose."""
 
     purpose: str
     label: str

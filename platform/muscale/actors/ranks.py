@@ -33,7 +33,7 @@ _GRACE_SECONDS = 20.0  # between the first rank's error and another's, where bot
 
 
 def join(store: Store, rank: int, resources: ResourceSettings) -> DeviceMesh:
-    """The mesh of all ranks of a trial, once they have met; each has a device of its own, the first that it sees.
+    """Return the mesh of all ranks of a trial once all have joined; each rank has its own device, the first that it sees.
 
     NCCL reaches GPUs of a node that a process does not see: https://github.com/NVIDIA/nccl (src/transport/p2p.cc).
     """
@@ -53,7 +53,7 @@ def join(store: Store, rank: int, resources: ResourceSettings) -> DeviceMesh:
 
 
 class Follower:
-    """Any rank of a trial but the first, in a process of its own."""
+    """Process of any rank of a trial but the first."""
 
     def __init__(self, resources: ResourceSettings, package: str) -> None:
         require_same_package(package)

@@ -19,16 +19,16 @@ from muscale.layout import STALLS
 
 _TICKS = 20  # looks in the time allowed
 _LONGEST_TICK = 5.0  # seconds
-_AT_MOST = 2.0  # ticks that one look counts: a process that was stopped, or a machine that slept, made no steps either
+_AT_MOST = 2.0  # most ticks that one look counts, since a stopped process or a sleeping machine could make no steps
 
 
 @contextmanager
 def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Callable[[], None]]:
-    """Kill this process once it makes no progress for `seconds` of its own time; yields the function that reports progress.
+    """Kill this process after `seconds` of its running time without progress; yield the function that reports progress.
 
     Args:
-        path: Where is written what each of its threads was doing then.
-        seconds: Allowed between two signs of progress; infinite: never ended.
+        path: File for the stack of each thread at that time.
+        seconds: Time allowed between two signs of progress; infinite: the process is never killed.
     """
     moved, done = threading.Event(), threading.Event()
     tick = min(seconds / _TICKS, _LONGEST_TICK)

@@ -30,14 +30,14 @@ room on the cluster. Longer than a process takes to start (3 to 5 s on a quiet m
 
 
 class Dispatcher(tune_search.Searcher):
-    """Hands out the jobs of a work as Tune trials; as Tune's searcher it makes those of new suggestions.
+    """Source of a work's jobs as Tune trials; as Tune's searcher it creates the trials of new suggestions.
 
     Args:
-        capacity: Gives the number of jobs that may be under way now.
+        capacity: Returns the number of jobs that may run now.
 
     Attributes:
-        broke: The first exception with which the driver failed to ask or tell the work, as a ledger without room does; Tune wraps
-            it into an error of its own, or trips over it.
+        broke: First exception of the driver's calls to the work, for example if the ledger's disk is full; Tune wraps the exception in
+            another error, or fails later because of it.
         is_over: Whether the work has nothing more to do.
     """
 
@@ -55,11 +55,11 @@ class Dispatcher(tune_search.Searcher):
         self.is_holding = False  # whether no job is handed out, as a trial is overdue for a process
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles its own state, which nobody reads."""
+        """Return no state: Tune pickles its searcher, but the pickle is never read."""
         return {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
-        """Config of the next job that needs a Tune trial of its own; None while there is none, and FINISHED at the end."""
+        """Return the config of the next job that needs a new Tune trial; None while there is none, and FINISHED at the end."""
         self.ask()
         if self.is_over:
             return str(tune_search.Searcher.FINISHED)
@@ -134,11 +134,11 @@ class Dispatcher(tune_search.Searcher):
         self._trials.pop(self._ids.pop(trial.trial_id, None), None)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Nothing: the scheduler has told it."""
+        """Do nothing: the scheduler has already reported the end."""
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep what the block raises, as `broke`."""
+        """Keep the block's exception as `broke`."""
         try:
             yield
         except Exception as error:

@@ -20,12 +20,12 @@ WORST_LOSS = 1e9  # reported for a divergence: Tune refuses NaN, and nothing ran
 
 
 def report(loss: float | None, **values: Any) -> dict[str, Any]:
-    """A step's report, with the loss that Tune is told."""
+    """Return a step's report, with the loss for Tune."""
     return {LOSS: WORST_LOSS if loss is None else loss, "diverged": loss is None, **values}
 
 
 class Next(StrEnum):
-    """What happens to a Tune trial after a step: it continues, waits to be continued later, or has ended."""
+    """State of a Tune trial after a step: it continues, waits to be continued later, or has ended."""
 
     CONTINUE = "continue"
     WAIT = "wait"
@@ -37,7 +37,7 @@ class TuneJob(Protocol):
 
     @property
     def suggestion(self) -> Hashable | None:
-        """Identity of the suggestion that this job continues; all its jobs are one Tune trial. None for a job on its own."""
+        """Identity of the suggestion that this job continues; all its jobs form one Tune trial. None for a separate job."""
         ...
 
     def tune_config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A worker reaches the end of a chain: it asks the ledger, goes on from the nearest state that is kept, and records."""
+"""Worker that trains chains to their end: it checks the ledger, resumes from the nearest kept state, and records the outcome."""
 
 from __future__ import annotations
 
@@ -91,13 +91,15 @@ class Worker:
             self.stall_seconds = math.inf  # the program alone is ended, and its fault has a message
             return
         self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share, mesh=mesh)
-        if device_share < 1 and self.trainer.device.type == "cuda":  # what a neighbour allocates must not fail for us
+        if (
+            device_share < 1 and self.trainer.device.type == "cuda"
+        ):  # so that a neighbour's allocations don't fail because of ours
             torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)
 
     def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
-        """The outcome at the end of the chain, trained only as far as the ledger does not know it.
+        """Return the outcome at the end of the chain, training only the part that the ledger lacks.
 
-        The state at an annealed end is kept only if training goes on from there, as it does between cycles.
+        The state after annealing is kept only if training continues from it, as between cycles.
         """
         if known := self.ledger.outcome(chain):
             return known

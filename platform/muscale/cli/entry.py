@@ -37,8 +37,8 @@ def main() -> None:
     except OSError as error:  # the output goes into a file whose disk is full
         code = _unwritten(error)
     if "train" in sys.argv and os.environ.get("WORLD_SIZE", "1") != "1":
-        # One of several ranks: a thread of gloo may still give up a tensor, for which it wants Python. Where that is being
-        # finalized, torch 2.13 ends by SIGABRT whatever the code: seen on a busy machine, with a bare script of two gloo ranks too.
+        # In one of several ranks a gloo thread may still release a tensor, for which it needs Python. If Python is finalizing, torch
+        # 2.13 ends by SIGABRT whatever the code: seen on a busy machine, with a bare script of two gloo ranks too.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
@@ -100,7 +100,7 @@ def _user_message(error: Exception) -> str:
 
 
 def _of_own_model(error: Exception) -> str:
-    """The message of an error that was raised in, or called from, the file of a user's own family; empty for any other."""
+    """Return the message of an error raised in, or called from, the file of a custom family; "" for any other error."""
     families = sys.modules[_PROTOCOL].Family.__subclasses__() if _PROTOCOL in sys.modules else []
     own = {family.__module__ for family in families}
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):

@@ -1,4 +1,4 @@
-"""A study for a `ray.tune.Tuner` of one's own: any scheduler, searcher, stopper and callback, results in the study's ledger.
+"""A study for a custom `ray.tune.Tuner`: any scheduler, searcher, stopper and callback, with results in the study's ledger.
 
 from ray import tune
 import muscale.tune
@@ -32,15 +32,15 @@ __all__ = ["param_space", "space_of", "trainable"]
 
 
 def trainable(study: Study) -> Any:
-    """A class trainable for Tune, each of whose iterations trains a configuration to the next rung of the study's sweep.
+    """Return a class trainable for Tune; each iteration trains a configuration to the next rung of the study's sweep.
 
-    It reports loss (what [sweep] rank_by says), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. What
-    the ledger knows is returned, not trained. A trial that diverged reports 10 ln V from then on, until it is stopped or copies
-    another, and trains nothing more: every loss above that is a divergence. A checkpoint names segments of the ledger: a trial
-    that is restored from another's with other values, as PBT does it, is a new segment that continues from there. Each trial
+    It reports loss (by [sweep] rank_by), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. Results in
+    the ledger are returned without training. A trial that diverged reports 10 ln V from then on, until it is stopped or copies
+    another, and trains no further: every loss above that is a divergence. A checkpoint names segments of the ledger: a trial
+    restored from another trial's checkpoint with other values, as in PBT, is a new segment that continues from there. Each trial
     takes the resources of one worker of [resources]. Unless this process is connected to Ray, it joins the cluster at
-    RAY_ADDRESS or starts one on this machine, and stays connected. Where others
-    hold what a trial needs, the log says so, as Tune waits for it without a word.
+    RAY_ADDRESS or starts one on this machine, and stays connected. If others hold
+    the resources of a trial, the log says so, as Tune waits for them silently.
 
     Raises:
         StageError: If files of the corpus changed since they were written, Ray can't be started or joined, or no nodes could ever

@@ -1,4 +1,4 @@
-"""A trial of a user's own Tuner: a worker in Tune's process trains it from rung to rung, as Tune trials of a sweep do."""
+"""A trial of a custom Tuner: a worker in Tune's process trains it from rung to rung, like the Tune trials of a sweep."""
 
 from __future__ import annotations
 
