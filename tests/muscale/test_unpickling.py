@@ -42,6 +42,11 @@ ALLOWED = {
         "FileSystemReader",
     ): "its subclass reads the record with that Unpickler",
     ("platform/muscale/fingerprint.py", "zipfile"): "writes a wheel, opens none",
+    (
+        "platform/muscale/actors/tune_adapter.py",
+        "pickle",
+    ): "reads the error that Tune wrote a moment ago, in a temporary folder that the same process made",
+    ("platform/muscale/importers/wandb_sweep.py", "yaml.load"): "with a subclass of SafeLoader",
     ("proxy_models/training/state.py", "zipfile"): "compares the checksums of a state's records, extracts none",
 }
 
