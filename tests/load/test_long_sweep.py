@@ -129,7 +129,14 @@ def require_flat(stretches: list[Window], *, early: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["asha", *(pytest.param(name, marks=pytest.mark.soak) for name in ("median", "hyperband"))]
+    "scheduler",
+    [
+        "asha",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("tune:MedianStoppingRule", "tune:HyperBandScheduler")
+        ),
+    ],
 )
 def test_a_driver_of_six_hundred_trials_grows_by_a_constant_a_trial(tmp_path: Path, scheduler: str) -> None:
     require_flat(windows(Ledger(tmp_path / "s.sqlite"), 600, 150, searcher="random", scheduler=scheduler))
@@ -149,7 +156,7 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("scheduler", ["none", "median", "hyperband"])
+@pytest.mark.parametrize("scheduler", ["none", "tune:MedianStoppingRule", "tune:HyperBandScheduler"])
 def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path: Path, scheduler: str) -> None:
     require_flat(windows(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher="random", scheduler=scheduler))
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pandas as pd
 
 from muscale.search.across_scales import AcrossScales
-from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Round
-from muscale.search.schedulers import Asha, Hyperband, MedianStopping, ToTheEnd
+from muscale.search.schedulers import Asha, ToTheEnd
 from muscale.search.searchers import CmaEs, Draws, Grid, QuasiRandom, gaussian_process, tpe
-from muscale.settings.sweep import SearcherName, SweepSettings
+from muscale.settings.sweep import SweepSettings
 from search_spaces import Space
 
 MIN_PRIOR_RUNS = 5
@@ -21,26 +20,28 @@ MIN_PRIOR_RUNS = 5
 
 
 def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
-    """The scheduler of a sweep over a space."""
+    """Return the scheduler of a sweep over a space.
+
+    Raises:
+        StageError: If a class of Ray Tune's can't be made from the study file.
+    """
     top = settings.rungs - 1
     match settings.scheduler:
         case "none":
             return ToTheEnd(top=top)
         case "asha":
             return Asha(top=top, eta=settings.reduction_factor)
-        case "hyperband":
-            return Hyperband(top=top, eta=settings.reduction_factor)
-        case "median":
-            return MedianStopping(top=top)
         case "pbt":
             explore = Perturb(space=space, resample=settings.resample, seed=settings.seed)
             return Population(top=top, share=settings.share, explore=explore, seed=settings.seed)
-        case "pb2":
-            bandit = Bandit(space=space, seed=settings.seed)
-            return Population(top=top, share=settings.share, explore=bandit, seed=settings.seed)
+    from muscale.search.tune_methods import tune_scheduler
+    from muscale.search.tune_scheduler import TuneScheduler  # it imports ray.tune, which takes seconds
+
+    tune_scheduler(settings, space)  # raises now for a name or an argument that Tune refuses
+    return TuneScheduler(top=top, settings=settings, space=space)
 
 
-def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> SearcherName:
+def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> str:
     """The searcher that "auto" stands for: our own where enough runs at other scales are known, else TPE."""
     if settings.searcher != "auto":
         return settings.searcher
@@ -77,4 +78,7 @@ def make_searcher(
             return CmaEs(space=space, seed=seed)
         case "across_scales":
             return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, prior_runs=prior_runs)
-    raise ValueError(f"no searcher is called {search_round.searcher!r}")
+    from muscale.search.tune_searcher import TuneSearcher  # it imports ray.tune, which takes seconds
+
+    top, first = settings.rungs - 1, search_round.first_trial
+    return TuneSearcher(settings, search_round.searcher, space, first_trial=first, top=top)

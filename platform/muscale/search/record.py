@@ -6,8 +6,8 @@ Rows never change, and a trial's status follows from its rows, so reading the re
 
 from __future__ import annotations
 
+import itertools
 import math
-import statistics
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from muscale.search.jobs import AnnealJob, ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
+from muscale.store.statements import EVENTS
 from muscale.store.tables import ResultKind, decisions, rounds, rungs, trials
 from search_spaces import Config, Space
 
@@ -51,6 +52,22 @@ Generation = tuple[list[int], list[tuple[float, int]]]
 """Members of a population, and (loss, trial) of them at a rung, best first."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A trial that began, its result at a rung, or the decision to train it on; `Record.events` has them in order.
+
+    Attributes:
+        config: Values under which it trains from here on; those of a result are the values that led to it.
+        rung: Rung of the result, or rung that it continues from; −1 for one that begins.
+        result: The result; None for a beginning and a decision.
+    """
+
+    trial: int
+    config: Config
+    rung: int
+    result: RungResult | None = None
+
+
 class Record:
     """Rows of a sweep in memory, read from the ledger once and written through to it."""
 
@@ -71,6 +88,7 @@ class Record:
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
         self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
+        self.events: list[Event] = []
         # First trials of brackets, or rungs of generations, that a scheduler found to be over. A cancelled trial, a new round
         # and a new member may change that.
         self.settled: set[int] = set()
@@ -81,17 +99,15 @@ class Record:
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
         self._waiting: dict[int, list[tuple[float, int]]] = {}  # entries of a ranking that may advance
-        self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
-        self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
-        self._changes: dict[int, list[float]] = {}  # likewise
+        self._changes: dict[int, list[float]] = {}  # of the rungs of which they were asked
         self._is_read = False  # until then rankings are not sorted
         for row in failures:
             if row["payload"]["sweep"] == sweep:
                 self._note_failure(row["payload"])
-        for row in rows["trials"]:
-            self._started(row["number"], row["config"], row["until"])
-        for row in sorted([*rows["rungs"], *rows["decisions"]], key=lambda row: row["sequence"]):
-            if "until" in row:
+        for row in sorted(itertools.chain(*(rows[table] for table in EVENTS)), key=lambda row: row["sequence"]):
+            if "number" in row:
+                self._started(row["number"], row["config"], row["until"])
+            elif "until" in row:
                 self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:
                 self._add_result(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
@@ -201,29 +217,12 @@ class Record:
         """(loss, trial) of a rung's trials that have a loss, were not cancelled and have not advanced from the rung."""
         return self._waiting.get(rung, [])
 
-    def waiting_by_best(self, rung: int) -> list[tuple[float, int]]:
-        """(least loss so far, trial) of those that wait at a rung, the least first."""
-        if rung not in self._bests:
-            self._bests[rung] = sorted((min(self.losses(trial, rung)), trial) for _, trial in self.waiting(rung))
-        return self._bests[rung]
-
-    def means(self, rung: int) -> list[float]:
-        """Mean losses, over the rungs up to this one, of those that arrived there with a loss, the least first."""
-        if rung not in self._means:
-            alive = [trial for loss, trial in self.ranking(rung) if math.isfinite(loss)]
-            self._means[rung] = sorted(self.mean(trial, rung) for trial in alive)
-        return self._means[rung]
-
     def changes(self, rung: int) -> list[float]:
         """Changes of log loss from a rung to the next of those that arrived at both with a loss, the least first."""
         if rung not in self._changes:
             arrived = [trial for _, trial in self.ranking(rung + 1)]
             self._changes[rung] = sorted(self._change(trial, rung) for trial in arrived if self._changed(trial, rung))
         return self._changes[rung]
-
-    def mean(self, trial: int, rung: int) -> float:
-        """Mean of a trial's losses at the rungs up to this one."""
-        return statistics.fmean(self.losses(trial, rung))
 
     def place(self, trial: int, rung: int) -> int:
         """Number of trials before a trial in a rung's ranking, without cancelled ones."""
@@ -260,6 +259,7 @@ class Record:
         self.paths[number] = history_of(config)
         self._turns[number] = [(0, history_of(config))]
         self.open[number] = self._until[number] = until
+        self.events.append(Event(trial=number, config=config, rung=-1))
 
     def _insert_failure(self, failure: dict[str, Any]) -> None:
         key = " ".join(str(failure[name]) for name in ("trial", "rung", "annealed", "seed"))
@@ -275,6 +275,7 @@ class Record:
 
     def _add_result(self, result: RungResult) -> None:
         trial, rung = result.trial, result.rung
+        self.events.append(Event(trial=trial, config=self.config_at(trial, rung), rung=rung, result=result))
         self.results[trial, rung] = result
         self.tokens += result.tokens
         self.seconds += result.seconds
@@ -284,10 +285,6 @@ class Record:
             insort(ranking, (loss, trial))
             if self._waits(loss, trial, rung):
                 insort(self._waiting.setdefault(rung, []), (loss, trial))
-                if rung in self._bests:
-                    insort(self._bests[rung], (min(self.losses(trial, rung)), trial))
-            if rung in self._means and math.isfinite(loss):
-                insort(self._means[rung], self.mean(trial, rung))
             if rung - 1 in self._changes and self._changed(trial, rung - 1):
                 insort(self._changes[rung - 1], self._change(trial, rung - 1))
         else:
@@ -306,6 +303,7 @@ class Record:
         self.open[trial] = self._until[trial] = until
         if donor is not None:
             self.donors[trial, rung] = donor
+        self.events.append(Event(trial=trial, config=path[-1][1], rung=rung))
 
     def _passed(self, trial: int, rung: int) -> None:
         self.advanced.add((trial, rung))
@@ -333,8 +331,6 @@ class Record:
         if not self._is_read or (trial, rung) not in self.results:
             return
         _drop(self.waiting(rung), (self.loss(trial, rung), trial))
-        if rung in self._bests:
-            _drop(self._bests[rung], (min(self.losses(trial, rung)), trial))
 
 
 def _drop(ordered: list[tuple[float, int]], entry: tuple[float, int]) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from muscale.search.protocols import Observation
-from muscale.search.record import Record
+from muscale.search.record import Event, Record
 from search_spaces import Config, Space
 
 T = TypeVar("T")
@@ -25,6 +25,11 @@ class RecordView:
     def space(self) -> Space:
         """The space of the present round."""
         return self._record.rounds[-1].space
+
+    @property
+    def events(self) -> list[Event]:
+        """The record's events."""
+        return self._record.events
 
     @cached_property
     def pending(self) -> list[Config]:

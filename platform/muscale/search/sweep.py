@@ -33,6 +33,7 @@ from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
+from muscale.search.tune_methods import require_known_arguments
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
@@ -176,6 +177,8 @@ class Sweep:
         allowed = self._budget(record, search_round)
         searcher = self.searcher or self._named_searcher(search_round)
         scheduler = self.scheduler or make_scheduler(settings, search_round.space)
+        if settings.tune:
+            require_known_arguments(settings, search_round.searcher)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
         return Engine(
             record,

@@ -168,7 +168,9 @@ class SweepResult(Result):
         from muscale.search.sweep_figures import coloured_by, draw_lineage, lineage_data
 
         if not self.is_population:
-            raise StageError("sweep: only a population has a lineage (sweep.scheduler pbt or pb2)")
+            raise StageError(
+                "sweep: only a population has a lineage (sweep.scheduler pbt, tune:PopulationBasedTraining or tune:PB2)"
+            )
         name = coloured_by(self.space)
         return draw_lineage(lineage_data(self.rungs, self.winner, name), name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -16,10 +16,12 @@ from proxy_models.training.averaging import Tail
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
 SearcherName = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
-SchedulerName = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
+SchedulerName = Literal["asha", "pbt", "none"]
+TUNE = "tune:"  # before the name of a class of Ray Tune's
+TuneName = Annotated[str, Field(pattern=rf"^{TUNE}[A-Za-z_]\w*$")]
 RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
 
-POPULATIONS = ("pbt", "pb2")
+POPULATIONS = ("pbt", "tune:PopulationBasedTraining", "tune:PB2")
 MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from losses
 MIN_RUNG_RATIO = 1.25  # the averaged end of a rung (15 % of it) must not reach back over the rung before
 MOST_RUNGS = 100  # generations too; at the smallest ratio the first rung has less than a billionth of the tokens
@@ -30,10 +32,11 @@ DECAYING = ("linear", "cosine", "exponential", "step")
 class SweepSettings(StrictTable):
     """[sweep]: the search at the base shape."""
 
-    trials: PositiveInt  # all suggestions; under pbt and pb2 the members of the population
+    trials: PositiveInt  # all suggestions; under a population the members of the population
     n_tokens: PositiveInt  # tokens of a trial that is not stopped, including its cooldown
-    searcher: SearcherName = "auto"  # across_scales if the ledger knows other sizes or lengths, else tpe
-    scheduler: SchedulerName = "asha"
+    searcher: SearcherName | TuneName = "auto"  # across_scales if the ledger knows other sizes or lengths, else tpe
+    scheduler: SchedulerName | TuneName = "asha"
+    tune: Mapping[str, Any] = Field(default_factory=dict)  # arguments of Ray Tune's methods
     rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
     # ratio of tokens between rungs, and of trials to survivors
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
@@ -42,7 +45,7 @@ class SweepSettings(StrictTable):
     top_k: PositiveInt = 3  # trials of each rung that get an annealed branch besides the survivors
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
     n_seeds: NonNegativeInt = 3  # seeds of each finalist, all different from the search's
-    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: members that copy one of as many best members
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # populations: members that copy one of as many best members
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
     cost_weight: NonNegativeFloat = 0.0  # the winner has the smallest log loss + cost_weight · log seconds of training
     max_tokens: PositiveInt | None = None  # the sweep stops before it would exceed any of these
@@ -120,7 +123,7 @@ class SweepSettings(StrictTable):
             )
         if not self.is_population:
             return
-        if searcher in ("grid", *MODELS):
+        if searcher in ("grid", *MODELS) or searcher.startswith(TUNE):
             why = (
                 "a grid's points stay where they are"
                 if searcher == "grid"
@@ -138,8 +141,8 @@ class SweepSettings(StrictTable):
                 f"{', '.join(CHANGEABLE)}"
             )
         rough = [name for name in movable if not isinstance(self.space[name], Uniform | LogUniform)]
-        if scheduler == "pb2" and rough:
-            yield f'sweep.space: "pb2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
+        if scheduler == "tune:PB2" and rough:
+            yield f'sweep.space: "tune:PB2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
         if self.trials < 2:
             yield f"sweep.trials: a population needs at least 2 members, got {self.trials}"
 

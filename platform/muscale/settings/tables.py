@@ -250,6 +250,8 @@ class StudyTables(StrictTable):
         """All settings as plain JSON values, with defaults filled in."""
         plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
         plain["sweep"]["space"] = self.sweep.space.to_dict()
+        if not self.sweep.tune:
+            del plain["sweep"]["tune"]  # so that sweeps without it keep their recorded form
         if self.trainer is None:
             del plain["trainer"]  # so that studies without [trainer] keep their recorded form
         return plain

@@ -92,8 +92,8 @@ class Ledger:
     def insert(self, table: sa.Table, **values: Any) -> None:
         """Insert one row stamped with the time; an existing row stays unchanged.
 
-        The latest row of a table is the last one inserted, even if a clock was set back. A rung's result and a decision get the
-        sweep's next sequence number.
+        The latest row of a table is the last one inserted, even if a clock was set back. A trial, a rung's result and a decision get
+        the sweep's next sequence number.
         """
         if table.name in _LATEST:
             self.write(statements.insert_latest, table.name, stamped(table, values))

@@ -30,7 +30,7 @@ from muscale.store.tables import (
     studies,
 )
 
-EVENTS = ("rungs", "decisions")  # tables that share the sequence numbers of a sweep
+EVENTS = ("trials", "rungs", "decisions")  # tables that share the sequence numbers of a sweep
 KEYS_AT_ONCE = 500  # most keys in one statement
 _OUTCOME = (
     "loss",
@@ -64,7 +64,7 @@ def find(
 
 def sweep_rows(connection: sa.Connection, sweep: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of a sweep by table, in order, on one snapshot; otherwise a decision could refer to a trial that was not read."""
-    order = {"rounds": "round", "trials": "number", "rungs": "sequence", "decisions": "sequence"}
+    order = {"rounds": "round", "trials": "sequence", "rungs": "sequence", "decisions": "sequence"}
     return {table: find(connection, table, {"sweep": sweep}, [column]) for table, column in order.items()}
 
 
@@ -203,7 +203,7 @@ def run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str
 
 
 def insert_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Insert a rung's result or a decision with the sweep's next sequence number."""
+    """Insert a trial, a rung's result or a decision with the sweep's next sequence number."""
     tables = [metadata.tables[name].c for name in EVENTS]
     lasts = [sa.select(sa.func.max(of.sequence)).where(of.sweep == values["sweep"]) for of in tables]
     sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1

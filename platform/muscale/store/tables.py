@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 9
+SCHEMA = 10
 """Raise it when a table, an index or the meaning of a column changes. Ledgers of another schema are refused: no release has
 ledgers that would need to be migrated."""
 
@@ -100,7 +100,9 @@ trials = sa.Table(
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("config", JSON, nullable=False),
     sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it first trains
+    sa.Column("sequence", sa.Integer, nullable=False),  # among all trials, results and decisions of the sweep
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_trials_sequence", "sweep", "sequence"),
 )
 
 rungs = sa.Table(
@@ -109,7 +111,7 @@ rungs = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("trial", sa.Integer, primary_key=True),
     sa.Column("rung", sa.Integer, primary_key=True),
-    sa.Column("sequence", sa.Integer, nullable=False),  # among all results and decisions of the sweep
+    sa.Column("sequence", sa.Integer, nullable=False),
     sa.Column("segment", sa.String, nullable=False),
     sa.Column("tokens", sa.BigInteger, nullable=False),  # since the rung before
     sa.Column("seconds", sa.Float, nullable=False),

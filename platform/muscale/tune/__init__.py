@@ -23,7 +23,7 @@ from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
 from muscale.ray_connection import join, note_taken, require_room
 from muscale.search.sweep import Sweep
-from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Uniform
+from muscale.search.tune_methods import domain
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -83,24 +83,4 @@ def param_space(study: Study) -> dict[str, Any]:
             f"sweep.space.constraints: Tune's spaces have none, got {', '.join(space.constraints)}; give the Tuner a "
             "param_space of your own, or use study.sweep()"
         )
-    return {name: _domain(name, distribution) for name, distribution in space.items()}
-
-
-def _domain(name: str, distribution: Distribution) -> Any:
-    from ray import tune
-
-    match distribution:
-        case Uniform(low=low, high=high):
-            return tune.uniform(low, high)
-        case LogUniform(low=low, high=high):
-            return tune.loguniform(low, high)
-        case Integer(low=low, high=high, log=log):
-            return (tune.lograndint if log else tune.randint)(low, high + 1)
-        case Ordinal(values=values) | Choice(values=values):
-            return tune.choice(list(values))
-        case Fixed(value=value):
-            return value
-    raise StageError(
-        f"sweep.space.{name}: Tune's spaces can't express a {distribution.kind}; give the Tuner a param_space of your own, "
-        "or use study.sweep()"
-    )
+    return {name: domain(f"sweep.space.{name}", distribution) for name, distribution in space.items()}

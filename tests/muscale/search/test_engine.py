@@ -25,7 +25,7 @@ from tests.muscale.search.conftest import SPACE, loss_at, settings
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
 H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
-SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
+SCHEDULERS = ["none", "asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule", "pbt", "tune:PB2"]
 SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es", "across_scales"]
 
 
@@ -55,7 +55,7 @@ def test_every_pair_ends_within_its_trials_and_brings_one_to_the_end(
 def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
     make_engine: MakeEngine, drive: Drive, searcher: str, scheduler: str
 ) -> None:
-    chosen = settings(searcher="random" if scheduler in ("pbt", "pb2") else searcher, scheduler=scheduler)
+    chosen = settings(searcher="random" if scheduler in ("pbt", "tune:PB2") else searcher, scheduler=scheduler)
     whole = make_engine(chosen, "whole")
     drive(whole, loss_at, workers=1)
     for n_segments in (1, 4, 9):
@@ -103,7 +103,7 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, drive: Drive, scheduler:
     assert engine.record.ranking(3), "what is left when no trial may be begun brings one to the end"
 
 
-@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median"])
+@pytest.mark.parametrize("scheduler", ["none", "asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule"])
 def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, drive: Drive, scheduler: str) -> None:
     for limit in range(12_000, 16_000, 200):
         engine = make_engine(settings(scheduler=scheduler, trials=40, top_k=1, max_tokens=limit + 7000), str(limit))
@@ -181,7 +181,7 @@ def test_a_trial_that_fails_at_every_attempt_is_recorded_and_the_sweep_ends(
     again = make_engine(settings(scheduler=scheduler), anneal_jobs=wanted)
     assert again.is_finished, "nor is it tried again by a later run"
     assert again.record.failed == record.failed
-    if scheduler not in ("pbt", "pb2"):  # whose members continue as copies
+    if scheduler not in ("pbt", "tune:PB2"):  # whose members continue as copies
         assert {again.record.status(trial, 3) for trial in failing} == {"failed"}
 
 
@@ -312,7 +312,7 @@ def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
 
 
 # One full trial of `settings` costs 8,000 tokens and 1,500 of branches, with 100 for the best of the first rung.
-@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
+@pytest.mark.parametrize("scheduler", ["asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("limit", [9_500, 12_000, 15_000, 20_000, 25_000])
 def test_a_budget_that_pays_for_one_trial_brings_one_to_the_end(
@@ -324,7 +324,7 @@ def test_a_budget_that_pays_for_one_trial_brings_one_to_the_end(
     assert engine.record.ranking(3)
     spent = engine.budget.spent(engine.record)
     least = (
-        2_600 if scheduler == "hyperband" and limit == 25_000 else 1_600
+        2_600 if scheduler == "tune:HyperBandScheduler" and limit == 25_000 else 1_600
     )  # a new trial; of its second bracket, to rung 1
     assert limit - least < spent <= limit
 
@@ -344,7 +344,7 @@ def test_a_scheduler_of_a_users_own_is_asked_for_one_move(make_engine: MakeEngin
     assert [engine.record.last_rung(trial) for trial in range(5)] == [0] * 5
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 @pytest.mark.parametrize("hours", [0.1, 0.2, 0.3])
 @pytest.mark.parametrize("workers", [1, 8])
 def test_device_hours_leave_a_population_its_last_generation(

