@@ -73,7 +73,7 @@ def test_a_registered_forecast_can_not_be_changed_or_deleted(ledger: Ledger) -> 
 
 def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
     def fail_midway(connection: sa.Connection) -> None:
-        row = {"sweep": "s", "number": 0, "config": {}, "until": 0, "created_at": ""}
+        row = {"sweep": "s", "number": 0, "config": {}, "until": 0, "created_at": "", "sequence": 0}
         insert_once(connection, trials.name, [row])
         raise RuntimeError("midway")
 
