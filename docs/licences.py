@@ -20,7 +20,7 @@ def locked(text: str) -> list[str]:
 
 
 def licence(name: str) -> str:
-    """As the distribution states it: its expression, else its classifiers, else the first line of its licence's text."""
+    """Return the licence as the distribution states it: its expression, else its classifiers, else the first line of the text."""
     try:
         stated = metadata.metadata(name)
     except metadata.PackageNotFoundError:

@@ -157,8 +157,8 @@ def recorded_outputs(model: nn.Module, nodes: dict[str, Any] | None = None) -> I
     """Yield detached outputs of the modules by name, in the forward passes inside; `nodes` receives each output's `grad_fn`.
 
     A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
-    a second time, nor is one whose output no parameter enters (rotary angles). Of a tuple it is the first entry: the values
-    of torch's recurrent layers and of its attention, beside states and weights.
+    a second time, nor is one whose output no parameter enters (rotary angles). A tuple's output is its first entry: torch's
+    recurrent layers and its attention put their values there, in addition to states and weights.
     """
     outputs: dict[str, Tensor] = {}
     seen: list[Tensor] = []

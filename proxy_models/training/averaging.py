@@ -1,6 +1,6 @@
-"""The average of the weights by which rungs rank, evaluated at the end of a segment beside the last weights.
+"""The average of the weights by which rungs rank, evaluated at the end of a segment together with the last weights.
 
-It needs no memory but one sum, it is part of no training state, and where rungs lie does not change it.
+The average needs memory for one sum only. It is not part of the training state and does not depend on where rungs lie.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 AVERAGED_SHARE = 0.15
 """Share of the tokens so far over which a rung's weights are averaged (measured here; Hägele et al., arXiv 2405.18392,
-section 4, average a stretch without cooldown, too)."""
+section 4, also average a part of the run without cooldown)."""
 
 
 @dataclass(frozen=True, kw_only=True)

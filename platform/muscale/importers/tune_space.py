@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
 
 
 def _distribution(value: Any) -> tuple[Distribution | None, str]:
-    """One of Tune's objects as a distribution, None of anything else; and a note about it."""
+    """Return the distribution for a Tune object and a note about it; return None for any other object."""
     from ray.tune.search import sample
 
     if isinstance(value, Mapping):

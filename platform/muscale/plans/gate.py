@@ -310,5 +310,5 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
 
 
 def _row(head: str, text: str) -> list[str]:
-    """A text beside its head, folded."""
+    """A folded text next to its head."""
     return fold(head + text, 29)

@@ -60,7 +60,7 @@ class SharingActor:
 
 
 def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, directory: Path) -> list[dict[str, Any]]:
-    """Train on all workers at the same time, each with a seed of its own; what each of them reports.
+    """Train on all workers at the same time, each with its own seed, and return each worker's report.
 
     Args:
         directory: Folder of a study, with its corpus.
