@@ -85,10 +85,11 @@ pictures: $(INSTALLED)
 	$(BIN)/muscale report runs/quickstart/study.toml
 	$(BIN)/python -m tests.pictures runs/quickstart/report.html docs
 
-# Debian packages of the tests; needs root.
+# Debian packages of the tests; needs root. GitHub's Ubuntu has a Chromium, of which Ubuntu has no package.
 ci-system:
 	apt-get update -qq
-	apt-get install -y -qq --no-install-recommends chromium g++ make postgresql python3-venv
+	apt-get install -y -qq --no-install-recommends g++ make postgresql python3-venv
+	command -v chromium || apt-get install -y -qq --no-install-recommends chromium
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache
