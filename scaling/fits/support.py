@@ -73,7 +73,8 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
         )
     if (share := floor_share(rows, ensemble)) < LEAST_FLOOR:
         found["low floor"] = (
-            f"E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at which forecasts were tested"
+            f"the runs end far above the floor of the loss: E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at "
+            "which forecasts were tested; larger or longer runs help"
         )
     if ensemble.law.loss_unit == NATS and (most := float(made["loss"].max())) > MOST_NATS:
         found["unit"] = (

@@ -159,6 +159,7 @@ def _summary(contents: ReportContents) -> Section:
         values={
             "contents": contents,
             "headline": headline,
+            "conclusion": summary.conclusion(contents),
             "state": state,
             "ruler": summary.ruler(contents),
             "tiles": summary.tiles(contents),

@@ -49,6 +49,30 @@ def headline(contents: ReportContents) -> tuple[str, str]:
     return "no forecast yet", "none"
 
 
+def conclusion(contents: ReportContents) -> str:
+    """Return a sentence on what to conclude from the forecast and the measured loss; empty without a forecast."""
+    promotion, forecast = contents.promotion, contents.forecast
+    untested = "the forecast lies outside the range in which such intervals were tested"
+    supported = not (forecast and forecast["reasons"])
+    if promotion and promotion["inside"]:
+        return (
+            "The forecast held: the measured loss is inside its interval."
+            if supported
+            else f"The measured loss is inside the interval. Do not rely on the next such interval, though: {untested}."
+        )
+    if promotion:
+        missed = "The forecast missed: the measured loss is outside its interval"
+        chance = f"{1 - promotion['level']:.0%} of such forecasts miss by chance"
+        return f"{missed}. {chance if supported else untested.capitalize()}."
+    if forecast:
+        return (
+            f"Expect a loss from {forecast['low']:.4f} to {forecast['high']:.4f}: such intervals held when they were tested."
+            if supported
+            else f"Do not rely on the interval: {untested}."
+        )
+    return ""
+
+
 def ruler(contents: ReportContents) -> dict[str, Any] | None:
     """Return positions of the interval, the forecast and the measured loss on one line, in per cent of its width."""
     shown = contents.promotion or contents.forecast

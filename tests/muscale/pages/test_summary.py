@@ -12,7 +12,7 @@ import pytest
 
 from muscale.pages.contents import ReportContents
 from muscale.pages.sections import as_table, count, escaped
-from muscale.pages.summary import headline, lineage, ruler, tiles
+from muscale.pages.summary import conclusion, headline, lineage, ruler, tiles
 from tests.muscale.pages.test_report import COLUMNS, promoted
 
 
@@ -47,6 +47,18 @@ def test_all_places_lie_on_the_line_in_order(loss: float, inside: bool) -> None:
     values = {"low": 0.9, "forecast": 1.0, "high": 1.1, "measured": loss}
     assert sorted(places, key=lambda name: places[name]) == sorted(values, key=lambda name: values[name])
     assert all(0 < place < 100 for place in places.values())
+
+
+def test_the_conclusion_depends_on_support_and_on_the_measured_loss() -> None:
+    supported, unsupported = FORECAST, FORECAST | {"reasons": ["few runs"]}
+    runs = (None, promoted(1.05, inside=True), promoted(1.5, inside=False))
+    found = [
+        conclusion(contents(forecast=forecast, promotion=run)) for forecast in (supported, unsupported) for run in runs
+    ]
+    assert len(set(found)) == 6
+    assert conclusion(contents()) == ""
+    assert ["0.9000 to 1.1000" in text for text in found] == [True, False, False, False, False, False]
+    assert "10%" in found[2]
 
 
 def test_a_forced_launch_stays_in_the_summary() -> None:
