@@ -42,7 +42,7 @@ def place(path: Path, shared_place: Path, tmp_path: Path) -> Path:
 
 
 def checkout(root: Path) -> Path:
-    """The `notebooks` of a checkout that has both folders. Seven rates, as in the quickstart, give the drift an error, so the gate opens."""
+    """The `notebooks` of a checkout that has both folders. Seven rates give the drift an error, and the gate opens."""
     shutil.copytree(FOLDER, root / "notebooks")
     write_text(root / "runs/quickstart/text")
     (root / "runs/quickstart/study.toml").write_text(MICRO.replace("rates = 5\n", "rates = 7\n"))
