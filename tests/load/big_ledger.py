@@ -131,7 +131,7 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
                 "sweep": name,
                 "trial": trial,
                 "rung": rung,
-                "sequence": rung * n_trials + trial + 1,
+                "sequence": (rung + 1) * n_trials + trial + 1,
                 "segment": ends[rung],
                 "tokens": row["tokens"] - row["trained_from"],
                 "seconds": 1.5,
@@ -140,6 +140,7 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
             }
             for rung, row in enumerate(segments)
         ]
+        begun = {"sweep": name, "number": trial, "sequence": trial + 1}  # all trials begin before the first result
         model = plan.numerics.model
         run = {
             "purpose": "sweep",
@@ -158,7 +159,7 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
         yield {
             "leases": [{"name": stem, "token": 1, "owner": None, "beat": 3}],
             "segments": [*segments, {**common, **end, **tokens}],
-            "trials": [{"sweep": name, "number": trial, "config": config, "until": plan.top, "created_at": _STAMP}],
+            "trials": [{**begun, "config": config, "until": plan.top, "created_at": _STAMP}],
             "rungs": rungs,
             "runs": [run],
         }
