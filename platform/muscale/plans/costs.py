@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +98,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     ]
     grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
     rows.append(("transfer", len(grid), *_trained(grid)))
-    steps = []
-    for stem, seed in product(config.ladder.stems, config.ladder.seeds):
-        member = replace(numerics, model=stem.of(config.family), seed=seed)
-        lengths = ladder.stem_lengths(stem)
-        jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
-        steps += [job.chain for job in jobs]
+    steps = [job.chain for job in ladder.ladder_jobs(config, numerics, h, horizon=None)]
     rows.append(("ladder", len(steps), *_trained(steps)))
     compared = [job.chain for _, _, job in comparison.most_jobs(config, numerics, h)] if config.variants else []
     rows.append(("compare", len(compared), *_trained(compared)))

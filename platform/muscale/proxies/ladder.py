@@ -86,8 +86,12 @@ def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hy
     return replace(best, learning_rate=float(horizon.rate(n_tokens)))
 
 
-def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw) -> list[Job]:
-    """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them."""
+def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw | None) -> list[Job]:
+    """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them.
+
+    Args:
+        horizon: None where only the runs' cost matters; then all have the rate of `best`.
+    """
     jobs = []
     for stem, seed in product(config.ladder.stems, config.ladder.seeds):
         lengths = stem_lengths(stem)
@@ -95,7 +99,7 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
         member = replace(numerics, model=stem.of(config.family), seed=seed)
         jobs += branches(
             member,
-            tuned_for(best, horizon, middle),
+            tuned_for(best, horizon, middle) if horizon else best,
             lengths,
             tuned_at=middle,
             purpose="ladder",
