@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,10 @@ from muscale import Study
 from muscale.layout import LEDGER
 from tests.faults.drivers import SETTINGS, Driver, Undisturbed, recorded, trained_tokens
 from tests.faults.lean import begin, finish
-from tests.muscale.conftest import MICRO, make_study, postgres_server, ray_cluster, write_text
+from tests.muscale.conftest import MICRO, postgres_server, ray_cluster, write_text
 
-__all__ = ["make_study", "postgres_server", "ray_cluster"]
+__all__ = ["postgres_server", "ray_cluster"]
+TWO_AT_ONCE = MICRO.replace("workers = 1 ", "workers = 2 ")
 
 
 class SmallDisk:
@@ -62,12 +63,24 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.fixture
+def make_study(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the micro-study with two workers into a folder of its own and returns its study file."""
+
+    def make(name: str = "study") -> Path:
+        write_text(tmp_path / name / "text")
+        (path := tmp_path / name / "study.toml").write_text(TWO_AT_ONCE)
+        return path
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The sweep of `drivers`, to whose end nothing came in between."""
     directory = tmp_path_factory.mktemp("undisturbed")
     write_text(directory / "text")
-    (directory / "study.toml").write_text(MICRO)
+    (directory / "study.toml").write_text(TWO_AT_ONCE)
     driver = Driver(directory / "study.toml")
     assert driver.ends() == 0, driver.log.read_text()
     tokens = trained_tokens(directory / "study.toml")

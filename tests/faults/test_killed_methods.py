@@ -35,8 +35,9 @@ def write_study(make_study: MakeStudy, scheduler: str, searcher: str, name: str)
     path = make_study(name)
     text = path.read_text().replace('scheduler = "none"', f'scheduler = "{scheduler}"')
     text = text.replace('searcher = "random"', f'searcher = "{searcher}"')
-    assert text.count(scheduler) == text.count(searcher) == 1
-    path.write_text(f"{text}\n[resources]\nworkers = 1\n")
+    text = text.replace("workers = 2", "workers = 1")
+    assert text.count(scheduler) == text.count(searcher) == text.count("workers = 1") == 1
+    path.write_text(text)
     return path
 
 

@@ -51,6 +51,9 @@ rungs = 2
 learning_rate = { distribution = "log_uniform", low = 0.004, high = 0.03 }
 init_scale = { distribution = "log_uniform", low = 0.5, high = 2.0 }
 
+[resources]
+workers = 1  # a training process takes longer to start than these trainings
+
 [transfer]
 widths = [16, 32, 64]
 n_tokens = 16384

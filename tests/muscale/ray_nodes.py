@@ -19,7 +19,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-_SECONDS = 120.0  # for anything that is waited for, on a loaded machine
+_SECONDS = 600.0  # for anything that is waited for, on a loaded machine
 
 
 class RayNodes:

@@ -148,7 +148,7 @@ def test_gc_is_a_command(make_study: MakeStudy, capsys: pytest.CaptureFixture[st
 
 def test_as_a_module_it_exits_with_the_code(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "muscale", "runs", str(tmp_path / "none.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr

@@ -91,7 +91,7 @@ def test_the_training_of_a_tokenizer_ends_at_once_with_the_process_that_it_runs_
             time.sleep(0.05)
             trainers = psutil.Process(checked.pid).children()
         checked.send_signal(which)
-        assert checked.wait(timeout=60) == 130
+        assert checked.wait(timeout=600) == 130
         assert not any(trainer.is_running() for trainer in trainers)
         assert not [*(study.parent / "corpus").rglob("*")]
     finally:

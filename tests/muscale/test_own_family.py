@@ -73,7 +73,6 @@ def with_family(path: Path, name: str, **args: object) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_cluster", "transformers")
 @pytest.mark.parametrize("name", ["Qwen3Config", "GPT2Config"])
 def test_every_stage_trains_a_config_of_transformers(make_study: MakeStudy, name: str) -> None:
@@ -146,7 +145,6 @@ def run_as_reader(study: Path, folder: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_stage_trains_the_family_and_readers_import_nothing(
     own_study: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -182,7 +180,6 @@ def written_study(make_study: MakeStudy, tmp_path: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 def test_a_module_on_pythonpath_reaches_ray_s_workers(written_study: Path) -> None:
     folder = written_study.parent
     done = subprocess.run(

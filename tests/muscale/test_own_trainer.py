@@ -142,7 +142,6 @@ def check_that_another_budget_is_tried_and_registered_beside(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
     make: Callable[[str], Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -216,7 +215,6 @@ def test_a_population_continues_from_the_states_of_its_donors(make: Callable[[st
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
     make: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> None:
@@ -229,7 +227,7 @@ def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while starts(killed) < 6 and driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert driver.poll() is None, "it ended before it could be killed"
@@ -245,7 +243,6 @@ def test_a_sweep_killed_in_the_middle_and_run_again_gives_the_same_table(
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_in_which_each_torchrun_is_killed_once_gives_the_same_table(make: Callable[[str], Path]) -> None:
     tables = []
@@ -271,7 +268,6 @@ def test_a_sweep_in_which_each_torchrun_is_killed_once_gives_the_same_table(make
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_a_variant_s_program_is_tuned_and_trained_by_workers_of_ray(
     make: Callable[[str], Path], ray_cluster: None
 ) -> None:

@@ -35,7 +35,7 @@ def test_a_ray_of_our_own_lets_nobody_in_without_its_token(variables: dict[str, 
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert (done.returncode == 0) is is_let_in, done.stderr
@@ -142,7 +142,7 @@ def test_ray_starts_whatever_the_length_of_tmpdir(tmp_path: Path, length: int) -
             env={**env, "TMPDIR": str(folder), "HOME": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
             check=False,
         )
         assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
@@ -179,7 +179,7 @@ def test_a_head_that_hangs_on_disconnect_blocks_nobody(
 ) -> None:
     env = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, "-c", LEAVES, cluster]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     started = [int(pid) for line in done.stdout.splitlines() for pid in line.split()[1:]]
     for pid in started:
         with suppress(ProcessLookupError):  # of a cluster that is not its own, whose head hangs

@@ -191,7 +191,7 @@ def test_an_absent_server_ends_and_blocks_nothing_and_the_key_is_written_nowhere
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -235,7 +235,7 @@ def test_a_job_that_was_stopped_ends_with_its_own_line_though_wandb_was_stopped_
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (130, "")

@@ -65,7 +65,7 @@ def test_a_sweep_outlasts_a_cancel_and_the_loss_of_a_rank_in_the_middle_of_a_tri
     sweep = Sweep.of(study.config, study.ledger, study.corpus)
 
     def disturb() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (0 in sweep.record().configs and followers()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -96,7 +96,7 @@ def test_a_grid_has_the_losses_of_one_rank_also_after_a_rank_was_lost(
     jobs = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))[:2]
 
     def kill() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (found := followers()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -162,11 +162,17 @@ def test_a_sweep_names_a_table_of_results_that_disagrees_with_its_own(make_study
 
 def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeStudy) -> None:
     path = make_study()
-    settings = ["sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=131072", "sweep.trials=3"]
+    settings = [
+        "sweep.searcher=random",
+        "sweep.scheduler=none",
+        "sweep.n_tokens=131072",
+        "sweep.trials=3",
+        "resources.workers=2",
+    ]
     killed = threading.Event()
 
     def kill() -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not killed.is_set() and time.monotonic() < deadline:
             for process in psutil.Process().children(recursive=True):
                 try:
@@ -204,7 +210,7 @@ def test_two_sweeps_at_once_train_nothing_twice(make_study: MakeStudy, tmp_path:
         for one in ("sweep.scheduler=none", "sweep.scheduler=asha")
     ]
     try:
-        codes = [driver.wait(timeout=200) for driver in drivers]
+        codes = [driver.wait(timeout=600) for driver in drivers]
     finally:
         for driver in drivers:
             driver.kill()
@@ -249,13 +255,13 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
         )
     signal.signal(signal.SIGINT, before)
     try:
-        deadline = time.monotonic() + 300  # a busy machine starts Ray in minutes
+        deadline = time.monotonic() + 600  # a busy machine starts Ray in minutes
         while "at rung 0" not in log.read_text():
             assert driver.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         interrupt(driver)
-        assert driver.wait(timeout=120) == 130, log.read_text()
+        assert driver.wait(timeout=600) == 130, log.read_text()
     finally:
         driver.kill()
     study = Study.open(path, settings, quiet=True)

@@ -137,7 +137,7 @@ assert ended == [[]], ended
 
 def test_a_heartbeat_outlasts_the_import_of_ray_in_another_thread(tmp_path: Path) -> None:
     program = [sys.executable, "-c", _READS_WHILE_RAY_IS_IMPORTED, str(tmp_path)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -40,7 +40,7 @@ def train_together(prepared: str, log: Path) -> str:
             stdout=file,
             stderr=file,
         )
-        most, deadline = 0, time.monotonic() + 240
+        most, deadline = 0, time.monotonic() + 600
         try:
             while ranks.poll() is None and time.monotonic() < deadline:
                 assert leaking_processes() == []

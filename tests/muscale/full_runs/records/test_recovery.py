@@ -179,7 +179,7 @@ def test_sigterm_on_one_rank_saves_on_all_and_the_run_resumes_exactly(run: FullR
     whole = replace(run, directory=tmp_path / "whole")
     train(whole)
     ranks = start(run, 2, fault=takes_its_time)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (run.directory / "checkpoints" / f"tokens={BATCH * 6}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -211,7 +211,6 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
 
 @pytest.mark.soak
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_are_evaluated_asynchronously(
     run: FullRun, tmp_path: Path
