@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.plan import Stem
-from muscale.settings.strict import StrictTable, build_strictly, format_errors
+from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
@@ -89,12 +89,11 @@ def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
     Raises:
         ValueError: With one line for each value that breaks its rule.
     """
-    problems: list[str] = []
     own = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    made = build_strictly(type(base), own | dict(changes), "", problems)
-    if problems:
-        raise ValueError("\n".join(problem.lstrip(".: ") for problem in problems))
-    return cast(_Changed, made)
+    try:
+        return build_strictly(type(base), own | dict(changes), "")
+    except TableError as error:
+        raise ValueError("\n".join(line.lstrip(".: ") for line in error.lines)) from error
 
 
 def _merged(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,12 +18,13 @@ from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.own_model import OwnModel, read_record
-from muscale.settings.strict import FAULTY, build_strictly, format_errors, lists_to_tuples
+from muscale.settings.strict import TableError, build_strictly, collecting, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
 from muscale.settings.toml_file import inline, parse_toml, read_toml
 from muscale.settings.trainer import TrainerSettings, described_member, program_model
 from muscale.settings.variant_models import own_models
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Space, SpaceError, ready_made
 
@@ -74,19 +76,19 @@ class StudyConfig(StudyTables):
         tables = lists_to_tuples(values)
         problems: list[str] = []
         if isinstance(table := tables.get("hyperparameters"), dict):
-            tables["hyperparameters"] = build_strictly(Hyperparameters, table, f"{where}: hyperparameters", problems)
-        own = None
+            del tables["hyperparameters"]
+            with collecting(problems):
+                tables["hyperparameters"] = build_strictly(Hyperparameters, table, f"{where}: hyperparameters")
+        own, folder = None, directory or Path()
         if isinstance(table := tables.get("model"), dict):
-            if "trainer" in tables:
-                own, tables["model"] = _program_member(
-                    tables["trainer"], table, where, directory or Path(), problems, trains=trains
-                )
-            elif "family" in table:
-                own, tables["model"] = _own_member(
-                    table, f"{where}: model", directory or Path(), problems, trains=trains
-                )
-            else:
-                tables["model"] = build_strictly(ModelConfig, table, f"{where}: model", problems)
+            del tables["model"]
+            with collecting(problems):
+                if "trainer" in tables:
+                    own, tables["model"] = _program_member(tables["trainer"], table, where, folder, trains=trains)
+                elif "family" in table:
+                    own, tables["model"] = _own_member(table, f"{where}: model", folder, trains=trains)
+                else:
+                    tables["model"] = build_strictly(ModelConfig, table, f"{where}: model")
         if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
             try:
                 sweep["space"] = _space(values["sweep"]["space"], f"{where}: sweep.space")
@@ -96,52 +98,49 @@ class StudyConfig(StudyTables):
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:
-            problems += format_errors(error, where, cls)
-            if any(fault["type"] == "missing" and len(fault["loc"]) == 1 for fault in error.errors()):
+            problems += format_errors(error, where, cls, listed=values.keys() - tables.keys())
+            missing = [fault["loc"] for fault in error.errors() if fault["type"] == "missing"]
+            if any(len(keys) == 1 and keys[0] not in values for keys in missing):
                 problems.append(f"{where}: `muscale init DIRECTORY` writes a complete study file, to copy tables from")
             raise StudyFileError("\n".join(problems)) from error
         if trains:
             config._own_model = own
-            config._variant_models = own_models(config, own, where, directory or Path(), problems)
+            config._variant_models = own_models(config, own, where, folder, problems)
         problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
             raise StudyFileError("\n".join(dict.fromkeys(problems)))
         return config
 
 
-def _own_member(
-    table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
-) -> tuple[OwnModel | None, Any]:
+def _own_member(table: dict[str, Any], where: str, directory: Path, *, trains: bool) -> tuple[OwnModel, Member]:
     """[model] with a family, and its member: imported, or read from the record."""
     try:
         own = OwnModel(**table)
     except pydantic.ValidationError as error:
-        problems += format_errors(error, where, OwnModel, separator=".")
-        return None, FAULTY
-    return own, own.imported(where, problems) if trains else read_record(directory, own, where, problems)
+        raise TableError(*format_errors(error, where, OwnModel, separator=".")) from error
+    return own, own.imported(where) if trains else read_record(directory, own, where)
 
 
 def _program_member(
-    trainer: Any, table: dict[str, Any], where: str, directory: Path, problems: list[str], *, trains: bool
-) -> tuple[OwnModel | None, Any]:
+    trainer: Any, table: dict[str, Any], where: str, directory: Path, *, trains: bool
+) -> tuple[OwnModel, Member]:
     """[model] with [trainer], and its member: described by the program, or read from the record."""
     try:
         own = program_model(TrainerSettings.model_validate(trainer), table, directory)
     except pydantic.ValidationError as error:
-        if error.title != TrainerSettings.__name__:  # errors of [trainer] are reported with the other tables
-            problems += format_errors(error, f"{where}: model", ("d_model", "n_layers"), separator=".")
-        return None, FAULTY
+        if error.title == TrainerSettings.__name__:  # errors of [trainer] are reported with the other tables
+            raise TableError from error
+        raise TableError(*format_errors(error, f"{where}: model", ("d_model", "n_layers"), separator=".")) from error
     except OSError as error:
-        problems.append(f"{where}: trainer.command: {error.filename}: {format_read_error(error)}")
-        return None, FAULTY
+        raise TableError(f"{where}: trainer.command: {error.filename}: {format_read_error(error)}") from error
     if not trains:
-        return own, read_record(directory, own, f"{where}: model", problems)
-    read_record(directory, own, "", [])  # recorded descriptions are not requested again
+        return own, read_record(directory, own, f"{where}: model")
+    with suppress(TableError):
+        read_record(directory, own, "")  # recorded descriptions are not requested again
     try:
         return own, described_member(own, directory)
     except (ValueError, TrainerError) as error:
-        problems.append(f"{where}: trainer.command: {error}")
-        return None, FAULTY
+        raise TableError(f"{where}: trainer.command: {error}") from error
 
 
 def _space(table: Any, where: str) -> Space:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from pydantic import Field, PositiveInt
 
 from muscale.errors import StageError
 from muscale.layout import MEMBERS
-from muscale.settings.strict import FAULTY, StrictTable, build_strictly
+from muscale.settings.strict import StrictTable, TableError, build_strictly
 from proxy_models.architecture.counted import counted_at_any_context, remember
 from proxy_models.architecture.families import load
 from proxy_models.architecture.member import Member, ModuleConfig
@@ -39,34 +40,31 @@ class OwnModel(StrictTable):
     vocab_size: PositiveInt = 256
     context_length: PositiveInt = 128
 
-    def imported(self, where: str, problems: list[str]) -> Any:
+    def imported(self, where: str) -> Member:
         """Import the family and return the member; standard error first shows the family and its file.
 
         Args:
             where: The file and the table, for messages.
-            problems: Collects errors; the member is `FAULTY` if there are any.
+
+        Raises:
+            TableError: If the family can't be imported, or refuses the values.
         """
         try:
             name = self._qualified()
             announce(name)
             found = load(name)
         except ValueError as error:
-            problems.append(f"{where}.family: {error}")
-            return FAULTY
+            raise TableError(f"{where}.family: {error}") from error
         sizes = {"vocab_size": self.vocab_size, "context_length": self.context_length}
         if both := sorted(sizes.keys() & self.args.keys()):
-            problems.append(f"{where}.args.{both[0]}: is a key of [model] itself, got {self.args[both[0]]!r}")
-            return FAULTY
-        family = build_strictly(found, {**self.args, **sizes}, f"{where}.args", problems)
-        if family is FAULTY:
-            return FAULTY
+            raise TableError(f"{where}.args.{both[0]}: is a key of [model] itself, got {self.args[both[0]]!r}")
+        family = build_strictly(found, {**self.args, **sizes}, f"{where}.args")
         try:
             return family.member(self.d_model, self.n_layers)
         except Exception as error:  # the user's code may raise anything
-            problems.append(
+            raise TableError(
                 f"{where}: {name} can't build the member of this width and depth: {type(error).__name__}: {error}"
-            )
-            return FAULTY
+            ) from error
 
     def _qualified(self) -> str:
         if ":" in self.family:
@@ -81,34 +79,35 @@ class OwnModel(StrictTable):
         return known[self.family]
 
 
-def read_record(directory: Path, model: OwnModel | None, where: str, problems: list[str]) -> Any:
+def read_record(directory: Path, model: OwnModel | None, where: str) -> ModuleConfig:
     """Load the members of a study's record into memory, and return the one that the table describes.
 
     Args:
         model: The table; None: accept any recorded table.
         where: The file and the table, for messages.
-        problems: Collects errors; the member is `FAULTY` if there are any.
+
+    Raises:
+        TableError: If there is no record of the table.
     """
     path = directory / MEMBERS
     remedy = "reading a study imports nothing that it names; `muscale check`, or with [trainer] `muscale sweep`, counts its members"
     try:
         table, members = _read(path)
-    except FileNotFoundError:
-        problems.append(f"{where}.family: its members were not counted yet ({path} is missing): {remedy}")
-        return FAULTY
+    except FileNotFoundError as error:
+        raise TableError(f"{where}.family: its members were not counted yet ({path} is missing): {remedy}") from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        problems.append(f"{path}: not a record of members: {' '.join(str(error).split())[:_LONGEST]}: {remedy}")
-        return FAULTY
+        shown = " ".join(str(error).split())[:_LONGEST]
+        raise TableError(f"{path}: not a record of members: {shown}: {remedy}") from error
     if model is not None and table != model.model_dump():
-        problems.append(f"{where}: {path} was recorded for {table}, got {model.model_dump()}: {remedy}")
-        return FAULTY
+        raise TableError(f"{where}: {path} was recorded for {table}, got {model.model_dump()}: {remedy}")
     remember(members)
     return members[0]
 
 
 def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
     """Write the members counted so far, including those already in the record."""
-    read_record(directory, model, "", [])
+    with suppress(TableError):
+        read_record(directory, model, "")
     members = [base, *(member for member in counted_at_any_context(base) if member != base)]
     values = {"model": model.model_dump(), "members": [member.to_dict() for member in members]}
     with atomic_write(directory / MEMBERS) as unfinished:

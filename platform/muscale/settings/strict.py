@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeAlias, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+T = TypeVar("T")
 _LONGEST = 200  # most characters of a value in a message
-FAULTY: Any = object()
-"""Placeholder for a table whose errors are listed already."""
 PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 """inf means no limit."""
+
+
+class TableError(ValueError):
+    """A table that breaks rules; `lines` has a message for each."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the messages of a faulty table to the problems, so that the errors of other tables are found too."""
+    try:
+        yield
+    except TableError as error:
+        problems += error.lines
 
 
 class StrictTable(BaseModel):
@@ -33,16 +50,21 @@ def short_repr(value: object) -> str:
 
 
 def format_errors(
-    error: ValidationError, where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": "
+    error: ValidationError,
+    where: str,
+    allowed: type[BaseModel] | Sequence[str],
+    separator: str = ": ",
+    listed: Set[str] = frozenset(),
 ) -> list[str]:
-    """One line for each of pydantic's errors, except those about `FAULTY` values.
+    """One line for each of pydantic's errors.
 
     Args:
         where: The file, or the file and the table.
         allowed: The model of the tables that may occur, or the allowed keys.
         separator: Between `where` and the key.
+        listed: Tables whose errors are listed already, and which are therefore missing.
     """
-    details: list[dict[str, Any]] = [dict(detail) for detail in error.errors() if detail["input"] is not FAULTY]
+    details: list[dict[str, Any]] = [dict(detail) for detail in error.errors() if listed.isdisjoint(detail["loc"][:1])]
     inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     # pydantic also reports a list with a faulty entry as too short.
     details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
@@ -110,32 +132,33 @@ def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[s
             raise ValueError(f"{table}.{name} must be a whole number or a fraction of one, got {amount}")
 
 
-def build_strictly(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
-    """Build a library's dataclass from a table, as strictly as the rest of the file."""
-    hints = get_type_hints(build)
-    table, n_problems = dict(table), len(problems)
+def build_strictly(build: type[T], table: Mapping[str, Any], where: str) -> T:
+    """Build a library's dataclass from a table, as strictly as the rest of the file.
+
+    Raises:
+        TableError: With a line for each error.
+    """
+    hints, table, problems = get_type_hints(build), dict(table), list[str]()
     for name, hint in hints.items():
         entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
         if entry and isinstance(table.get(name), tuple):
-            table[name] = tuple(
-                build_strictly(cast(type[Any], entry), value, f"{where}.{name}.{number}", problems)
-                if isinstance(value, dict)
-                else value
-                for number, value in enumerate(table[name])
-            )
-    if len(problems) > n_problems:
-        return FAULTY
+            entries = list(table[name])
+            for number, value in enumerate(entries):
+                if isinstance(value, dict):
+                    with collecting(problems):
+                        entries[number] = build_strictly(cast(type[Any], entry), value, f"{where}.{name}.{number}")
+            table[name] = tuple(entries)
+    if problems:
+        raise TableError(*problems)
     fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(build)
+        for field in dataclasses.fields(build)  # type: ignore[arg-type]
     }
     try:
         valid = pydantic.create_model(build.__name__, __base__=StrictTable, **fields)(**table)
-        return build(
-            **{name: getattr(valid, name) for name in fields}
-        )  # 4 becomes 4.0 for a float, so that equal settings have equal keys
+        # 4 becomes 4.0 for a float, so that equal settings have equal keys.
+        return build(**{name: getattr(valid, name) for name in fields})
     except pydantic.ValidationError as error:
-        problems += format_errors(error, where, list(fields), separator=".")
+        raise TableError(*format_errors(error, where, list(fields), separator=".")) from error
     except ValueError as error:
-        problems.append(f"{where}: {error}")
-    return FAULTY
+        raise TableError(f"{where}: {error}") from error

@@ -11,7 +11,7 @@ from muscale.errors import TrainerError
 from muscale.formatting import format_read_error
 from muscale.settings.compare import VariantSettings
 from muscale.settings.own_model import OwnModel
-from muscale.settings.strict import FAULTY, format_errors
+from muscale.settings.strict import TableError, collecting, format_errors
 from muscale.settings.tables import StudyTables
 from muscale.settings.trainer import TrainerSettings, described_member, program_model
 from proxy_models.architecture.member import Member
@@ -26,47 +26,42 @@ def own_models(
         own: The study's [model], if it names a family or stands for a [trainer].
         problems: Collects errors; a variant with errors has no model.
     """
-    found = {}
+    found: dict[str, Member] = {}
     for name, variant in config.variants.items():
         place = f"{where}: variants.{name}"
         if not variant.is_own(config.model) or bool(variant.trainer) != bool(config.trainer):
             continue
         if config.trainer:
-            member = _of_program(config.trainer, config.model, variant, f"{place}.trainer", directory, problems)
+            with collecting(problems):
+                found[name] = _of_program(config.trainer, config.model, variant, f"{place}.trainer", directory)
         else:
-            member = _of_family(own, config.model, variant, f"{place}.model", problems)
-        if member is not FAULTY:
-            found[name] = member
+            with collecting(problems):
+                found[name] = _of_family(own, config.model, variant, f"{place}.model")
     return found
 
 
-def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, where: str, problems: list[str]) -> Any:
+def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, where: str) -> Member:
     """The study's [model] with the variant's keys; another family starts from its default arguments."""
     sizes = {key: getattr(base, key) for key in ("d_model", "n_layers", "vocab_size", "context_length")}
     kept: dict[str, Any] = {}
     if own and variant.model.get("family", own.family) == own.family:
         kept = {"family": own.family, "args": own.args | variant.model.get("args", {})}
     try:
-        return OwnModel(**{**sizes, **variant.model, **kept}).imported(where, problems)
+        return OwnModel(**{**sizes, **variant.model, **kept}).imported(where)
     except pydantic.ValidationError as error:
-        problems += format_errors(error, where, OwnModel, separator=".")
-        return FAULTY
+        raise TableError(*format_errors(error, where, OwnModel, separator=".")) from error
 
 
-def _of_program(
-    base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path, problems: list[str]
-) -> Any:
+def _of_program(base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path) -> Member:
     """The study's [trainer] with the variant's keys."""
     try:
         settings = TrainerSettings(**{**base.model_dump(), **variant.trainer})
     except pydantic.ValidationError as error:
-        problems += format_errors(error, where, TrainerSettings, separator=".")
-        return FAULTY
+        raise TableError(*format_errors(error, where, TrainerSettings, separator=".")) from error
     try:
         own = program_model(settings, {"d_model": shape.d_model, "n_layers": shape.n_layers}, directory)
         return described_member(own, directory)
     except OSError as error:
-        problems.append(f"{where}.command: {error.filename}: {format_read_error(error)}")
+        raise TableError(f"{where}.command: {error.filename}: {format_read_error(error)}") from error
     except (ValueError, TrainerError) as error:
-        problems.append(f"{where}.command: {error}")
-    return FAULTY
+        raise TableError(f"{where}.command: {error}") from error

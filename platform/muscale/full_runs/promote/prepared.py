@@ -122,10 +122,7 @@ def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
     """The settings; with a custom family the model comes from the numerics, and other members from the study's record."""
     where = f"{path}: config"
     if isinstance(model, ModuleConfig):
-        problems: list[str] = []
-        read_record(path.resolve().parents[2], None, where, problems)
-        if problems:
-            raise ValueError(problems[0])
+        read_record(path.resolve().parents[2], None, where)
         values = values | {"model": Member.from_dict(values["model"])}
     return StudyConfig.from_dict(values, where=where)
 
