@@ -13,7 +13,7 @@ from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.layout import CORPUS
 from muscale.plans.next_stems import NextStems, choose
-from muscale.plans.planning import Plan, as_registered, make_plan
+from muscale.plans.planning import Plan, Planner, as_registered
 from muscale.proxies import ladder, transfer
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
@@ -170,7 +170,7 @@ class Stages:
             StageError: As `fit`, or if the budget can't be spent.
         """
         config, law, sweep = config or self._contents.config, self.fit(), self.sweep()
-        plan = make_plan(
+        plan = Planner(
             config,
             sweep.best,
             self.horizon(),
@@ -178,7 +178,7 @@ class Stages:
             batches=self.transfer().batch,
             corpus=self._corpus(),
             winner=sweep.winner,
-        )
+        ).plan()
         return as_registered(plan, self._contents.ledger)
 
     def _finished_sweep(self) -> SweepResult:

@@ -17,7 +17,7 @@ from muscale.full_runs.promote.promotion import begin
 from muscale.full_runs.records import goodput
 from muscale.layout import LEDGER, METRICS
 from muscale.plans.gate import Gate
-from muscale.plans.planning import make_plan, register
+from muscale.plans.planning import Planner, register
 from muscale.store.ledger import Ledger
 from muscale.store.retention import prune
 from muscale.store.tables import ResultKind
@@ -55,7 +55,7 @@ def test_a_plan_registered_before_can_still_be_promoted_and_comes_before_its_sta
 ) -> None:
     path = make_study()
     config, ledger = StudyConfig.read(path), Ledger(path.parent / LEDGER)
-    plan = register(make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()), ledger)
+    plan = register(Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan(), ledger)
     set_back(path.parent / LEDGER)
     forecast = ledger.forecast(plan.key)
     registered, started = begin(plan, config, ledger, verdict="pass", gate=Gate(plan=plan.key, lines=()))

@@ -11,7 +11,7 @@ import pandas as pd
 from muscale import Promotion, StudyConfig
 from muscale.layout import CURVES, FULL_RUNS, LEDGER
 from muscale.monitoring.band import Band, register_band
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
@@ -138,7 +138,7 @@ def numerics_of(config: StudyConfig) -> Numerics:
 def registered_plan(path: Path, ledger: Ledger, *overrides: str) -> Plan:
     """A plan of the study file with its forecast in the ledger."""
     config = StudyConfig.read(path, overrides)
-    return register(make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()), ledger)
+    return register(Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan(), ledger)
 
 
 def planted_promotion(plan: str, band: Band, loss: float, incidents: tuple[Incident, ...] = ()) -> Promotion:

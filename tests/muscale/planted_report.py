@@ -12,7 +12,7 @@ from muscale.monitoring.band import make_band
 from muscale.pages.contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.plans.gate import Gate, transfer_line
-from muscale.plans.planning import make_plan
+from muscale.plans.planning import Planner
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import Ledger
 from scaling import fit_verdict
@@ -32,7 +32,7 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
     config = StudyConfig.read(path, PLANTED)
     ledger = Ledger(folder / "ledger.sqlite")
     law = planted_fit(noise=3e-3)
-    plan = make_plan(config, config.hyperparameters, planted_horizon(), law)
+    plan = Planner(config, config.hyperparameters, planted_horizon(), law).plan()
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
     generator = np.random.default_rng(0)
     curves = [planted_curve(generator, stem=str(number)) for number in range(4)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from muscale.errors import StageError
@@ -170,133 +171,198 @@ def _first(sizes: list[str]) -> str:
     return f"{sizes[0]} to {sizes[-1]}, {len(sizes)} sizes"
 
 
-def make_plan(
-    config: StudyConfig,
-    best: Hyperparameters,
-    horizon: HorizonLaw,
-    fit: ScalingFit,
-    *,
-    batches: BatchLaw | None = None,
-    corpus: Corpus | None = None,
-    winner: int | None = None,
-) -> Plan:
-    """Spend the budget at the size where the law predicts the lowest loss, with the hyperparameters for that size.
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans the full run: at the size where the law predicts the lowest loss for the budget, with that size's hyperparameters.
 
-    `batches` is the law of the study's own grids. `corpus` is the run's data; without it no epochs are counted. `winner` is the
-    trial that `best` comes from.
-
-    Raises:
-        StageError: If the budget can't be spent: see `sizing.size_for`; or does not pay for a batch.
+    Attributes:
+        best: Values that the sweep found, at the base shape.
+        batches: Batch law of the study's own grids.
+        corpus: Data of the run; without it no epochs are counted.
+        winner: Trial that `best` comes from.
     """
-    decision = size_for(
-        config.plan, fit, config.family, corpus, proxies=config.precision, precision=config.full_run_precision
-    )
-    explicit = config.plan.explicit
-    batch = choose_batch(
-        best,
-        batches,
-        decision.n_tokens,
-        explicit,
-        sequence_tokens=config.model.context_length,
-        ranks=config.promote.workers,
-    )
-    at_batch = batch.transfer(best) if batch else best
-    by_batch = frozenset(name for name in BY_BATCH if getattr(at_batch, name) != getattr(best, name))
-    n_tokens = with_explicit(at_batch, explicit).whole_batches(decision.n_tokens)
-    if n_tokens > 2 * decision.n_tokens:  # a single batch: longer runs are rounded to whole ones
-        raise StageError(
-            f"plan: the budget must pay for a batch of {n_tokens:,} tokens, got {decision.budget.worth}, which pays for "
-            f"{decision.n_tokens:,.0f} tokens of N = {decision.n_params:,.0f}; raise it, or name smaller plan.shapes"
+
+    config: StudyConfig
+    best: Hyperparameters
+    horizon: HorizonLaw
+    fit: ScalingFit
+    _: KW_ONLY
+    batches: BatchLaw | None = None
+    corpus: Corpus | None = None
+    winner: int | None = None
+
+    def plan(self) -> Plan:
+        """Return the plan, which is not registered yet.
+
+        Raises:
+            StageError: If the budget can't be spent: see `sizing.size_for`; or does not pay for a batch.
+        """
+        config, decision = self.config, self.decision
+        by_law = self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
+        return Plan(
+            key=self._key(),
+            model=self.model,
+            n_tokens=self.n_tokens,
+            seed=config.promote.seed,
+            precision=config.full_run_precision,
+            spike_handling=config.promote.spike_handling,
+            hyperparameters=self.hyperparameters,
+            rules=self._rules(),
+            wanted_n_params=decision.n_params if decision.stated_ratio else by_law,
+            forecast=self._forecast(),
+            decision=_plain(decision, config),
+            provenance=self._provenance(),
+            batch=self.batch,
+            data={} if self.corpus is None else data_hashes(self.corpus),
         )
-    by_policy = tuned_for(best, horizon, n_tokens)
-    by_policy = batch.transfer(by_policy) if batch else by_policy
-    hyperparameters = with_explicit(by_policy, explicit)
-    model = model_with_explicit(decision.config, explicit)
-    trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
-    return Plan(
-        key=_key(config, fit, model, hyperparameters, n_tokens),
-        model=model,
-        n_tokens=n_tokens,
-        seed=config.promote.seed,
-        precision=config.full_run_precision,
-        spike_handling=config.promote.spike_handling,
-        hyperparameters=hyperparameters,
-        rules=_rules(config, best, horizon, n_tokens, batch, by_batch, winner),
-        wanted_n_params=decision.n_params
-        if decision.stated_ratio
-        else fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params,
-        forecast=_off_policy(
-            _forecast(fit, model, n_tokens, config, decision.epochs),
-            {
-                name: (getattr(by_policy, name, getattr(decision.config, name, None)), value)
-                for name, value in explicit.items()
-            },
-            batch,
-        ),
-        decision=_plain(decision, config),
-        provenance=provenance_of(
-            hyperparameters,
-            model,
+
+    @cached_property
+    def decision(self) -> Decision:
+        """Decision on size and tokens."""
+        config, precision = self.config, self.config.full_run_precision
+        return size_for(
+            config.plan, self.fit, config.family, self.corpus, proxies=config.precision, precision=precision
+        )
+
+    @cached_property
+    def batch(self) -> BatchChoice | None:
+        """The run's batch, None if it is the proxies' and no law has a batch to compare."""
+        return choose_batch(
+            self.best,
+            self.batches,
+            self.decision.n_tokens,
+            self.config.plan.explicit,
+            sequence_tokens=self.config.model.context_length,
+            ranks=self.config.promote.workers,
+        )
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Training tokens in whole batches."""
+        decision = self.decision
+        n_tokens = with_explicit(self._at_batch(self.best), self.config.plan.explicit).whole_batches(decision.n_tokens)
+        if n_tokens > 2 * decision.n_tokens:  # a single batch: longer runs are rounded to whole ones
+            raise StageError(
+                f"plan: the budget must pay for a batch of {n_tokens:,} tokens, got {decision.budget.worth}, which pays for "
+                f"{decision.n_tokens:,.0f} tokens of N = {decision.n_params:,.0f}; raise it, or name smaller plan.shapes"
+            )
+        return n_tokens
+
+    @cached_property
+    def by_policy(self) -> Hyperparameters:
+        """Values by the policy under which the ladder was trained, at the run's tokens and batch."""
+        return self._at_batch(tuned_for(self.best, self.horizon, self.n_tokens))
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Values of the run: by the policy, or explicit."""
+        return with_explicit(self.by_policy, self.config.plan.explicit)
+
+    @cached_property
+    def model(self) -> Member:
+        """The full-size shape."""
+        chosen: Member = self.decision.config
+        return model_with_explicit(chosen, self.config.plan.explicit)
+
+    @cached_property
+    def by_batch(self) -> frozenset[str]:
+        """Hyperparameters that the batch changes."""
+        moved = self._at_batch(self.best)
+        return frozenset(name for name in BY_BATCH if getattr(moved, name) != getattr(self.best, name))
+
+    def _at_batch(self, tuned: Hyperparameters) -> Hyperparameters:
+        return self.batch.transfer(tuned) if self.batch else tuned
+
+    def _rules(self) -> dict[str, str]:
+        """Describe the transfer rule of each hyperparameter that is tuned or stated, or follows the batch."""
+        config, horizon, batch = self.config, self.horizon, self.batch
+        rules = {
+            name: "muP across width; timescale fixed across tokens"
+            if name == "weight_decay_tau"
+            else "muP across width; fixed across tokens"
+            for name in config.sweep.space
+        }
+        rules["learning_rate"] = (
+            f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
+            f"measured on {', '.join(horizon.measured_on)}{_beyond(self.n_tokens, horizon, config.transfer.n_tokens)}"
+        )
+        if self.best.stages:
+            of_trial = f"schedule followed by trial {self.winner} of the population"
+            course = of_trial if config.sweep.is_population else "as given"
+            rules["stages"] = (
+                f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
+            )
+        if batch and self.by_batch:
+            rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
+            rules |= dict.fromkeys(self.by_batch - {"learning_rate"}, "transferred to the batch")
+        return rules | dict.fromkeys(config.plan.explicit, "explicit")
+
+    def _provenance(self) -> tuple[HyperparameterProvenance, ...]:
+        config = self.config
+        return provenance_of(
+            self.hyperparameters,
+            self.model,
             config.model,
             searched=frozenset(config.sweep.space.searched) | ({"stages"} if config.sweep.is_population else set()),
-            explicit=frozenset(explicit),
+            explicit=frozenset(config.plan.explicit),
             by_mup=config.parametrization == "mup",
-            trial=trial,
-            by_batch=by_batch,
-            batch_source=batch.source if batch else "",
-        ),
-        batch=batch,
-        data={} if corpus is None else data_hashes(corpus),
-    )
+            trial="the sweep's winner" if self.winner is None else f"trial {self.winner} of the sweep",
+            by_batch=self.by_batch,
+            batch_source=self.batch.source if self.batch else "",
+        )
 
+    def _key(self) -> str:
+        """Return the key of the plan: a hash of what determines the run and its forecast."""
+        config, fit = self.config, self.fit
+        evidence = fit.rows.to_dict("list")
+        chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
+        return input_key(
+            config.model.to_dict(),
+            self.hyperparameters.to_dict(),
+            self.n_tokens,
+            config.promote.seed,
+            config.full_run_precision,
+            config.plan.level,
+            config.fit.n_bootstrap,
+            config.fit.seed,
+            {k: list(map(str, v)) for k, v in evidence.items()},
+            # The size that the single fitted form would choose keeps its original key, and so the run that was promoted with it.
+            *([] if self.model == chosen_by_law else [self.model.to_dict()]),
+            *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
+        )
 
-def _rules(
-    config: StudyConfig,
-    best: Hyperparameters,
-    horizon: HorizonLaw,
-    n_tokens: int,
-    batch: BatchChoice | None,
-    by_batch: frozenset[str],
-    winner: int | None,
-) -> dict[str, str]:
-    """Describe the transfer rule of each hyperparameter that is tuned or stated, or follows the batch."""
-    rules = {
-        name: "muP across width; timescale fixed across tokens"
-        if name == "weight_decay_tau"
-        else "muP across width; fixed across tokens"
-        for name in config.sweep.space
-    }
-    rules["learning_rate"] = (
-        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
-        f"measured on {', '.join(horizon.measured_on)}{_beyond(n_tokens, horizon, config.transfer.n_tokens)}"
-    )
-    if best.stages:
-        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
-        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
-    if batch and by_batch:
-        rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
-        rules |= dict.fromkeys(by_batch - {"learning_rate"}, "transferred to the batch")
-    return rules | dict.fromkeys(config.plan.explicit, "explicit")
+    def _forecast(self) -> Forecast:
+        """Return the fit's forecast with a reason for each way in which the run differs from the fitted runs.
 
+        A different batch extends the interval on both sides by its possible effect.
+        """
+        found = self.fit.forecast(self.model.n_params, self.n_tokens, level=self.config.plan.level)
+        wider = math.exp(self.batch.effect) if self.batch else 1.0
+        return replace(
+            found, low=found.low / wider, high=found.high * wider, reasons=(*found.reasons, *self._off_policy())
+        )
 
-def _key(config: StudyConfig, fit: ScalingFit, model: Member, hyperparameters: Hyperparameters, n_tokens: int) -> str:
-    """Return the key of a plan: a hash of what determines the run and its forecast."""
-    evidence = fit.rows.to_dict("list")
-    chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
-    return input_key(
-        config.model.to_dict(),
-        hyperparameters.to_dict(),
-        n_tokens,
-        config.promote.seed,
-        config.full_run_precision,
-        config.plan.level,
-        config.fit.n_bootstrap,
-        config.fit.seed,
-        {k: list(map(str, v)) for k, v in evidence.items()},
-        # The size that the single fitted form would choose keeps its original key, and so the run that was promoted with it.
-        *([] if model == chosen_by_law else [model.to_dict()]),
-        *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
-    )
+    def _off_policy(self) -> list[str]:
+        """Return how the run departs from the fitted runs and from the policy under which they were trained."""
+        config, epochs, depth, batch = self.config, self.decision.epochs, self.model.n_layers, self.batch
+        reasons = []
+        if epochs is not None and epochs > MAX_EPOCHS:
+            reasons.append(
+                f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
+            )
+        depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
+        if depth not in depths:
+            fitted = ", ".join(map(str, sorted(depths)))
+            reasons.append(f"depth {depth}: the runs fitted have {fitted}; add ladder.stems of that depth")
+        for name, value in config.plan.explicit.items():
+            policy = getattr(self.by_policy, name, getattr(self.decision.config, name, None))
+            if value != policy:
+                reasons.append(
+                    f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
+                )
+        if batch and (batch.is_far or batch.best_tokens is None):
+            reasons.append(f"batch {batch}; the runs fitted have {batch.tuned_tokens:,}")
+        return reasons
 
 
 def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
@@ -317,44 +383,6 @@ def data_hashes(corpus: Corpus) -> dict[str, str]:
     """Return the hashes of the corpus and of its tokenizers; a mixture has one tokenizer per source."""
     tokenizers = sorted({str(files.manifest["tokenizer"]) for files in corpus.sources.values()})
     return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
-
-
-def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: BatchChoice | None = None) -> Forecast:
-    """Return the forecast, unsupported if the run does not follow the policy under which the ladder was trained.
-
-    A different batch extends the interval on both sides by its possible effect.
-    """
-    reasons = [
-        f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
-        for name, (policy, value) in stated.items()
-        if value != policy
-    ]
-    if batch is None:
-        return replace(forecast, reasons=(*forecast.reasons, *reasons))
-    if batch.is_far or batch.best_tokens is None:
-        reasons.append(f"batch {batch}; the runs fitted have {batch.tuned_tokens:,}")
-    wider = math.exp(batch.effect)
-    return replace(
-        forecast,
-        low=forecast.low / wider,
-        high=forecast.high * wider,
-        reasons=(*forecast.reasons, *reasons),
-    )
-
-
-def _forecast(fit: ScalingFit, model: Member, n_tokens: int, config: StudyConfig, epochs: float | None) -> Forecast:
-    """Return the fit's forecast, unsupported if the run repeats its data too often or its depth differs from all fitted runs."""
-    found = fit.forecast(model.n_params, n_tokens, level=config.plan.level)
-    reasons = list(found.reasons)
-    if epochs is not None and epochs > MAX_EPOCHS:
-        reasons.append(
-            f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
-        )
-    depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
-    if model.n_layers not in depths:
-        fitted = ", ".join(map(str, sorted(depths)))
-        reasons.append(f"depth {model.n_layers}: the runs fitted have {fitted}; add ladder.stems of that depth")
-    return replace(found, reasons=tuple(reasons))
 
 
 def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import write_report
 from muscale.pages.sections import Section, with_code
 from muscale.plans.next_stems import choose
-from muscale.plans.planning import make_plan, register
+from muscale.plans.planning import Planner, register
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.planted import large_and_small, planted_fit, planted_horizon
@@ -50,7 +50,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_contains_plotly_once(tmp_path
 
 def test_a_line_of_the_full_run_s_metrics_that_is_half_written_is_no_fault(make_study: MakeStudy) -> None:
     study = Study.open(make_study(), quiet=True)
-    made = make_plan(study.config, study.config.hyperparameters, planted_horizon(), planted_fit())
+    made = Planner(study.config, study.config.hyperparameters, planted_horizon(), planted_fit()).plan()
     folder = study.directory / FULL_RUNS / register(made, study.ledger).key
     folder.mkdir(parents=True)
     (folder / METRICS).write_text('{"tokens": 256, "train_loss": 3.0}\n{"tokens": 512, "train_')
@@ -118,7 +118,7 @@ def test_a_result_is_shown_as_names_with_values_as_sentences_and_as_items() -> N
 
 def planted_plan(study: Path) -> dict[str, Any]:
     config = StudyConfig.read(study)
-    return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()).to_dict()
+    return Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan().to_dict()
 
 
 def test_a_command_in_a_sentence_is_code_and_the_rest_is_escaped() -> None:
@@ -154,7 +154,7 @@ def test_the_law_s_figures_each_stand_alone_with_the_next_runs(tmp_path: Path, m
     config = StudyConfig.read(make_study(), ["plan.compute_flops=2e11"])
     law, source = planted_fit(noise=3e-3), Source(path=str(tmp_path / "study" / "text"))
     corpus = write_corpus(tmp_path / "corpus", source)
-    plan = make_plan(config, config.hyperparameters, planted_horizon(), law, corpus=corpus)
+    plan = Planner(config, config.hyperparameters, planted_horizon(), law, corpus=corpus).plan()
     further = choose(config, law, plan, corpus, width=1e-4)
     without = page(tmp_path, fit=law)
     text = page(tmp_path, fit=law, plan=plan.to_dict(), corpus=corpus, next_runs=further)

@@ -12,7 +12,7 @@ import pytest
 from muscale import StudyConfig
 from muscale.plans.batch import FAR, BatchChoice, choose_batch
 from muscale.plans.gate import batch_line
-from muscale.plans.planning import Plan, make_plan
+from muscale.plans.planning import Plan, Planner
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import BatchLaw, fit_batch_law
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -124,7 +124,7 @@ def planned(make_study: Callable[..., Path]) -> MakePlan:
 
     def make(*overrides: str) -> Plan:
         config = StudyConfig.read(path, overrides)
-        return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit())
+        return Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan()
 
     return make
 

@@ -13,7 +13,7 @@ from muscale import StudyConfig
 from muscale.plans.batch import FAR
 from muscale.plans.by_law import COVERS, Departure, departures
 from muscale.plans.gate import by_law_line
-from muscale.plans.planning import make_plan
+from muscale.plans.planning import Planner
 from search_spaces import TRANSFERABILITY, TransferClass
 from tests.muscale.planted import planted_fit, planted_horizon
 
@@ -27,7 +27,7 @@ def found(make_study: Callable[..., Path]) -> Found:
     def of(*overrides: str, **proxies: float) -> dict[str, Departure]:
         """Of a plan whose proxies had so many `times` fewer tokens than the run."""
         config = StudyConfig.read(path, overrides)
-        plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit())
+        plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan()
         if times := proxies.get("times"):
             plan = replace(plan, n_tokens=round(times * config.sweep.n_tokens))
         if wider := proxies.get("per_parameter"):
@@ -101,6 +101,6 @@ def test_the_quickstarts_full_run_is_covered(make_study: Callable[..., Path], wi
     model = quickstart.family.at(width=width)
     n_tokens = round(quickstart.plan.budget.compute_flops / 6 / model.n_params)
     plan = replace(
-        make_plan(micro, micro.hyperparameters, planted_horizon(), planted_fit()), model=model, n_tokens=n_tokens
+        Planner(micro, micro.hyperparameters, planted_horizon(), planted_fit()).plan(), model=model, n_tokens=n_tokens
     )
     assert all(one.is_covered for one in departures(plan, quickstart))

@@ -13,7 +13,7 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.plans.next_stems import candidates, choose
-from muscale.plans.planning import Plan, make_plan
+from muscale.plans.planning import Plan, Planner
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.plan import Stem
 from muscale.settings.tables import LadderSettings
@@ -37,7 +37,7 @@ def config(make_study: MakeStudy) -> StudyConfig:
 
 @pytest.fixture
 def plan(config: StudyConfig, law: ScalingFit) -> Plan:
-    return make_plan(config, config.hyperparameters, planted_horizon(), law)
+    return Planner(config, config.hyperparameters, planted_horizon(), law).plan()
 
 
 def test_candidates_are_runs_that_the_study_can_train_and_has_not(

@@ -12,7 +12,7 @@ import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus
@@ -40,7 +40,7 @@ def planned(make_study: MakeStudy, law: ScalingFit, horizon: HorizonLaw, corpus:
         config = StudyConfig.read(
             path, ["promote.precision=fp32", *overrides]
         )  # a plan's is resolved, its file's stated
-        plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=3)
+        plan = Planner(config, config.hyperparameters, horizon, law, corpus=corpus, winner=3).plan()
         return register(plan, ledger), config
 
     return make

@@ -14,7 +14,7 @@ import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
 from muscale.formatting import WIDTH
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus
@@ -35,7 +35,7 @@ def read(make_study: MakeStudy) -> Callable[..., StudyConfig]:
 def planned(read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonLaw) -> MakePlan:
     def make(*overrides: str, corpus: Corpus | None = None) -> Plan:
         config = read(*overrides)
-        return make_plan(config, config.hyperparameters, horizon, law, corpus=corpus)
+        return Planner(config, config.hyperparameters, horizon, law, corpus=corpus).plan()
 
     return make
 
@@ -195,7 +195,9 @@ def test_a_ladder_of_one_ratio_sizes_at_it_and_says_so(read: Callable[..., Study
         1e-3 * np.random.default_rng(0).standard_normal(16)
     )
     config = read()
-    plan = make_plan(config, config.hyperparameters, horizon, fit(rows, n_params_convention="total", n_bootstrap=2))
+    plan = Planner(
+        config, config.hyperparameters, horizon, fit(rows, n_params_convention="total", n_bootstrap=2)
+    ).plan()
     wanted = math.sqrt(2.5e10 / 6 / 20)
     nearest = min(range(16, 400, 16), key=lambda width: abs(math.log(config.family.at(width=width).n_params / wanted)))
     assert plan.model == config.family.at(width=nearest)

@@ -15,7 +15,7 @@ from muscale import StageError, StudyConfig
 from muscale.actors.jobs import Job
 from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
-from muscale.plans.planning import Plan, make_plan
+from muscale.plans.planning import Plan, Planner
 from muscale.proxies import ladder, transfer
 from muscale.search.jobs import ConfigHistory, history_of
 from muscale.search.record import RungResult
@@ -167,7 +167,7 @@ def test_the_plan_names_the_source_of_its_schedule_and_trains_it(
     law = 1.5 + 40 / rows["n_params"] ** 0.4 + 100 / rows["n_tokens"] ** 0.4
     rows = rows.assign(loss=law * (1 + 1e-4 * generator.standard_normal(len(rows))), annealed=True, regret=0.0)
     found = fit(rows, n_params_convention="as planted", n_bootstrap=20)
-    planned = make_plan(config, best, horizon, found, winner=5)
+    planned = Planner(config, best, horizon, found, winner=5).plan()
     assert planned.rules["stages"].startswith("schedule followed by trial 5 of the population; ")
     assert "stages = after 50%: learning_rate × 1.2, weight_decay_tau = 0.3  (schedule followed by" in str(planned)
     assert planned.hyperparameters.stages == best.stages
@@ -175,7 +175,7 @@ def test_the_plan_names_the_source_of_its_schedule_and_trains_it(
     run = planned.chain(numerics)
     assert run.segments == chain(planned.hyperparameters, planned.n_tokens)
     assert len(run.segments) == 3
-    assert "stages" not in make_plan(config, replace(best, stages=()), horizon, found, winner=5).rules
+    assert "stages" not in Planner(config, replace(best, stages=()), horizon, found, winner=5).plan().rules
 
 
 def test_what_runs_share_is_counted_once_and_stages_share_nothing(make_study: MakeStudy) -> None:

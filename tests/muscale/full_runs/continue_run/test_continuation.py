@@ -21,7 +21,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
@@ -81,7 +81,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
     corpus = write_corpus(directory / CORPUS, str(directory / "text"))
     ledger = Ledger(directory / "ledger.sqlite")
-    plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0)
+    plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
     plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
     numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
     train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))

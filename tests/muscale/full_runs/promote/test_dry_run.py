@@ -16,7 +16,7 @@ import torch
 from muscale import Plan, StageError, StudyConfig
 from muscale.full_runs.promote.dry_run import DryRun, dry_run
 from muscale.plans.layouts import with_layout
-from muscale.plans.planning import make_plan
+from muscale.plans.planning import Planner
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
@@ -49,7 +49,7 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
     ) -> DryRun:
         config = StudyConfig.read(path, overrides)
         config = config.model_copy(update={"model": model or config.model})
-        plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
+        plan: Plan = Planner(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0).plan()
         before = sorted(directory.rglob("*"))
         found = dry_run(
             plan, with_layout(plan, config, corpus), corpus, check=check, verdict=verdict, directory=directory

@@ -18,7 +18,7 @@ from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, SMOKE_TEST
 from muscale.plans.device_lines import disk_line
 from muscale.plans.gate import Gate, transfer_line
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
@@ -108,7 +108,7 @@ def planned(make_study: Callable[..., Path], ledger: Ledger) -> tuple[Plan, Stud
     path = make_study("planted")
     corpus = write_corpus(ledger.directory / CORPUS, str(path.parent / "text"))
     config = StudyConfig.read(path, [f"promote.checkpoint_every_tokens={12 * BATCH}"])
-    plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0)
+    plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
     short = register(replace(plan, n_tokens=32 * BATCH), ledger)
     base = config.model
     numerics = Numerics(model=base, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)

@@ -14,7 +14,7 @@ from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
-from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.planning import Plan, Planner, register
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
@@ -41,7 +41,7 @@ def planned(make_study: Callable[..., Path], ledger: Ledger) -> Planned:
 
     def register_plan(*overrides: str) -> tuple[Plan, StudyConfig]:
         config = StudyConfig.read(study, overrides)
-        return register(make_plan(config, config.hyperparameters, horizon, law), ledger), config
+        return register(Planner(config, config.hyperparameters, horizon, law).plan(), ledger), config
 
     return register_plan
 
