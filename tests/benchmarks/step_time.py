@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
-from muscale.plans.step_time import LINKS, Links, StepTime, step_time
+from muscale.plans.step_time import LINKS, Links, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 
@@ -162,7 +162,7 @@ def llm_foundry() -> list[Published]:
 def predicted(run: Published) -> StepTime:
     """The model's step of a published run."""
     data = run.workers // run.layout.tensor_parallel
-    return step_time(
+    return StepTime(
         run.model,
         run.layout,
         workers=run.workers,

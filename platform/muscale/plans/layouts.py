@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from muscale.errors import StageError
 from muscale.plans.planning import Plan
-from muscale.plans.step_time import LINKS, Links, StepTime, links_of, step_time
+from muscale.plans.step_time import LINKS, Links, StepTime, links_of
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import LAYOUT
@@ -80,7 +80,7 @@ def fitting_layouts(
         smallest_batch_tokens: Batch at the beginning of a ramp; None: `batch_tokens`.
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
         shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
-        attended: As in `step_time`.
+        attended: As in `StepTime`.
 
     Raises:
         ValueError: If the bandwidths of the device's links are unknown.
@@ -99,7 +99,7 @@ def fitting_layouts(
         memory = estimate(micro_batch=taken)
         if memory.total > limit:
             continue
-        step = step_time(
+        step = StepTime(
             model,
             parallelism,
             workers=workers,
@@ -122,7 +122,7 @@ def propose_layout(layouts: list[Layout]) -> Layout | None:
 
 
 def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, Any] | None:
-    """Return arguments of `step_time` and `fitting_layouts` for a plan; None without GPUs whose links are known."""
+    """Return arguments of `StepTime` and `fitting_layouts` for a plan; None without GPUs whose links are known."""
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
         return None

@@ -8,14 +8,16 @@ activations around attention and MLP (sequence parallelism, Korthikanti et al., 
 exposed. Collectives are rings.
 
 The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
-compares the prediction with published runs; docs/full_run.md has its table.
+compares the prediction with published runs; tests/benchmarks/RESULTS.md has the rows ("The predicted step and published runs").
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
@@ -77,61 +79,19 @@ abstract) and 50–73 % on A100 (arXiv 2307.08691, abstract). Products: fitted t
 8 H100s and torchtitan's 8B on 64 A100s."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Traffic(NamedTuple):
+    """Seconds of the collectives of weights and gradients in a step."""
+
+    total: float
+    exposed: float  # hidden by no computation
+    contended: float  # lost by computation that hides collectives
+
+
+@dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on each device.
+    """Predicted seconds of one step on each device.
 
     Attributes:
-        products: Matrix products, attention and all other computation of a device, slowed by concurrent collectives.
-        tensor: Collectives of tensor parallelism.
-        exposed: Collectives of weights and gradients that no computation hides.
-        communication: All collectives of weights and gradients, hidden or not; not part of the sum.
-        tokens_per_second: Throughput of one device.
-        mfu: Share of the peak, by `train_flops_within`.
-    """
-
-    products: float
-    tensor: float
-    exposed: float
-    optimizer: float
-    communication: float
-    tokens_per_second: float
-    mfu: float
-
-    @property
-    def total(self) -> float:
-        """Total seconds."""
-        return self.products + self.tensor + self.exposed + self.optimizer
-
-    @property
-    def exposed_share(self) -> float:
-        """Share of the step in which devices wait for one another."""
-        return (self.tensor + self.exposed) / self.total
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:.3g} s a step, {self.tokens_per_second:,.0f} tokens per second and device, MFU {self.mfu:.0%}, "
-            f"{self.exposed_share:.0%} in exposed communication"
-        )
-
-
-def step_time(
-    model: ModelConfig,
-    parallelism: Parallelism,
-    *,
-    workers: int,
-    micro_batch: int,
-    batch_tokens: int,
-    device: Accelerator | str,
-    links: Links | None = None,
-    precision: Precision = "bf16",
-    compiled: bool = True,
-    recomputed: float | None = None,
-    attended: float | None = None,
-) -> StepTime:
-    """Predict the time of a step.
-
-    Args:
         workers: Number of devices.
         micro_batch: Sequences of a pass on a device.
         batch_tokens: Tokens of a step, over all devices.
@@ -145,84 +105,174 @@ def step_time(
     Raises:
         ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
     """
-    device = accelerator(device)
-    links = links or links_of(device)
-    on_node = min(workers, links.node_devices)
-    replicas, shards, tensor = parallelism.grid(workers, node_ranks=on_node)
-    n_bytes, layers, width = _PRODUCT_BYTES[precision], model.n_layers, model.d_model
-    peak = device.peak_flops["bf16"] if n_bytes == 2 else links.fp32_flops
-    share = math.ceil(batch_tokens / model.context_length / (replicas * shards))
-    passes = math.ceil(share / micro_batch)
-    tokens = micro_batch * model.context_length / tensor  # in a pass, on each of the ranks that share its products
 
-    def seconds_of(products: float, attention: float, moved: float) -> float:
+    model: ModelConfig
+    parallelism: Parallelism
+    _: KW_ONLY
+    workers: int
+    micro_batch: int
+    batch_tokens: int
+    device: Accelerator | str
+    links: Links | None = None
+    precision: Precision = "bf16"
+    compiled: bool = True
+    recomputed: float | None = None
+    attended: float | None = None
+
+    def __post_init__(self) -> None:
+        _ = self._grid
+
+    @property
+    def total(self) -> float:
+        """Total seconds."""
+        return self.products + self.tensor + self.exposed + self.optimizer
+
+    @cached_property
+    def products(self) -> float:
+        """Matrix products, attention and all other computation of a device, slowed by concurrent collectives."""
+        vocab_size = self.model.vocab_size
+        readout = self._computing(
+            6 * vocab_size * self.model.d_model * self._tokens, 0.0, _LOGIT_MOVES * _FP32 * vocab_size * self._tokens
+        )
+        blocks = self.model.n_layers * sum(self._block)
+        return self._passes * (blocks + readout) + self._traffic.contended
+
+    @cached_property
+    def tensor(self) -> float:
+        """Collectives of tensor parallelism."""
+        activations = self._bytes * self.micro_batch * self.model.context_length * self.model.d_model
+        # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
+        calls = 4 * (2 + (self.parallelism.checkpointing != "none")) * self.model.n_layers + 4
+        return self._passes * calls * self._collective(activations, self._grid[2], 1)
+
+    @property
+    def exposed(self) -> float:
+        """Collectives of weights and gradients that no computation hides."""
+        return self._traffic.exposed
+
+    @property
+    def communication(self) -> float:
+        """All collectives of weights and gradients, hidden or not; not part of the sum."""
+        return self._traffic.total
+
+    @property
+    def optimizer(self) -> float:
+        """Update of the weights."""
+        _, shards, tensor = self._grid
+        state = self.model.n_params_total / tensor / (1 if self.parallelism.sharding == "none" else shards)
+        return _STATE_BYTES * state / (self._links.memory * MOVED_SHARE)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of one device."""
+        return self.batch_tokens / self.workers / self.total
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak, by `train_flops_within`."""
+        return self.tokens_per_second * self.model.train_flops_within(self.attended) / self._peak
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which devices wait for one another."""
+        return (self.tensor + self.exposed) / self.total
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.3g} s a step, {self.tokens_per_second:,.0f} tokens per second and device, MFU {self.mfu:.0%}, "
+            f"{self.exposed_share:.0%} in exposed communication"
+        )
+
+    @cached_property
+    def _links(self) -> Links:
+        return self.links or links_of(accelerator(self.device))
+
+    @property
+    def _on_node(self) -> int:
+        return min(self.workers, self._links.node_devices)
+
+    @cached_property
+    def _grid(self) -> tuple[int, int, int]:
+        """Replicas, shards, and ranks that share products."""
+        return self.parallelism.grid(self.workers, node_ranks=self._on_node)
+
+    @property
+    def _bytes(self) -> int:
+        return _PRODUCT_BYTES[self.precision]
+
+    @property
+    def _peak(self) -> float:
+        return accelerator(self.device).peak_flops["bf16"] if self._bytes == 2 else self._links.fp32_flops
+
+    @cached_property
+    def _passes(self) -> int:
+        replicas, shards, _ = self._grid
+        share = math.ceil(self.batch_tokens / self.model.context_length / (replicas * shards))
+        return math.ceil(share / self.micro_batch)
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a pass on each of the ranks that share its products."""
+        return self.micro_batch * self.model.context_length / self._grid[2]
+
+    @cached_property
+    def _block(self) -> tuple[float, float]:
+        """Seconds of a block's forward and backward pass."""
+        model, checkpointing = self.model, self.parallelism.checkpointing
+        in_full = checkpointing == "full"
+        again = float(in_full) if self.recomputed is None else self.recomputed
+        products = 2 * (model.n_matrix_entries / model.n_layers) * self._tokens
+        length = model.context_length if self.attended is None else self.attended
+        attention = 2 * length * model.d_model * self._tokens  # the causal half
+        moved = _moved(model) * self._bytes * self._tokens * (1 if self.compiled else EAGER_MOVES)
+        return self._computing(products, attention, moved), self._computing(
+            products * (_BACKWARD_PRODUCTS + again),
+            attention * (_BACKWARD_ATTENTION + in_full),
+            moved * (_BACKWARD_MOVES + (checkpointing != "none")),
+        )
+
+    def _computing(self, products: float, attention: float, moved: float) -> float:
+        links, peak = self._links, self._peak
         return (
             products / (peak * links.products)
             + attention / (peak * links.attention)
             + moved / (links.memory * MOVED_SHARE)
         )
 
-    entries = model.n_matrix_entries / layers
-    block = (
-        2 * entries * tokens,
-        2 * (model.context_length if attended is None else attended) * width * tokens,  # the causal half
-        _moved(model) * n_bytes * tokens * (1 if compiled else EAGER_MOVES),
-    )
-    recomputes = parallelism.checkpointing != "none"
-    again = float(parallelism.checkpointing == "full") if recomputed is None else recomputed
-    forward = seconds_of(*block)
-    backward = seconds_of(
-        block[0] * (_BACKWARD_PRODUCTS + again),
-        block[1] * (_BACKWARD_ATTENTION + (parallelism.checkpointing == "full")),
-        block[2] * (_BACKWARD_MOVES + recomputes),
-    )
-    readout = seconds_of(6 * model.vocab_size * width * tokens, 0.0, _LOGIT_MOVES * _FP32 * model.vocab_size * tokens)
+    @cached_property
+    def _traffic(self) -> _Traffic:
+        model, again = self.model, self.parallelism.sharding in ("full", "hybrid")
+        groups, layers = model.n_params_by_group, model.n_layers
+        tables = groups["embedding"] + groups["positions"] + groups["readout"]
+        _, shards, tensor = self._grid
+        block, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
+        forward, backward = self._block
+        total = exposed = contended = 0.0
+        for number in range(self._passes):
+            gather, start = (
+                self._collective(self._bytes * n, shards, tensor) if number == 0 or again else 0.0
+                for n in (block, outside)
+            )
+            reduction, end = (self._reduction(n, is_last=number == self._passes - 1) for n in (block, outside))
+            behind = reduction + (gather if again else 0.0)
+            total += layers * (gather + behind) + start + end
+            exposed += start + gather + behind + end
+            for wanted, hiding in ((gather, forward), (behind, backward)):
+                exposed += (layers - 1) * max(0.0, wanted - hiding)
+                contended += (layers - 1) * CONTENTION * min(wanted, hiding)
+        return _Traffic(total=total, exposed=exposed, contended=contended)
 
-    def collective(size: float, ranks: int, stride: int) -> float:
+    def _reduction(self, n_params: float, *, is_last: bool) -> float:
+        """Seconds to reduce gradients over shards, and after the last pass over replicas."""
+        replicas, shards, tensor = self._grid
+        over_shards = self._collective(_FP32 * n_params, shards, tensor)
+        if not is_last:
+            return over_shards
+        return over_shards + 2 * self._collective(_FP32 * n_params / shards, replicas, tensor * shards)
+
+    def _collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of a gather or scatter over ranks `stride` apart; neighbours share a node and its network adapters."""
-        return _ring(size, ranks, max(1, min(ranks, on_node // stride)), links)
-
-    groups = model.n_params_by_group
-    tables = groups["embedding"] + groups["positions"] + groups["readout"]
-    unit, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
-    again_gathered = parallelism.sharding in ("full", "hybrid")
-
-    def data_parallel(n_params: float, *, is_first: bool, is_last: bool) -> tuple[float, float]:
-        """Seconds to gather so many parameters before their use, and to reduce their gradients."""
-        gather = collective(n_bytes * n_params, shards, tensor) if is_first or again_gathered else 0.0
-        reduction = collective(_FP32 * n_params, shards, tensor)
-        if is_last:
-            reduction += 2 * collective(_FP32 * n_params / shards, replicas, tensor * shards)
-        return gather, reduction
-
-    exposed = slowed = communication = 0.0
-    for number in range(passes):
-        ends = {"is_first": number == 0, "is_last": number == passes - 1}
-        (gather, reduction), (start, end) = data_parallel(unit, **ends), data_parallel(outside, **ends)
-        behind = reduction + (gather if again_gathered else 0.0)
-        communication += layers * (gather + behind) + start + end
-        exposed += start + gather + behind + end
-        for wanted, beside in ((gather, forward), (behind, backward)):
-            exposed += (layers - 1) * max(0.0, wanted - beside)
-            slowed += (layers - 1) * CONTENTION * min(wanted, beside)
-    activations = n_bytes * micro_batch * model.context_length * width
-    # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
-    calls = 4 * (2 + recomputes) * layers + 4
-    tensor_seconds = passes * calls * collective(activations, tensor, 1)
-    products = passes * (layers * (forward + backward) + readout) + slowed
-    state = model.n_params_total / tensor / (1 if parallelism.sharding == "none" else shards)
-    optimizer = _STATE_BYTES * state / (links.memory * MOVED_SHARE)
-    total = products + tensor_seconds + exposed + optimizer
-    per_second = batch_tokens / workers / total
-    return StepTime(
-        products=products,
-        tensor=tensor_seconds,
-        exposed=exposed,
-        optimizer=optimizer,
-        communication=communication,
-        tokens_per_second=per_second,
-        mfu=per_second * model.train_flops_within(attended) / peak,
-    )
+        return _ring(size, ranks, max(1, min(ranks, self._on_node // stride)), self._links)
 
 
 def links_of(device: Accelerator) -> Links:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from muscale.plans.step_time import LINK_SHARE, LINKS, StepTime, step_time
+from muscale.plans.step_time import LINK_SHARE, LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import training_loss
 from proxy_models.architecture.memory import Checkpointing
@@ -29,7 +29,7 @@ def step(
     attended: float | None = None,
     **layout: Any,
 ) -> StepTime:
-    return step_time(
+    return StepTime(
         model,
         Parallelism(**layout),
         workers=workers,
@@ -90,7 +90,7 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(para
                 training_loss(model, torch.zeros(SEQUENCES, TIME + 1, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
     replicas, shards, tensor = parallelism.grid(RANKS)
     alone = replace(H100, node=1e-3)  # bytes per second, so that nothing else counts
-    predicted = step_time(
+    predicted = StepTime(
         model.config,
         parallelism,
         workers=RANKS,
@@ -150,4 +150,4 @@ def test_every_run_of_llm_foundry_at_contexts_to_4096_lies_within_15_percent() -
 
 def test_a_device_without_known_links_is_refused() -> None:
     with pytest.raises(ValueError, match=r"links are known of .*H100 SXM.*TPU v5e"):
-        step_time(LLAMA_8B, Parallelism(), workers=8, micro_batch=1, batch_tokens=2**20, device="TPU v5e")
+        StepTime(LLAMA_8B, Parallelism(), workers=8, micro_batch=1, batch_tokens=2**20, device="TPU v5e")

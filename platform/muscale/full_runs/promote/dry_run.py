@@ -38,7 +38,7 @@ from muscale.plans.gate import (
 )
 from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_layout
 from muscale.plans.planning import Plan, data_hashes
-from muscale.plans.step_time import StepTime, step_time
+from muscale.plans.step_time import StepTime
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
@@ -240,7 +240,7 @@ def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, 
         return None, None
     if any(layout.unfit(workers, node_ranks=worker.node_ranks)) or any(layout.layout_errors(plan.model)):
         return None, proposed
-    return step_time(plan.model, layout, micro_batch=worker.micro_batch, **conditions), proposed
+    return StepTime(plan.model, layout, micro_batch=worker.micro_batch, **conditions), proposed
 
 
 def _shared_by_products(model: Member) -> dict[str, int]:

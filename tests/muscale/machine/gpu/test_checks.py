@@ -28,7 +28,7 @@ from muscale.machine.gpu.checks import (
 from muscale.machine.gpu.report import Check, GpuReport
 from muscale.machine.gpu.traces import StepTrace
 from muscale.machine.gpu.training import Case, Measurement
-from muscale.plans.step_time import step_time
+from muscale.plans.step_time import StepTime
 from proxy_models.architecture.memory import MEMORY_SHARE
 from tests.muscale.command_lines import muscale
 from tests.muscale.conftest import write_text
@@ -162,7 +162,7 @@ def test_mfu_is_held_against_the_predicted_step_of_a_known_device(monkeypatch: p
     case = large_case(1)
     assert (case.model, case.sequences % case.micro_batch) == (GPT_350M, 0)
     assert case.estimate.total <= MEMORY_SHARE * H100.total_memory
-    predicted = step_time(
+    predicted = StepTime(
         GPT_350M,
         case.parallelism,
         workers=1,
