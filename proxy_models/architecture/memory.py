@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
@@ -35,7 +35,7 @@ _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
 """Numbers of optimizer state per entry of the blocks' matrices and per other parameter, which Muon leaves to AdamW.
-`_n_moments` counts Adafactor's."""
+`_Part.n_moments` counts Adafactor's."""
 LARGEST_FLASH_HEAD = 256
 
 
@@ -111,51 +111,17 @@ def training_memory(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
-    n, share = _n_params(config, tensor_parallel), 1 if sharding == "none" else world_size
-    table, block = _of_units(config, tensor_parallel)
-    positions, in_blocks = (
-        number // tensor_parallel for number in (config.n_params_by_group["positions"], config.n_matrix_entries)
-    )
-    compute, is_low = _COMPUTE_BYTES[precision], precision != "fp32"
-    tied = table if config.tied else 0
-    if world_size * tensor_parallel == 1:
-        copied = is_low * (in_blocks if checkpointing == "none" else in_blocks // config.n_layers)
-        beside_readout, beside_block, prefetched = copied + is_low * table, copied + is_low * tied, 0
-        of_table = of_block = 0
-        of_whole_block = (_FP32 + is_low * compute) * config.d_model * config.d_ff  # one matrix at a time
-    else:
-        prefetched = block
-        beside_readout, beside_block = positions + block + table, positions + tied + 2 * block
-        if sharding in ("none", "zero2"):
-            beside_readout = beside_block = prefetched = n
-        of_table, of_block = _FP32 * (table - tied), _FP32 * block
-        of_whole_block = of_block + compute * block
-    of_matrix = compute * config.d_model * config.d_ff // tensor_parallel  # the MLP's last matrix
-    of_tied = compute * tied  # reduced at the end, with the rest of the model
-    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
-    n_positions, stream = micro_batch * config.context_length, compute * config.d_model // tensor_parallel
-    blocks = n_positions * kept * config.n_layers + _bias_bytes(config, compute, tensor_parallel)
-    head = n_positions * _kept_by_head(config, n_positions, precision, tensor_parallel)
-    in_block = n_positions * _at_work(config, precision, kept, checkpointing, tensor_parallel)
-    forward, backward = _loss_at_work(config, n_positions, precision, tensor_parallel)
-    before = blocks - n_positions * kept
-    moments = (
-        (beside_readout, 0, blocks + head + forward),
-        (beside_readout, _FP32 * table, blocks + head + backward),
-        (beside_block, of_table + of_tied + of_matrix, blocks + in_block),  # backward pass of the last block
-        (beside_block, of_block + of_tied + of_matrix, before + in_block),  # backward pass of the second-last block
-        (prefetched, of_whole_block + of_tied, before + n_positions * stream),
-    )
-    gathered, reduced, activations = max(
-        ((compute * weights, gradients, rest) for weights, gradients, rest in moments), key=sum
-    )
+    part, share = _Part(config, precision, tensor_parallel), 1 if sharding == "none" else world_size
+    is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
+    buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
+    peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
     return MemoryEstimate(
-        parameters=_FP32 * (n // share),
-        gathered=gathered,
-        gradients=_FP32 * n // share,
-        optimizer=_FP32 * _n_moments(config, optimizer, in_blocks, n, share),
-        reduced=reduced,
-        activations=activations,
+        parameters=_FP32 * (part.n_params // share),
+        gathered=peak.gathered,
+        gradients=_FP32 * part.n_params // share,
+        optimizer=_FP32 * part.n_moments(optimizer, share),
+        reduced=peak.reduced,
+        activations=peak.activations,
     )
 
 
@@ -184,38 +150,6 @@ def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_siz
     return _FP32 * (2 + min(_MOMENTS[optimizer])) * model.n_params_total // share
 
 
-def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
-    """Return the parameters on one of these devices: its part of matrices and tables, all norms, and biases after a sum."""
-    norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
-    return norms + (config.n_params_total - norms) // tensor_parallel
-
-
-def _of_units(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
-    """Return the parameters of the readout and of a block on one of these devices."""
-    table, positions, embedding = (
-        config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
-    )
-    return table, (_n_params(config, tensor_parallel) - table - positions - embedding) // config.n_layers
-
-
-def _n_moments(config: ModelConfig, optimizer: str, in_blocks: int, n: int, share: int) -> int:
-    """Return the numbers of optimizer state on a device with 1/`share` of `n` parameters.
-
-    Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector.
-    """
-    if optimizer == "adafactor":
-        width, d_kv, n_mlp = (
-            config.d_model,
-            config.n_kv_heads * config.head_dim,
-            3 if config.activation == "swiglu" else 2,
-        )
-        tables = (1 if config.tied else 2) * (config.vocab_size + width)
-        positions = config.context_length + width if config.positions == "learned" else 0
-        return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
-    in_matrices, elsewhere = _MOMENTS[optimizer]
-    return (in_matrices * in_blocks + elsewhere * (n - in_blocks)) // share
-
-
 def activation_bytes(
     config: ModelConfig,
     micro_batch: int,
@@ -230,97 +164,217 @@ def activation_bytes(
     Each device that shares products keeps its own heads and columns of the MLP, its own positions of the residual stream,
     and all positions of the matrices' inputs. Logits of such devices are always chunked, and chunked logits are not kept.
     """
-    n_positions = micro_batch * config.context_length
-    kept = _kept_by_block(config, precision, checkpointing, tensor_parallel, compiled=compiled)
-    blocks = config.n_layers * kept
-    head = _kept_by_head(config, n_positions, precision, tensor_parallel)
-    return n_positions * (blocks + head) + _bias_bytes(config, _COMPUTE_BYTES[precision], tensor_parallel)
+    part, n_positions = _Part(config, precision, tensor_parallel), micro_batch * config.context_length
+    blocks = config.n_layers * part.kept_by_block(checkpointing, compiled=compiled)
+    return n_positions * (blocks + part.kept_by_head(n_positions)) + part.bias_bytes
 
 
-def _kept_by_block(
-    config: ModelConfig,
-    precision: Precision,
-    checkpointing: Checkpointing,
-    tensor_parallel: int,
-    *,
-    compiled: bool = False,
-) -> int:
-    """Return the bytes per token that a block keeps. A compiled gated MLP recomputes its activation instead of keeping it."""
-    compute, width = _COMPUTE_BYTES[precision], config.d_model
-    mixed, d_kv, d_ff, n_heads, n_kv_heads = (
-        size // tensor_parallel
-        for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
-    )
-    n_up, n_norms = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2
-    stream = compute * width // tensor_parallel
-    if checkpointing == "full":
-        return stream
-    if checkpointing == "selective":
-        return stream + compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
-    block = n_norms * (_norm(config, compute) // tensor_parallel + compute * width)
-    block += compute * (mixed + 2 * (mixed if _expands_keys(config, precision) else d_kv))  # queries, keys, values
-    block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
-    if config.qk_norm:
-        block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
-    block += compute * {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
-    return block + (width if config.mlp_dropout else 0)  # a mask of bytes
+class _Buffers(NamedTuple):
+    """Buffers of a step in its readout, in a block, and while the next block is fetched.
 
-
-def _at_work(
-    config: ModelConfig, precision: Precision, kept: int, checkpointing: Checkpointing, tensor_parallel: int
-) -> int:
-    """Return the bytes per token in a block's backward pass beyond the block's `kept` bytes: recomputed tensors and gradients."""
-    compute, width = _COMPUTE_BYTES[precision], config.d_model
-    gradients = compute * (2 * config.d_ff + width) // tensor_parallel  # the MLP's hidden layer twice, and the stream
-    if tensor_parallel > 1:
-        gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
-    whole = _kept_by_block(config, precision, "none", tensor_parallel)
-    unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
-    return gradients + whole - kept + unread
-
-
-def _kept_by_head(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> int:
-    """Return the bytes per token that the last norm, the readout and the loss keep; the loss computes logits in fp32."""
-    compute = _COMPUTE_BYTES[precision]
-    kept = _norm(config, compute) // tensor_parallel + compute * config.d_model
-    if _chunks_logits(config, n_positions, tensor_parallel):
-        return kept + _FP32
-    return kept + _FP32 * config.vocab_size * (2 if config.z_loss else 1)
-
-
-def _loss_at_work(config: ModelConfig, n_positions: int, precision: Precision, tensor_parallel: int) -> tuple[int, int]:
-    """Return the loss's temporary bytes, forward and backward, without kept tensors and the readout's fp32 gradient.
-
-    Forward, they are fp32 logits (of a chunk, if chunked) and their exponentials. Backward, they are the logits in low precision and
-    fp32, or the logits in low precision and the chunk's part of the readout's gradient.
+    `at_readout`, `at_block` and `prefetched` count gathered or copied parameters; the others are bytes of gradients before their
+    reduction: of the readout, of a block in the middle of its pass, and of a block at its end.
     """
-    vocab_size, compute = -(-config.vocab_size // tensor_parallel), _COMPUTE_BYTES[precision]
-    low, logits = compute if precision != "fp32" else 0, n_positions * vocab_size
-    if not _chunks_logits(config, n_positions, tensor_parallel):
-        return (_FP32 + low) * logits, (_FP32 + low) * logits
-    logits = min(CHUNK_ENTRIES, logits)
-    of_readout = compute * vocab_size * config.d_model
-    backward = max((_FP32 + low) * logits, compute * logits + of_readout)
-    return 2 * _FP32 * logits, backward + n_positions * compute * config.d_model
+
+    at_readout: int
+    at_block: int
+    prefetched: int
+    readout_gradient: int
+    block_gradient: int
+    whole_block_gradient: int
 
 
-def _chunks_logits(config: ModelConfig, n_positions: int, tensor_parallel: int) -> bool:
-    return tensor_parallel > 1 or is_chunked(n_positions, config.vocab_size)
+class _Moment(NamedTuple):
+    """Bytes that a step takes at one moment besides its state: the fields of `MemoryEstimate`."""
+
+    gathered: int
+    reduced: int
+    activations: int
 
 
-def _bias_bytes(config: ModelConfig, compute: int, tensor_parallel: int) -> int:
-    """Return the bytes of ALiBi's bias, in fp32 and in the precision of the products."""
-    if config.positions != "alibi":
-        return 0
-    per_entry = _FP32 + (compute if compute < _FP32 else 0)
-    return per_entry * config.n_heads // tensor_parallel * config.context_length**2
+@dataclass(frozen=True)
+class _Part:
+    """The part of a decoder on one of the devices that share its products."""
 
+    config: ModelConfig
+    precision: Precision
+    ranks: int
 
-def _expands_keys(config: ModelConfig, precision: Precision) -> bool:
-    """Whether a GPU's kernel needs a key and a value for each query head, as `attention.cuda_kernel` implies."""
-    return config.queries_per_kv > 1 and (
-        precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
-    )
+    @property
+    def compute(self) -> int:
+        """Bytes of a number in the precision of the products."""
+        return _COMPUTE_BYTES[self.precision]
+
+    @property
+    def low(self) -> int:
+        """Bytes of a copy in low precision; 0 in fp32, which needs no copy."""
+        return 0 if self.precision == "fp32" else self.compute
+
+    @property
+    def n_params(self) -> int:
+        """Parameters: the part of matrices and tables, all norms, and biases after a sum."""
+        config = self.config
+        norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
+        return norms + (config.n_params_total - norms) // self.ranks
+
+    @property
+    def table(self) -> int:
+        """Parameters of the readout."""
+        return self._of_group("readout")
+
+    @property
+    def tied(self) -> int:
+        """Parameters of a readout that is the embedding too."""
+        return self.table if self.config.tied else 0
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block."""
+        tables = sum(self._of_group(name) for name in ("readout", "positions", "embedding"))
+        return (self.n_params - tables) // self.config.n_layers
+
+    @property
+    def in_blocks(self) -> int:
+        """Entries of the blocks' matrices."""
+        return self.config.n_matrix_entries // self.ranks
+
+    def _of_group(self, name: str) -> int:
+        return self.config.n_params_by_group[name] // self.ranks
+
+    def copies(self, checkpointing: Checkpointing) -> _Buffers:
+        """Return the buffers of a single device: low-precision copies, and one matrix' gradient at a time."""
+        is_low = bool(self.low)
+        copied = is_low * (self.in_blocks if checkpointing == "none" else self.in_blocks // self.config.n_layers)
+        return _Buffers(
+            at_readout=copied + is_low * self.table,
+            at_block=copied + is_low * self.tied,
+            prefetched=0,
+            readout_gradient=0,
+            block_gradient=0,
+            whole_block_gradient=(_FP32 + self.low) * self.config.d_model * self.config.d_ff,
+        )
+
+    def gathered(self, *, whole: bool) -> _Buffers:
+        """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once."""
+        positions, block = self._of_group("positions"), self.block
+        return _Buffers(
+            at_readout=self.n_params if whole else positions + block + self.table,
+            at_block=self.n_params if whole else positions + self.tied + 2 * block,
+            prefetched=self.n_params if whole else block,
+            readout_gradient=_FP32 * (self.table - self.tied),
+            block_gradient=_FP32 * block,
+            whole_block_gradient=(_FP32 + self.compute) * block,
+        )
+
+    def moments(
+        self, micro_batch: int, buffers: _Buffers, checkpointing: Checkpointing, *, compiled: bool
+    ) -> list[_Moment]:
+        """Return the moments of a step that may be its peak."""
+        config, compute, n_positions = self.config, self.compute, micro_batch * self.config.context_length
+        of_token = self.kept_by_block(checkpointing, compiled=compiled)
+        kept, in_block = n_positions * of_token, n_positions * self.in_block(of_token, checkpointing)
+        blocks = kept * config.n_layers + self.bias_bytes
+        head, (forward, backward) = n_positions * self.kept_by_head(n_positions), self.in_loss(n_positions)
+        stream = n_positions * (compute * config.d_model // self.ranks)
+        tied = compute * self.tied  # gradient that is reduced at the end, with the rest of the model
+        late = tied + compute * config.d_model * config.d_ff // self.ranks  # and that of the MLP's last matrix
+        at_readout, at_block, prefetched = (compute * n_params for n_params in buffers[:3])
+        return [
+            _Moment(at_readout, 0, blocks + head + forward),
+            _Moment(at_readout, _FP32 * self.table, blocks + head + backward),
+            _Moment(at_block, buffers.readout_gradient + late, blocks + in_block),  # backward pass of the last block
+            _Moment(at_block, buffers.block_gradient + late, blocks - kept + in_block),  # … of the second-last block
+            _Moment(prefetched, buffers.whole_block_gradient + tied, blocks - kept + stream),
+        ]
+
+    def n_moments(self, optimizer: str, share: int) -> int:
+        """Return the numbers of optimizer state on a device with 1/`share` of the parameters.
+
+        Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector.
+        """
+        config, width = self.config, self.config.d_model
+        if optimizer != "adafactor":
+            in_matrices, elsewhere = _MOMENTS[optimizer]
+            return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
+        d_kv, n_mlp = config.n_kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
+        tables = (1 if config.tied else 2) * (config.vocab_size + width)
+        positions = config.context_length + width if config.positions == "learned" else 0
+        return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
+
+    def kept_by_block(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
+        """Return the bytes per token that a block keeps. A compiled gated MLP recomputes its activation instead of keeping it."""
+        config, compute, width = self.config, self.compute, self.config.d_model
+        mixed, d_kv, d_ff, n_heads, n_kv_heads = (
+            size // self.ranks
+            for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
+        )
+        n_up, n_norms = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2
+        stream = compute * width // self.ranks
+        if checkpointing == "full":
+            return stream
+        if checkpointing == "selective":
+            return stream + compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
+        block = n_norms * (self._norm // self.ranks + compute * width)
+        block += compute * (mixed + 2 * (mixed if self._expands_keys else d_kv))  # queries, keys, values
+        block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
+        if config.qk_norm:
+            block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
+        block += compute * {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
+        return block + (width if config.mlp_dropout else 0)  # a mask of bytes
+
+    def in_block(self, kept: int, checkpointing: Checkpointing) -> int:
+        """Return the bytes per token in a block's backward pass beyond its `kept` bytes: recomputed tensors and gradients."""
+        compute, width = self.compute, self.config.d_model
+        gradients = (
+            compute * (2 * self.config.d_ff + width) // self.ranks
+        )  # the MLP's hidden layer twice, and the stream
+        if self.ranks > 1:
+            gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
+        unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
+        return gradients + self.kept_by_block("none") - kept + unread
+
+    def kept_by_head(self, n_positions: int) -> int:
+        """Return the bytes per token that the last norm, the readout and the loss keep; the loss computes logits in fp32."""
+        kept = self._norm // self.ranks + self.compute * self.config.d_model
+        if self._chunks_logits(n_positions):
+            return kept + _FP32
+        return kept + _FP32 * self.config.vocab_size * (2 if self.config.z_loss else 1)
+
+    def in_loss(self, n_positions: int) -> tuple[int, int]:
+        """Return the loss's temporary bytes, forward and backward, without kept tensors and the readout's fp32 gradient.
+
+        Forward, they are fp32 logits (of a chunk, if chunked) and their exponentials. Backward, they are the logits in low precision
+        and fp32, or the logits in low precision and the chunk's part of the readout's gradient.
+        """
+        vocab_size, width = -(-self.config.vocab_size // self.ranks), self.config.d_model
+        logits = n_positions * vocab_size
+        if not self._chunks_logits(n_positions):
+            return (_FP32 + self.low) * logits, (_FP32 + self.low) * logits
+        logits = min(CHUNK_ENTRIES, logits)
+        backward = max((_FP32 + self.low) * logits, self.compute * (logits + vocab_size * width))
+        return 2 * _FP32 * logits, backward + n_positions * self.compute * width
+
+    def _chunks_logits(self, n_positions: int) -> bool:
+        return self.ranks > 1 or is_chunked(n_positions, self.config.vocab_size)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of ALiBi's bias, in fp32 and in the precision of the products."""
+        if self.config.positions != "alibi":
+            return 0
+        return (_FP32 + self.low) * self.config.n_heads // self.ranks * self.config.context_length**2
+
+    @property
+    def _expands_keys(self) -> bool:
+        """Whether a GPU's kernel needs a key and a value for each query head, as `attention.cuda_kernel` implies."""
+        config = self.config
+        is_unfused = self.precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
+        return config.queries_per_kv > 1 and is_unfused
+
+    @property
+    def _norm(self) -> int:
+        """Bytes per token of a norm: its input and its statistics, which a GPU keeps in fp32."""
+        return self.compute * self.config.d_model + _FP32 * (2 if self.config.norm == "layernorm" else 1)
 
 
 def evaluation_memory(
@@ -338,8 +392,9 @@ def evaluation_memory(
     The pass takes `sequences` at a time. FSDP2 gathers a unit into a buffer and copies the weights from it; the buffer stays until
     the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows.
     """
-    n, table, block = _n_params(config, tensor_parallel), *_of_units(config, tensor_parallel)
-    stream = _COMPUTE_BYTES[precision] * config.d_model * sequences * config.context_length // tensor_parallel
+    part = _Part(config, precision, tensor_parallel)
+    n, table, block = part.n_params, part.table, part.block
+    stream = part.compute * config.d_model * sequences * config.context_length // tensor_parallel
     at_work = evaluation_bytes(config, sequences, precision, tensor_parallel=tensor_parallel)
     if world_size * tensor_parallel == 1:
         moments = [(max(table, config.d_model * config.d_ff) * (precision != "fp32"), at_work)]
@@ -352,7 +407,7 @@ def evaluation_memory(
             (table + max(table, 2 * block), at_work),
         ]
     held = training.parameters + training.optimizer
-    return held + max(_COMPUTE_BYTES[precision] * weights + rest for weights, rest in moments)
+    return held + max(part.compute * weights + rest for weights, rest in moments)
 
 
 def evaluation_bytes(
@@ -360,7 +415,7 @@ def evaluation_bytes(
 ) -> int:
     """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
     one_block = activation_bytes(replace(config, n_layers=1), sequences, precision, tensor_parallel=tensor_parallel)
-    forward, _ = _loss_at_work(config, sequences * config.context_length, precision, tensor_parallel)
+    forward, _ = _Part(config, precision, tensor_parallel).in_loss(sequences * config.context_length)
     return one_block + forward
 
 
@@ -390,9 +445,3 @@ def fitting(
         if estimate(micro_batch=size).total <= limit:
             return size, kind
     return 1, "full"
-
-
-def _norm(config: ModelConfig, compute: int) -> int:
-    """Return the bytes per token of a norm: its input and its statistics, which a GPU keeps in fp32."""
-    statistics = 2 if config.norm == "layernorm" else 1
-    return compute * config.d_model + _FP32 * statistics
