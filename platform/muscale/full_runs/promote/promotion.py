@@ -209,12 +209,15 @@ def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numer
 
     A later fit makes another plan of the same run. Its loss is known by then, so the run is neither trained again nor forecast.
     """
-    trained = plan.chain(replace(numerics, guard=config.promote.guard)).key
-    others = [
-        run["label"].removeprefix(_LABEL) for run in ledger.read(find, "runs", {"purpose": "full", "key": trained})
-    ]
-    found = (recorded_promotion(ledger, other) for other in others if other != plan.key)
-    return next((promotion for promotion in found if promotion), None)
+    chain, policy = plan.chain(replace(numerics, guard=config.promote.guard)), config.promote.spike_policy
+    for run in ledger.read(find, "runs", {"purpose": "full"}):
+        found = recorded_promotion(ledger, run["label"].removeprefix(_LABEL))
+        if found is None or found.plan == plan.key:
+            continue
+        # The key of a recorded run has its own interventions, which no plan knows.
+        if replace(chain, spike_handling=SpikeHandling.of(policy, found.incidents)).key == run["key"]:
+            return found
+    return None
 
 
 def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
