@@ -164,6 +164,10 @@ class Block(nn.Module):
         arguments, is_random = (x, positions, attention_scale, branch), self.training and self.config.is_random
         return recomputing(self.checkpointing, self._map, *arguments, is_random=is_random)
 
+    def compile_recomputed(self) -> None:
+        """Compile what full checkpointing recomputes, and leave the recomputing itself eager."""
+        self._map = torch.compile(self._map, dynamic=False)  # type: ignore[method-assign]
+
     def _map(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         if self.training and self.drop:
             kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
@@ -206,8 +210,10 @@ class Decoder(nn.Module):
 
     Attributes:
         compute_dtype: Dtype of the residual stream and of all products.
+        own_heads: Heads that this rank computes; other ranks may share its products.
     """
 
+    own_heads = slice(None)
     cos: Tensor | None
     sin: Tensor | None
     logit_bias: Tensor | None
@@ -254,7 +260,7 @@ class Decoder(nn.Module):
         """Write `constants` into a decoder that was built without values. They are always computed on the CPU."""
         for name, value in constants(self.config).items():
             if value is not None:
-                self.get_buffer(name).copy_(value)
+                self.get_buffer(name).copy_(value[self.own_heads] if name == "logit_bias" else value)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
         """Return the logits of the next token at every position; with targets, their mean cross-entropy in nats.

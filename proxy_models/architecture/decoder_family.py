@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.family import Family, Loss
-from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import Checkpointing, fitting
+from proxy_models.architecture.member import AttentionKernel, Member, StepSizes
+from proxy_models.architecture.memory import (
+    Checkpointing,
+    MemoryEstimate,
+    Precision,
+    evaluation_memory,
+    fitting,
+    training_memory,
+)
 from proxy_models.architecture.parametrization import Parametrization, TableOptions, parametrize
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from proxy_models.architecture.decoder import Decoder
+    from proxy_models.architecture.decoder import Block, Decoder
 
 MOST_SIZES = 4096
 """Members that `between` lists: a budget of 1e20 FLOPs needs 2,800; beyond, one group of heads more is hardly another width."""
@@ -25,6 +34,8 @@ MOST_SIZES = 4096
 @dataclass(frozen=True, kw_only=True)
 class DecoderFamily(Family):
     """Decoders that differ from `config` in width and depth; their table and counts are formulas, not comparisons of models."""
+
+    branch_ends: ClassVar[tuple[str, ...]] = ("attention.output", "mlp.down")
 
     config: ModelConfig
 
@@ -55,6 +66,14 @@ class DecoderFamily(Family):
         """Write the constants of the config without building another decoder."""
         cast("Decoder", model).write_constants()
 
+    def compile_block(self, block: nn.Module, *, outside_recomputing: bool) -> None:
+        """Compile a block, or under full checkpointing the function that it recomputes."""
+        decoder_block = cast("Block", block)
+        if outside_recomputing and decoder_block.checkpointing == "full":
+            decoder_block.compile_recomputed()
+        else:
+            block.compile(dynamic=False)
+
     def compile_loss(self, model: nn.Module) -> None:
         """Compile the readout's computation on a chunk of logits."""
         cast("Decoder", model).readout.compiled = True
@@ -67,6 +86,77 @@ class DecoderFamily(Family):
     def fitting(self, member: Member, sequences: int, **limits: Any) -> tuple[int | None, Checkpointing]:
         """Return the micro-batch and checkpointing that fit by the estimate of `proxy_models.architecture.memory`."""
         return fitting(cast(ModelConfig, member), sequences, **limits)
+
+    def is_tied(self, member: Member) -> bool:
+        """Whether the config ties the readout to the embedding."""
+        return self.config.tied
+
+    @property
+    def position_base(self) -> float | None:
+        """`rope_theta` of rotary positions."""
+        return self.config.rope_theta if self.config.positions == "rotary" else None
+
+    def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate:
+        """Return the estimate of `proxy_models.architecture.memory`."""
+        return training_memory(cast(ModelConfig, member), **conditions)
+
+    def evaluation_memory(
+        self, member: Member, sequences: int, training: MemoryEstimate, precision: Precision, **layout: Any
+    ) -> int:
+        """Return the bound of `proxy_models.architecture.memory`."""
+        return evaluation_memory(cast(ModelConfig, member), sequences, training, precision, **layout)
+
+    def step_sizes(self, member: Member) -> StepSizes:
+        """Return the sizes of a block and of the tables.
+
+        A block moves two norms (one read, one write each), two residual sums (two reads, one write each), rotated queries and
+        keys, and the activation of the MLP.
+        """
+        model = cast(ModelConfig, member)
+        gate = 3 if model.activation == "swiglu" else 2
+        groups = model.n_params_by_group
+        return StepSizes(
+            block_entries=model.n_matrix_entries / model.n_layers,
+            block_moves=12 * model.d_model + 2 * model.n_kv_heads * model.head_dim + gate * model.d_ff,
+            attention_width=model.d_model,
+            table_params=groups["embedding"] + groups["positions"] + groups["readout"],
+        )
+
+    def attention_kernel(self, member: Member, dtype: torch.dtype) -> AttentionKernel:
+        """Return the kernel of `attend`; where a kernel lacks grouped heads, `attend` expands them."""
+        from proxy_models.architecture.attention import cuda_kernel
+
+        model = cast(ModelConfig, member)
+        kernel = cuda_kernel(
+            dtype,
+            model.head_dim,
+            biased=model.positions == "alibi",
+            grouped=False,
+            within_documents=model.document_separator is not None,
+        )
+        return AttentionKernel(kernel=kernel, n_heads=model.n_heads, head_dim=model.head_dim)
+
+    def shared_sizes(self, member: Member) -> Mapping[str, int]:
+        """Return the heads, the columns of the MLP and the positions of a sequence."""
+        model = cast(ModelConfig, member)
+        return {
+            "query heads": model.n_heads,
+            "key and value heads": model.n_kv_heads,
+            "columns of the MLP (d_ff)": model.d_ff,
+            "positions of a sequence (context_length)": model.context_length,
+        }
+
+    def sharing_errors(self, member: Member) -> Iterator[str]:
+        """Yield dropout, whose random numbers are the same on ranks that have different heads and positions."""
+        for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
+            if getattr(member, name):
+                yield f"with {name}, since ranks would drop the same of their own heads and positions"
+
+    def share_products(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Split matrices, tables and the residual stream as `shared_products` describes."""
+        from proxy_models.architecture.shared_products import share_products
+
+        share_products(cast("Decoder", model), mesh)
 
     def member(self, width: int, depth: int) -> ModelConfig:
         """Return the decoder of this width and depth.

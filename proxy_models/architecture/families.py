@@ -155,6 +155,9 @@ class _Counted(Family):
     def build(self, width: int, depth: int) -> nn.Module:
         raise ValueError(_NOT_IMPORTED.format(self.of.family))
 
+    def is_tied(self, member: Member) -> bool:
+        return False
+
     def member(self, width: int, depth: int) -> Member:
         if found := counted(self.of).get((width, depth)):
             return found

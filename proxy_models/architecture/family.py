@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
 
 from proxy_models.architecture.counted import remember
-from proxy_models.architecture.member import Counts, Member, ModuleConfig
-from proxy_models.architecture.memory import Checkpointing, Precision
+from proxy_models.architecture.member import AttentionKernel, Counts, Member, ModuleConfig, StepSizes
+from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import (
     Parametrization,
     TableOptions,
@@ -35,6 +35,7 @@ from proxy_models.architecture.source_files import source_files
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 SIZE_STEP = 1.1
 """Factor in n_params between members that a plan looks at; the loss is flat over such steps near the best size (assumed)."""
@@ -54,6 +55,8 @@ class Family(ABC):
         context_length: Tokens in one training sequence.
         readout: Name of the module that maps the width to logits.
         blocks: Name of the list of residual blocks.
+        branch_ends: Last names of the modules in a block whose outputs are multiplied by the branch multiplier; if empty, the
+            whole block's output is.
         width_step: Divisor of all widths.
         version: Part of every key; change it if the model changes but no file in `source` does.
     """
@@ -63,6 +66,7 @@ class Family(ABC):
 
     readout: ClassVar[str] = "readout"
     blocks: ClassVar[str] = "blocks"
+    branch_ends: ClassVar[tuple[str, ...]] = ()
     width_step: ClassVar[int] = 1
     version: ClassVar[str] = ""
 
@@ -144,6 +148,10 @@ class Family(ABC):
             elif checkpointing != "none":
                 raise ValueError(f'checkpointing must be "none" for blocks without it, got "{checkpointing}"')
 
+    def compile_block(self, block: nn.Module, *, outside_recomputing: bool) -> None:
+        """Compile a block and its recomputation as one graph; with `outside_recomputing`, compile only the recomputed function."""
+        block.compile(dynamic=False)
+
     def compile_loss(self, model: nn.Module) -> None:  # noqa: B027
         """Compile what the model computes outside its blocks, if that pays; the default compiles nothing."""
 
@@ -190,6 +198,52 @@ class Family(ABC):
         The default has no estimate of memory and so returns all sequences.
         """
         return None, "none"
+
+    def is_tied(self, member: Member) -> bool:
+        """Whether the member's readout is its embedding table; readers that do not import the family get False."""
+        shapes = _shapes(self, member.d_model, member.n_layers, member.d_model)
+        return any(shape.tensor_class is TensorClass.TIED for shape in shapes.values())
+
+    @property
+    def position_base(self) -> float | None:
+        """Base of the rotary wavelengths, in which a full run may differ from its proxies; None for other positions."""
+        return None
+
+    def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate | None:
+        """Return the memory of training on each device; None: it is found by tracing a pass.
+
+        `conditions` are the arguments of `proxy_models.architecture.memory.training_memory`.
+        """
+        return None
+
+    def evaluation_memory(
+        self, member: Member, sequences: int, training: MemoryEstimate, precision: Precision, **layout: Any
+    ) -> int | None:
+        """Return the bytes on each device during an evaluation within training; None: they are found by tracing a pass.
+
+        `layout` are the arguments sharding, world_size and tensor_parallel of `proxy_models.architecture.memory.evaluation_memory`.
+        """
+        return None
+
+    def step_sizes(self, member: Member) -> StepSizes | None:
+        """Return the sizes from which the time of a step is predicted; None: it is unknown."""
+        return None
+
+    def attention_kernel(self, member: Member, dtype: torch.dtype) -> AttentionKernel | None:
+        """Return the kernel that a GPU takes for the member's attention in this dtype; None: it is unknown."""
+        return None
+
+    def shared_sizes(self, member: Member) -> Mapping[str, int]:
+        """Return the sizes, by name, that the number of ranks that share a product must divide; empty: ranks can't share products."""
+        return {}
+
+    def sharing_errors(self, member: Member) -> Iterator[str]:
+        """Yield further reasons why ranks can't share the member's products, which follow "tensor_parallel must be 1"."""
+        return iter(())
+
+    def share_products(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Split the products of a model without values over the ranks of a mesh; for families with `shared_sizes`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define how ranks share its products")
 
     # Methods that follow from the methods above
 

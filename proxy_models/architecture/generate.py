@@ -7,11 +7,12 @@ trained. For speed, export the model and use an inference server.
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
+from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.tokenizer import Tokenizer, Tokens
@@ -19,7 +20,7 @@ from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: nn.Module,
     prompt: ArrayLike,
     n_tokens: int,
     *,
@@ -32,7 +33,7 @@ def generate(
     """Continue a prompt; if the text becomes longer than the context, the model sees the last tokens.
 
     Args:
-        model: The model in fp32, on any device; dropout is off during generation.
+        model: A decoder in fp32, on any device; dropout is off during generation.
         prompt: Ids, at least one.
         n_tokens: Largest number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise the logits are divided by the temperature and the token is drawn.
@@ -48,7 +49,8 @@ def generate(
     Raises:
         ValueError: If an argument is out of its range.
     """
-    vocab_size = model.config.vocab_size
+    decoder = cast(Decoder, model)
+    vocab_size = decoder.config.vocab_size
     seen = np.asarray(prompt, dtype=np.int64)
     if seen.ndim != 1 or not len(seen):
         raise ValueError(f"the prompt must be a row of at least one id, got shape {seen.shape}")
@@ -63,12 +65,12 @@ def generate(
     if not 1 <= (n_ids := vocab_size if n_ids is None else n_ids) <= vocab_size:
         raise ValueError(f"n_ids must lie in 1 to {vocab_size}, got {n_ids}")
     generator = torch.Generator().manual_seed(seed)
-    device, was_training = model.embedding.weight.device, model.training
+    device, was_training = decoder.embedding.weight.device, model.training
     tokens = torch.from_numpy(seen)
     model.eval()
     try:
         for _ in range(n_tokens):
-            context = tokens[None, -model.config.context_length :].to(device)
+            context = tokens[None, -decoder.config.context_length :].to(device)
             logits = model(context)[0, -1, :n_ids].double().cpu()
             chosen = _choose(logits, temperature, top_p, generator)
             tokens = torch.cat((tokens, chosen))
@@ -90,7 +92,7 @@ def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.G
 
 
 def continue_text(
-    model: Decoder,
+    model: nn.Module,
     tokenizer: Tokenizer,
     prompt: str,
     n_tokens: int,

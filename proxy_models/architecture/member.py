@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cattrs.gen import make_dict_unstructure_fn
 
 from proxy_models.serialization import Serializable, converter
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.attention import Kernel
 
 NATS = "nats per token"
 
@@ -82,6 +86,32 @@ class Counts:
 
 # The default unit is left out, so that keys of trainings from before units existed stay the same.
 converter.register_unstructure_hook(Counts, make_dict_unstructure_fn(Counts, converter, _cattrs_omit_if_default=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """Sizes of a member from which the time of its training step is predicted.
+
+    Attributes:
+        block_entries: Entries of a block's matrices.
+        block_moves: Numbers that a block's other operations read and write per token in a forward pass, fused as by a compiler.
+        attention_width: Width of all attention heads of a block together; 0 without attention.
+        table_params: Parameters outside the blocks: embeddings and readout.
+    """
+
+    block_entries: float
+    block_moves: float
+    attention_width: int
+    table_params: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """The kernel that a GPU takes for a member's attention, and the heads of a block."""
+
+    kernel: Kernel
+    n_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)

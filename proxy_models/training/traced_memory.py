@@ -16,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import family_of, parameter_shapes
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
@@ -27,7 +26,6 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     state_bytes,
-    training_memory,
 )
 from proxy_models.training.fsdp import units_by_themselves
 from proxy_models.training.precision import DTYPES
@@ -39,14 +37,33 @@ _MANY_OPERATORS = 10_000  # tracing this many takes 1 s
 
 
 def estimated_memory(member: Member, *, tensor_parallel: int = 1, **conditions: Any) -> MemoryEstimate:
-    """Estimate the memory of training on each device: a decoder by `training_memory`, other models (no shared products) by tracing.
+    """Estimate the memory of training on each device: by the family's `training_memory`, or else by tracing (no shared products).
 
     Raises:
-        ValueError: As `training_memory` and `traced_memory`.
+        ValueError: As `Family.training_memory` and `traced_memory`.
     """
-    if isinstance(member, ModelConfig):
-        return training_memory(member, tensor_parallel=tensor_parallel, **conditions)
-    return traced_memory(member, **conditions)
+    known = family_of(member).training_memory(member, tensor_parallel=tensor_parallel, **conditions)
+    return known or traced_memory(member, **conditions)
+
+
+def estimated_evaluation(
+    member: Member,
+    sequences: int,
+    training: MemoryEstimate,
+    precision: Precision,
+    *,
+    sharding: Sharding,
+    world_size: int,
+    tensor_parallel: int = 1,
+) -> int:
+    """Estimate the bytes on each device during an evaluation within training, as `estimated_memory` does those of training.
+
+    Raises:
+        ValueError: As `Family.evaluation_memory` and `traced_evaluation`.
+    """
+    layout: dict[str, Any] = {"sharding": sharding, "world_size": world_size, "tensor_parallel": tensor_parallel}
+    known = family_of(member).evaluation_memory(member, sequences, training, precision, **layout)
+    return known or traced_evaluation(member, sequences, training, precision, world_size=world_size)
 
 
 @cache
@@ -60,7 +77,7 @@ def traced_memory(
     world_size: int = 1,
     checkpointing: Checkpointing = "none",
 ) -> MemoryEstimate:
-    """Estimate the memory of training on each device, as `training_memory` does for the decoder.
+    """Estimate the memory of training on each device, as `memory.training_memory` does for the decoder.
 
     Args:
         member: Model of a family that is imported in this process.

@@ -71,6 +71,17 @@ def with_family(path: Path, name: str, **args: object) -> Path:
     return path
 
 
+def test_an_open_layout_needs_a_family_whose_steps_are_predicted_and_only_what_trains_knows(
+    own_study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    StudyConfig.read(own_study, trains=True)
+    with pytest.raises(StudyFileError, match="promote.sharding: "):
+        StudyConfig.read(own_study, ("promote.sharding=auto",), trains=True)
+    Study.open(own_study, quiet=True, trains=True)  # which writes the record of members
+    monkeypatch.delitem(sys.modules, NAME.partition(":")[0])
+    assert StudyConfig.read(own_study, ("promote.sharding=auto",)).promote.sharding == "auto"
+
+
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster", "transformers")
@@ -170,7 +181,7 @@ def test_every_stage_trains_the_family_and_readers_import_nothing(
 
 @pytest.fixture
 def written_study(make_study: MakeStudy, tmp_path: Path) -> Path:
-    """A micro-study of the family that `muscale init --family` writes, beside it."""
+    """A micro-study of the family that `muscale init --family` writes, which lies next to it."""
     path = make_study()
     write_study(tmp_path / "new", family=True)
     shutil.copy(tmp_path / "new" / FAMILY[0], path.parent)
@@ -309,9 +320,9 @@ def test_another_source_wants_another_directory(own_study: Path) -> None:
         (
             "[promote]",
             "[promote]\ntensor_parallel = 2",
-            "promote.tensor_parallel must be 1 for a family without a plan",
+            "promote.tensor_parallel must be 1",
         ),
-        ("[promote]", '[promote]\nevaluation = "async"', 'promote.evaluation: "async" is for the built-in decoder'),
+        ("[promote]", '[promote]\nevaluation = "async"', 'promote.evaluation: must be "sync"'),
     ],
 )
 def test_each_fault_is_named(own_study: Path, old: str, new: str, message: str) -> None:

@@ -18,7 +18,7 @@ from muscale.plans.provenance import HyperparameterProvenance
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import TIED_REACH
 from scaling import Forecast
@@ -294,7 +294,7 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
     compared = (
         same if full.context_length == proxies.context_length else f"{same}, {proxies.context_length:,} in proxies"
     )
-    bases = [model.rope_theta for model in (full, proxies) if isinstance(model, ModelConfig)]
+    bases = [base for model in (full, proxies) if (base := family_of(model).position_base) is not None]
     if len(set(bases)) > 1:
         compared += "; rope_theta {:,g}, {:,g} in proxies".format(*bases)
     if too_short:

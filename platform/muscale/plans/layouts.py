@@ -12,9 +12,11 @@ from muscale.errors import StageError
 from muscale.plans.planning import Plan
 from muscale.plans.step_time import LINKS, Links, StepTime, links_of
 from muscale.settings.config import StudyConfig
+from muscale.settings.cross_field_rules import NO_STEP_SIZES
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import LAYOUT
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     Checkpointing,
@@ -22,12 +24,10 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     largest_micro_batch,
-    training_memory,
 )
 from proxy_models.data.corpus import Corpus
 from scaling import Accelerator, accelerator
 
-NO_ESTIMATE = "time of a step is estimated for the built-in decoder alone"
 NEAR = 0.02
 """Relative difference of predicted step times below which the simpler layout is chosen; the prediction is no finer."""
 
@@ -57,7 +57,7 @@ class Layout:
 
 
 def fitting_layouts(
-    model: ModelConfig,
+    model: Member,
     *,
     workers: int,
     batch_tokens: int,
@@ -83,8 +83,10 @@ def fitting_layouts(
         attended: As in `StepTime`.
 
     Raises:
-        ValueError: If the bandwidths of the device's links are unknown.
+        ValueError: If the bandwidths of the device's links are unknown, or the model's family has no `step_sizes`.
     """
+    from proxy_models.training.traced_memory import estimated_memory  # imports torch
+
     device = accelerator(device)
     links = links or links_of(device)
     limit = int(MEMORY_SHARE * device.memory_bytes)
@@ -94,7 +96,7 @@ def fitting_layouts(
         replicas, shards, _ = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
         share = -(-sequences // (replicas * shards))
         conditions = parallelism.memory_conditions(replicas, shards)
-        estimate = partial(training_memory, model, precision=precision, optimizer=optimizer, **conditions)
+        estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
         taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)
         memory = estimate(micro_batch=taken)
         if memory.total > limit:
@@ -142,7 +144,7 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
     """Return the layouts that fit a plan on the study's devices, fastest first; none if links or the model are unknown."""
     h, settings = plan.hyperparameters, config.promote
     conditions = conditions_of(plan, config, corpus)
-    if conditions is None or not isinstance(plan.model, ModelConfig):
+    if conditions is None or family_of(plan.model).step_sizes(plan.model) is None:
         return []
     return fitting_layouts(
         plan.model,
@@ -164,8 +166,8 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
     if not settings.open_layout:
         return config
     key = f"promote.{settings.open_layout[0]}"
-    if not isinstance(plan.model, ModelConfig):
-        raise StageError(f'{key}: "auto" needs a prediction, and {NO_ESTIMATE}; state the layout')
+    if family_of(plan.model).step_sizes(plan.model) is None:
+        raise StageError(f'{key}: must be stated, since {NO_STEP_SIZES}, got "auto"')
     if conditions_of(plan, config, corpus) is None:
         raise StageError(
             f'{key}: "auto" needs resources.gpus_per_worker and plan.accelerator, one of {", ".join(LINKS)}; got '
@@ -188,10 +190,10 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
 
 
 def _candidates(
-    model: ModelConfig, workers: int, sequences: int, node_devices: int, shard_ranks: int | None
+    model: Member, workers: int, sequences: int, node_devices: int, shard_ranks: int | None
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
-    degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0 and model.n_kv_heads % degree == 0]
+    degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0]
     for sharding, degree, checkpointing in product(get_args(Sharding), degrees, get_args(Checkpointing)):
         if sharding == "hybrid" and (workers <= node_devices or degree > node_devices):
             continue

@@ -14,7 +14,6 @@ import torch
 from muscale.errors import StageError
 from muscale.plans.planning import Plan
 from muscale.programs.job import job_of
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.files import atomic_write
@@ -23,7 +22,6 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initial_std, make_optimizer, multipliers_of
 
 _MOST_ROWS = 10_000  # in the schedule's table
-_BRANCH_ENDS = ("attention.output", "mlp.down")
 _WITHOUT_BETAS = ("muon", "adafactor")
 _README = """\
 # Plan {key} for another framework
@@ -163,7 +161,8 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     multipliers = multipliers_of(parametrization, recipe)
     applied = _applied(plan, parametrization, multipliers)
-    blocks = "" if isinstance(plan.model, ModelConfig) else f"{family_of(plan.model).blocks}."
+    family = family_of(plan.model)
+    blocks = "" if family.branch_ends else f"{family.blocks}."
     for name, tensor in model.named_parameters():
         rule, group = parametrization.rules[name], groups[id(tensor)]
         used = "adamw" if recipe.optimizer == "muon" and not group["orthogonal"] else recipe.optimizer
@@ -196,10 +195,9 @@ def _applied(plan: Plan, parametrization: Parametrization, multipliers: ForwardM
     # The token table comes first; learned positions are also embeddings, but are not multiplied.
     tables = [name for name, found in classes.items() if found in (TensorClass.EMBEDDING, TensorClass.TIED)]
     applied |= dict.fromkeys(tables[:1], multipliers.embedding)
-    if isinstance(plan.model, ModelConfig):
-        ends = [name for name in classes if name.rsplit(".", 1)[0].endswith(_BRANCH_ENDS)]
-        applied |= dict.fromkeys(ends, multipliers.branch)
-    return applied
+    branch_ends = family_of(plan.model).branch_ends
+    ends = [name for name in classes if name.rpartition(".")[0].endswith(branch_ends)]
+    return applied | dict.fromkeys(ends, multipliers.branch)
 
 
 def schedule_table(plan: Plan) -> pd.DataFrame:

@@ -20,7 +20,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
+from proxy_models.architecture.member import Member, StepSizes
 from proxy_models.architecture.memory import Precision
 from scaling import Accelerator, accelerator
 
@@ -103,10 +104,11 @@ class StepTime:
             to be as fast as the one for whole sequences.
 
     Raises:
-        ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
+        ValueError: If the workers do not form the layout, the device has no entry in `LINKS`, or the model's family has no
+            `step_sizes`.
     """
 
-    model: ModelConfig
+    model: Member
     parallelism: Parallelism
     _: KW_ONLY
     workers: int
@@ -120,7 +122,7 @@ class StepTime:
     attended: float | None = None
 
     def __post_init__(self) -> None:
-        _ = self._grid
+        _ = self._grid, self._sizes
 
     @property
     def total(self) -> float:
@@ -184,6 +186,14 @@ class StepTime:
         )
 
     @cached_property
+    def _sizes(self) -> StepSizes:
+        if (sizes := family_of(self.model).step_sizes(self.model)) is None:
+            raise ValueError(
+                f"the family of {self.model} must have step_sizes, from which the time of a step is predicted"
+            )
+        return sizes
+
+    @cached_property
     def _links(self) -> Links:
         return self.links or links_of(accelerator(self.device))
 
@@ -218,13 +228,13 @@ class StepTime:
     @cached_property
     def _block(self) -> tuple[float, float]:
         """Seconds of a block's forward and backward pass."""
-        model, checkpointing = self.model, self.parallelism.checkpointing
+        model, sizes, checkpointing = self.model, self._sizes, self.parallelism.checkpointing
         in_full = checkpointing == "full"
         again = float(in_full) if self.recomputed is None else self.recomputed
-        products = 2 * (model.n_matrix_entries / model.n_layers) * self._tokens
+        products = 2 * sizes.block_entries * self._tokens
         length = model.context_length if self.attended is None else self.attended
-        attention = 2 * length * model.d_model * self._tokens  # the causal half
-        moved = _moved(model) * self._bytes * self._tokens * (1 if self.compiled else EAGER_MOVES)
+        attention = 2 * length * sizes.attention_width * self._tokens  # the causal half
+        moved = sizes.block_moves * self._bytes * self._tokens * (1 if self.compiled else EAGER_MOVES)
         return self._computing(products, attention, moved), self._computing(
             products * (_BACKWARD_PRODUCTS + again),
             attention * (_BACKWARD_ATTENTION + in_full),
@@ -242,8 +252,7 @@ class StepTime:
     @cached_property
     def _traffic(self) -> _Traffic:
         model, again = self.model, self.parallelism.sharding in ("full", "hybrid")
-        groups, layers = model.n_params_by_group, model.n_layers
-        tables = groups["embedding"] + groups["positions"] + groups["readout"]
+        tables, layers = self._sizes.table_params, model.n_layers
         _, shards, tensor = self._grid
         block, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
         forward, backward = self._block
@@ -284,16 +293,6 @@ def links_of(device: Accelerator) -> Links:
     if device.name not in LINKS:
         raise ValueError(f"links are known of {', '.join(LINKS)}, got {device.name!r}")
     return LINKS[device.name]
-
-
-def _moved(model: ModelConfig) -> float:
-    """Return how many numbers a block's operations other than products read and write per token forward, fused as by a compiler.
-
-    Two norms (one read, one write each), two residual sums (two reads, one write each), rotated queries and keys, and the
-    activation of the MLP.
-    """
-    gate = 3 if model.activation == "swiglu" else 2
-    return 12 * model.d_model + 2 * model.n_kv_heads * model.head_dim + gate * model.d_ff
 
 
 def _ring(n_bytes: float, ranks: int, per_node: int, links: Links) -> float:

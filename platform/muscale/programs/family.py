@@ -101,6 +101,10 @@ class Program(Family):
         """Raise: a program builds its own model."""
         raise ValueError(f"the model of the trainer {self.command} is built by that program alone")
 
+    def is_tied(self, member: Member) -> bool:
+        """False: the program itself decides what a readout that starts at zero means."""
+        return False
+
     def member(self, width: int, depth: int) -> Member:
         """The member as the program described it.
 

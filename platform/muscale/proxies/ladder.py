@@ -86,7 +86,9 @@ def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hy
     return replace(best, learning_rate=float(horizon.rate(n_tokens)))
 
 
-def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw | None) -> list[Job]:
+def ladder_jobs(
+    config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw | None
+) -> list[Job]:
     """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them.
 
     Args:

@@ -12,9 +12,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.plan import Stem
 from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.families import ModelFamily
-from proxy_models.architecture.member import Member
+from proxy_models.architecture.families import ModelFamily, family_of
+from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from scaling.variants.verdicts import ERROR, WORTH
@@ -39,7 +38,7 @@ class VariantSettings(StrictTable):
 
     def is_own(self, base: Member) -> bool:
         """Whether the variant's model is a family to import or a program to run, other than the study's model unchanged."""
-        return bool(self.trainer) or "family" in self.model or (bool(self.model) and not isinstance(base, ModelConfig))
+        return bool(self.trainer) or "family" in self.model or (bool(self.model) and isinstance(base, ModuleConfig))
 
     def model_of(self, base: Member) -> Member:
         """The variant's model at the base shape: a changed decoder, or the study's model."""
@@ -177,9 +176,9 @@ def _sized(model: Member, stems: tuple[Stem, ...], widths: tuple[int, ...]) -> N
 def _trainable(h: Hyperparameters, model: Member, stems: tuple[Stem, ...]) -> None:
     if h.swap_optimizer or h.schedule == "constant":
         raise ValueError(f"a variant is annealed under one optimizer, got {h.swap_optimizer or h.schedule!r}")
-    if h.zero_readout and getattr(model, "tied", False):
+    if h.zero_readout and family_of(model).is_tied(model):
         raise ValueError(
-            "zero_readout: the readout is the embedding table under model.tied and can't start at zero, got true"
+            "zero_readout: a readout that is the embedding table, as under model.tied, can't start at zero, got true"
         )
     if h.batch_tokens % model.context_length:
         raise ValueError(

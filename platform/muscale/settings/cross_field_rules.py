@@ -10,10 +10,13 @@ from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_expl
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.space_rules import invalid_batches, space_errors, unordered_errors
 from muscale.settings.tables import CheckSettings, StudyTables
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of, is_imported
+from proxy_models.architecture.member import ModuleConfig
 from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.segments import chain
 from search_spaces import Choice, Fixed, Ordinal
+
+NO_STEP_SIZES = "the model's family has no sizes (step_sizes) from which the time of a step is predicted"
 
 
 def cross_field_errors(config: StudyTables) -> list[str]:
@@ -83,12 +86,16 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
 
 def _promote_errors(config: StudyTables) -> Iterator[str]:
     """Reasons why [promote] can't train the full run."""
-    promote = config.promote
+    promote, model = config.promote, config.model
     yield from _elastic_errors(promote)
-    if not isinstance(config.model, ModelConfig):
-        yield from (f"promote.{reason}" for reason in promote.parallelism.layout_errors(config.model))
-        if promote.evaluation == "async":
-            yield 'promote.evaluation: "async" is for the built-in decoder, use "sync" for another family'
+    if is_imported(model):  # readers do not know a custom family's answers
+        family = family_of(model)
+        if promote.open_layout and family.step_sizes(model) is None:
+            yield f'promote.{promote.open_layout[0]}: must be stated, since {NO_STEP_SIZES}, got "auto"'
+        elif not promote.open_layout and not family.shared_sizes(model):
+            yield from (f"promote.{reason}" for reason in promote.parallelism.layout_errors(model))
+    if isinstance(model, ModuleConfig) and promote.evaluation == "async":
+        yield 'promote.evaluation: must be "sync" for a custom model, got "async"'
     if config.full_run_precision == "fp16" and promote.workers > 1:
         yield f"promote.precision: fp16 is for one worker, use bf16 for {promote.workers}"
 
@@ -185,8 +192,8 @@ def budget_errors(config: StudyTables) -> Iterator[str]:
 def _declared_errors(config: StudyTables) -> Iterator[str]:
     """Reasons against a context, rotary base or batch that only the full run has."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
-    if "rope_theta" in explicit and isinstance(model, ModelConfig) and model.positions != "rotary":
-        yield f'plan.explicit.rope_theta: is for model.positions = "rotary", got it with "{model.positions}"'
+    if "rope_theta" in explicit and family_of(model).position_base is None:
+        yield f"plan.explicit.rope_theta: is for a model with rotary positions, got {explicit['rope_theta']:g} for another"
     context = explicit.get("context_length", model.context_length)
     if context < model.context_length:
         yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
 
@@ -50,22 +50,16 @@ class Parallelism:
 
     def layout_errors(self, model: Member) -> Iterator[str]:
         """Reasons why that many ranks can't share the model's products, each with rule and value."""
-        n = self.tensor_parallel
-        if not isinstance(model, ModelConfig):
-            if n > 1:
-                yield f"tensor_parallel must be 1 for a family without a plan of who computes what, got {n}"
+        if (n := self.tensor_parallel) == 1:
             return
-        for what, size in (
-            ("query heads", model.n_heads),
-            ("key and value heads", model.n_kv_heads),
-            ("columns of the MLP (d_ff)", model.d_ff),
-            ("positions of a sequence (context_length)", model.context_length),
-        ):
+        family = family_of(model)
+        sizes = family.shared_sizes(model)
+        if not sizes:
+            yield f"tensor_parallel must be 1 for a family that does not define how ranks share its products, got {n}"
+        for what, size in sizes.items():
             if size % n:
                 yield f"tensor_parallel must divide the {size} {what} of d_model={model.d_model}, got {n}"
-        for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
-            if n > 1 and getattr(model, name):
-                yield f"tensor_parallel must be 1 with {name}, got {n}: ranks would drop the same of their own heads and positions"
+        yield from (f"tensor_parallel must be 1 {reason}, got {n}" for reason in family.sharing_errors(model))
 
     def require(self, model: Member) -> None:
         """Refuse a model that does not fit this layout.

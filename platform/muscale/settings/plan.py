@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.strict import StrictTable, rule_of
-from proxy_models.architecture.config import DROPPED, ModelConfig
+from proxy_models.architecture.config import DROPPED
 from proxy_models.architecture.families import M, ModelFamily
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Accelerator, Budget, accelerator
@@ -22,9 +22,9 @@ MOST_FLOPS = 1e32
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Model settings without a transfer rule; 0 turns a regularizer off."""
-DECLARED = ("context_length", "rope_theta")
+DECLARED = {"context_length": int, "rope_theta": float}
 """Model settings in which the full run may differ from its proxies if the study file declares it; no forecast covers that."""
-OF_MODEL = (*REGULARIZERS, *DECLARED)
+OF_MODEL = dict.fromkeys(REGULARIZERS, float) | DECLARED
 
 
 class Shape(StrictTable):
@@ -138,8 +138,7 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Naming key, rule and value.
     """
-    of_model = get_type_hints(ModelConfig)
-    hints = get_type_hints(Hyperparameters) | {name: of_model[name] for name in OF_MODEL}
+    hints = get_type_hints(Hyperparameters) | OF_MODEL
     found = {}
     for name, value in explicit.items():
         if name not in hints or name == "stages":

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from muscale.settings.tables import StudyTables
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Fixed, Ordinal, Space
 
@@ -55,10 +55,9 @@ def space_errors(config: StudyTables) -> Iterator[str]:
 
 def unordered_errors(config: StudyTables) -> Iterator[str]:
     """Values of zero_readout and optimizer, given or searched, that the study's model or other rules exclude."""
-    tied = isinstance(config.model, ModelConfig) and config.model.tied
     for key, values in _given(config, "zero_readout").items():
-        if tied and True in values:
-            yield f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
+        if True in values and family_of(config.model).is_tied(config.model):
+            yield f"{key}: a readout that is the embedding table, as under model.tied, can't start at zero, got true"
     for key, values in _given(config, "optimizer").items():
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
             yield f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}'

@@ -19,9 +19,8 @@ from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_who
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.trainer import TrainerSettings
 from muscale.settings.transfer import TransferSettings
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.architecture.member import Member
+from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
@@ -214,8 +213,8 @@ class StudyTables(StrictTable):
 
     @property
     def can_generate(self) -> bool:
-        """Whether `muscale generate` can build the study's models: only the decoder, as other families run code named by a bundle."""
-        return isinstance(self.model, ModelConfig)
+        """Whether `muscale generate` can build the study's models; a custom family would run code that a bundle names."""
+        return not isinstance(self.model, ModuleConfig)
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
@@ -21,8 +22,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
 from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.families import parameter_shapes
+from proxy_models.architecture.families import parameter_shapes, with_weights
 from proxy_models.architecture.generate import continue_text
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
@@ -68,12 +68,12 @@ def evaluate_checkpoint(
         tokenizer = text.tokenizer() if prompts else None
     except CorpusError as error:
         raise StageError(f"prompts: {error}") from error
-    decoder = _decoder(run, path, usable(device))
-    losses = evaluate_unsharded(decoder, text, run.numerics)
+    model = _decoder(run, path, usable(device))
+    losses = evaluate_unsharded(model, text, run.numerics)
     if not math.isfinite(losses["val_loss"]):
         raise StageError(f"{path}: the held-out loss is not finite")
     written = [
-        continue_text(decoder, tokenizer, prompt, sample_tokens, temperature=temperature, seed=seed)
+        continue_text(model, tokenizer, prompt, sample_tokens, temperature=temperature, seed=seed)
         for prompt in prompts
         if tokenizer
     ]
@@ -111,17 +111,17 @@ def _opened(folder: Path, key: str) -> Corpus:
     return corpus
 
 
-def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> Decoder:
-    """The unsharded model with a checkpoint's weights, read onto the device, in fp32."""
-    model, found = run.numerics.model, RecordReader(checkpoint).n_weights()
-    if model.n_params_total > 4 * found:  # a model far too large would take long to describe
+def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> nn.Module:
+    """The unsharded decoder with a checkpoint's weights, read onto the device, in fp32."""
+    member, found = run.numerics.model, RecordReader(checkpoint).n_weights()
+    if member.n_params_total > 4 * found:  # a model far too large would take long to describe
         raise StageError(
-            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {model.n_params_total:,}"
+            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {member.n_params_total:,}"
         )
     try:
-        weights = read_weights(checkpoint, parameter_shapes(model), device=device)
-        decoder = Decoder.with_weights(as_decoder(model), weights).to(device)
+        weights = read_weights(checkpoint, parameter_shapes(member), device=device)
+        model = with_weights(as_decoder(member), weights).to(device)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
-    set_multipliers(decoder, run.multipliers)
-    return decoder.eval()
+    set_multipliers(model, run.multipliers)
+    return model.eval()

@@ -40,7 +40,7 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import StepTime
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MemoryEstimate, state_bytes
 from proxy_models.data.corpus import Corpus
@@ -188,7 +188,7 @@ def dry_run(
                 workers_on_it=device.workers_on_it,
             ),
             layout_line(
-                _shared_by_products(model),
+                family_of(model).shared_sizes(model),
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
                 parallelism=settings.parallelism,
@@ -236,38 +236,23 @@ def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, 
     proposed = propose_layout(layouts_of(plan, config, corpus))
     layout, workers = config.promote.parallelism, config.promote.workers
     conditions = conditions_of(plan, config, corpus)
-    if conditions is None or not isinstance(plan.model, ModelConfig):
+    if conditions is None or family_of(plan.model).step_sizes(plan.model) is None:
         return None, None
     if any(layout.unfit(workers, node_ranks=worker.node_ranks)) or any(layout.layout_errors(plan.model)):
         return None, proposed
     return StepTime(plan.model, layout, micro_batch=worker.micro_batch, **conditions), proposed
 
 
-def _shared_by_products(model: Member) -> dict[str, int]:
-    """Sizes that tensor-parallel workers share; empty for a family that does not define how to share them."""
-    if not isinstance(model, ModelConfig):
-        return {}
-    return {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff}
-
-
 def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
-    """Gate lines about the decoder's attention kernel; nothing is known of other families' kernels."""
-    model = worker.plan.model
-    if not isinstance(model, ModelConfig):
-        return
-    from proxy_models.architecture.attention import cuda_kernel
+    """The gate line about the attention kernel, if the model's family knows it."""
     from proxy_models.training.precision import DTYPES
 
-    kernel = cuda_kernel(
-        DTYPES[worker.plan.precision],
-        model.head_dim,
-        biased=model.positions == "alibi",
-        grouped=False,  # a kernel without grouped heads gets expanded heads
-        within_documents=model.document_separator is not None,
-    )
-    weights = 4 * worker.micro_batch * model.n_heads * model.context_length**2
+    model = worker.plan.model
+    if (found := family_of(model).attention_kernel(model, DTYPES[worker.plan.precision])) is None:
+        return
+    weights = 4 * worker.micro_batch * found.n_heads * model.context_length**2
     shared_by = worker.config.promote.parallelism.tensor_parallel
-    yield attention_line(kernel, head_dim=model.head_dim, weight_bytes=weights / shared_by)
+    yield attention_line(found.kernel, head_dim=found.head_dim, weight_bytes=weights / shared_by)
 
 
 def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:

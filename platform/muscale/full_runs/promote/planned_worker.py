@@ -14,11 +14,9 @@ import psutil
 from muscale.plans.planning import Plan
 from muscale.plans.step_time import LINKS
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
-    evaluation_memory,
     largest_micro_batch,
     least_memory,
 )
@@ -134,21 +132,10 @@ class PlannedWorker:
 
     def evaluation_memory(self, training: MemoryEstimate) -> int:
         """Bytes that evaluation needs in addition to the training state."""
-        model, batch, conditions = self.plan.model, self.evaluation_batch, self._conditions
-        precision, world_size = conditions["precision"], conditions["world_size"]
-        if not isinstance(model, ModelConfig):
-            from proxy_models.training.traced_memory import traced_evaluation  # imports torch
+        from proxy_models.training.traced_memory import estimated_evaluation  # imports torch
 
-            return traced_evaluation(model, batch, training, precision, world_size=world_size)
-        return evaluation_memory(
-            model,
-            batch,
-            training,
-            precision,
-            sharding=conditions["sharding"],
-            world_size=world_size,
-            tensor_parallel=conditions["tensor_parallel"],
-        )
+        layout = {name: self._conditions[name] for name in ("sharding", "world_size", "tensor_parallel")}
+        return estimated_evaluation(self.plan.model, self.evaluation_batch, training, self.plan.precision, **layout)
 
     @cached_property
     def _conditions(self) -> dict[str, Any]:

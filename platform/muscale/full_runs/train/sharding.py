@@ -1,7 +1,7 @@
 """Sharding of a model: the device mesh, Lightning's strategy for the mesh, and a build in which no device holds the full model.
 
-FSDP2 does data parallelism over one or two mesh dimensions, as when ranks train a proxy together; DTensor does tensor parallelism
-within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping and
+FSDP2 does data parallelism over one or two mesh dimensions, as when ranks train a proxy together; the model's family does tensor
+parallelism within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping and
 checkpoints use.
 
 Tested on gloo with up to four ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
@@ -11,30 +11,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from muscale.errors import StageError
 from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
@@ -49,7 +40,6 @@ from proxy_models.training.traced_memory import estimated_memory
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
-_BY_POSITION = Shard(1)
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -156,9 +146,11 @@ def build_model(
     family.set_precision(model, DTYPES[numerics.precision])
     family.set_checkpointing(model, parallelism.checkpointing)
     if tensor:
-        _share_products(cast(Decoder, model), tensor)
+        family.share_products(model, tensor)
+    # torch 2.13 saves the CPU's random state for recomputed fused attention, and mistakes it for the mesh that a graph of DTensors
+    # saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's random state is saved elsewhere.
     for block in family.blocks_of(model) if compiled else ():
-        _compile(block, outside_recomputing=tensor is not None and device.type == "cpu")
+        family.compile_block(block, outside_recomputing=tensor is not None and device.type == "cpu")
     if compiled:
         family.compile_loss(model)
     if mesh is not None:
@@ -171,10 +163,6 @@ def build_model(
         module, _, weight = name.rpartition(".")
         setattr(model.get_submodule(module), weight, model.get_parameter(first))
     family.write_constants(model, member.d_model, member.n_layers)
-    if tensor and isinstance(model, Decoder) and model.logit_bias is not None:
-        model.logit_bias = model.logit_bias.chunk(tensor.size())[
-            tensor.get_local_rank()
-        ].clone()  # of a rank's own heads
     parametrization = numerics.parametrization(recipe.optimizer)
     if initial_values:
         initialize(model, parametrization, recipe, seed=numerics.seed)
@@ -214,92 +202,6 @@ def _tied(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
-
-
-def _compile(block: nn.Module, *, outside_recomputing: bool) -> None:
-    """Compile a block and its recomputation as one graph; with `outside_recomputing`, compile only the recomputed function.
-
-    torch 2.13 saves the CPU's random state for recomputed fused attention, and mistakes it for the mesh that a graph of DTensors
-    saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's random state is saved elsewhere.
-    """
-    if outside_recomputing and isinstance(block, Block) and block.checkpointing == "full":
-        block._map = torch.compile(block._map, dynamic=False)  # type: ignore[method-assign]
-    else:
-        block.compile(dynamic=False)
-
-
-def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
-    """Split matrices and tables over the ranks of the tensor dimension, and the residual stream by positions.
-
-    Norms and residual sums are computed for a rank's own positions (Korthikanti et al., arXiv 2205.05198, section 4.2): their
-    outputs are gathered before a matrix reads them, and partial sums of products are scattered over the ranks.
-    """
-    for block in _blocks(model):
-        plan: dict[str, ParallelStyle] = {
-            **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
-            "attention.output": RowwiseParallel(output_layouts=_BY_POSITION),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=_BY_POSITION),
-            "attention_norm": _Gathered(),
-        }
-        if block.config.activation == "swiglu":
-            plan["mlp.gate"] = ColwiseParallel()
-        if not block.config.parallel:
-            plan["mlp_norm"] = _Gathered()
-        if block.config.qk_norm:  # a rank norms its own heads (dimension 2) with gains that all heads share
-            plan |= {
-                f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
-                for name in ("query_norm", "key_norm")
-            }
-        parallelize_module(block, mesh, plan)
-    rest: dict[str, ParallelStyle] = {
-        "embedding": _ByRows(),
-        "final_norm": _Gathered(local=True),
-        "readout": _ByRows(),
-    }
-    if model.config.positions == "learned":
-        rest["position"] = _ByRows()
-    parallelize_module(model, mesh, rest)
-    if model.config.tied:
-        model.readout.weight = model.embedding.weight
-
-
-class _Gathered(ParallelStyle):
-    """A norm of a rank's own positions; its output is gathered for products of which each rank computes a part.
-
-    With `local`, the output is an ordinary tensor whose gradient on each rank is that rank's part of the gradient.
-    """
-
-    def __init__(self, *, local: bool = False) -> None:
-        super().__init__()
-        self._local = local
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        leave: Any = self._leave  # torch's annotation omits the return value
-        return distribute_module(module, device_mesh, None, self._enter, leave)
-
-    @staticmethod
-    def _enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(DTensor.from_local(tensor, mesh, [_BY_POSITION], run_check=False) for tensor in inputs)
-
-    def _leave(self, _module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
-        whole = cast(DTensor, output.redistribute(placements=[Replicate()]))
-        return whole.to_local(grad_placements=[Partial()]) if self._local else whole
-
-
-class _ByRows(ParallelStyle):
-    """A module that uses the rows of its weight that the rank holds."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._cut)
-
-    @staticmethod
-    def _cut(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.weight = nn.Parameter(distribute_tensor(cast(Tensor, module.weight), mesh, [Shard(0)]))
-
-
-def _blocks(model: Decoder) -> Iterator[Block]:
-    return (cast(Block, block) for block in model.blocks)
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -43,9 +43,9 @@ MFU_TOLERANCE = 0.25
 (tests/benchmarks/RESULTS.md, The predicted step and published runs)."""
 
 SMALL = ModelConfig(d_model=64, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64)
-GPT_350M = ModelConfig(
-    d_model=1024, n_layers=24, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75
-)  # Brown et al., arXiv 2005.14165, table 2.1
+GPT_125M = ModelConfig(d_model=768, n_layers=12, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75)
+GPT_350M = replace(GPT_125M, d_model=1024, n_layers=24)
+"""Brown et al., arXiv 2005.14165, table 2.1."""
 _SEQUENCES = 32  # per rank, for 350M
 _KNOWN = {
     r"H100 80GB HBM3": "H100 SXM",
@@ -258,7 +258,7 @@ def packing(device: Device, directory: Path) -> tuple[list[Check], list[dict[str
         return [Check(what="packing", status="skipped", found="Ray is not installed")], []
     from muscale.machine.gpu.packing import packed
 
-    return packed(device, directory, SMALL)
+    return packed(device, directory, GPT_125M if device == "cuda" else SMALL)
 
 
 def _machine(device: Device) -> dict[str, Any]:

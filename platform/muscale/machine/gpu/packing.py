@@ -21,14 +21,12 @@ from muscale.machine.gpu.report import Check
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 
-GPT_125M = ModelConfig(d_model=768, n_layers=12, head_dim=64, context_length=2048, vocab_size=50_304, mlp_ratio=2.75)
-"""Brown et al., arXiv 2005.14165, table 2.1."""
 PER_DEVICE = 2
 _STEPS = 6
 
@@ -59,7 +57,7 @@ class SharingActor:
         return facts
 
 
-def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, directory: Path) -> list[dict[str, Any]]:
+def pack(resources: ResourceSettings, model: Member, *, sequences: int, directory: Path) -> list[dict[str, Any]]:
     """Train on all workers at the same time, each with its own seed, and return each worker's report.
 
     Args:
@@ -95,7 +93,7 @@ def pack(resources: ResourceSettings, model: ModelConfig, *, sequences: int, dir
                 ray.kill(worker)
 
 
-def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check], list[dict[str, Any]]]:
+def packed(device: str, directory: Path, model: Member) -> tuple[list[Check], list[dict[str, Any]]]:
     """Check two workers on each GPU, or two on this CPU; also return their reports."""
     on_gpu = device == "cuda"
     resources = ResourceSettings(
@@ -103,7 +101,6 @@ def packed(device: str, directory: Path, small: ModelConfig) -> tuple[list[Check
         cpus_per_worker=0.5,
         gpus_per_worker=1 / PER_DEVICE if on_gpu else 0.0,
     )
-    model = GPT_125M if on_gpu else small
     try:
         facts = pack(resources, model, sequences=64 if on_gpu else 4, directory=directory)
     except Exception as error:  # Ray's errors, too: the report is written in any case

@@ -25,7 +25,8 @@ from muscale.full_runs.full_run import FullRun
 from muscale.layout import METRICS, PROFILE
 from muscale.machine.gpu.traces import StepTrace
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision, training_memory
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -54,7 +55,7 @@ class Case:
     """
 
     name: str
-    model: ModelConfig
+    model: Member
     device: Device
     ranks: int
     precision: Precision
@@ -79,7 +80,7 @@ class Case:
     def estimate(self) -> MemoryEstimate:
         """Estimated memory of each device."""
         return training_memory(
-            self.model,
+            as_decoder(self.model),
             micro_batch=self.micro_batch,
             precision=self.precision,
             sharding=self.parallelism.sharding,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,22 @@ import torch
 
 from muscale import Plan, StageError, StudyConfig
 from muscale.full_runs.promote.dry_run import DryRun, dry_run
+from muscale.full_runs.promote.planned_worker import PlannedWorker
+from muscale.plans.gate import context_line
 from muscale.plans.layouts import with_layout
 from muscale.plans.planning import Planner
+from muscale.settings.space_rules import unordered_errors
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.member import Member, StepSizes
+from proxy_models.architecture.memory import MemoryEstimate, training_memory
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_transfer
 from tests.muscale.planted import planted_check, planted_fit, planted_horizon
-from tests.proxy_models.families import Recurrent
+from tests.proxy_models.families import Network, Recurrent
 
 UNSETTLED = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={"rate along width": "planted: no grid"})
 Look = Callable[..., DryRun]
@@ -191,8 +194,58 @@ def test_a_family_of_ones_own_is_planned_by_its_members_and_its_memory_is_traced
     assert Plan.from_dict(json.loads(json.dumps(found.to_dict()["plan"]))) == plan
     proxies = Numerics(model=base, base=base, corpus_key="", seed=0, evaluation_tokens=1024)
     assert plan.chain(proxies).numerics.base == base
-    with pytest.raises(StageError, match=r'promote.sharding: "auto" needs a prediction'):
+    with pytest.raises(StageError, match=r"promote.sharding: "):
         look(*on_gpus, "promote.sharding=auto", model=base)
+
+
+MEMORY = MemoryEstimate(parameters=1, gathered=2, gradients=3, optimizer=4, reduced=5, activations=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering(Recurrent):
+    """Networks with a tied table, whose family answers what the application asks."""
+
+    base: float = 1e4
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        network.head.weight = network.symbols.weight
+        return network
+
+    @property
+    def position_base(self) -> float:
+        return self.base
+
+    def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate:
+        return replace(MEMORY, activations=conditions["micro_batch"])
+
+    def evaluation_memory(self, member: Member, sequences: int, *_: Any, **layout: Any) -> int:
+        return sequences
+
+    def step_sizes(self, member: Member) -> StepSizes:
+        entries = 6 * member.d_model**2
+        return StepSizes(block_entries=entries, block_moves=member.d_model, attention_width=0, table_params=0)
+
+
+def test_a_new_family_s_answers_reach_the_plan_the_gate_and_the_rules_of_the_study_file(
+    look: Look, make_study: Callable[..., Path]
+) -> None:
+    family, other = (Answering(vocab_size=256, context_length=128, base=base) for base in (1e4, 5e5))
+    model = family.member(32, 2)
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2")
+    found = look(*on_gpus, "promote.sharding=auto", model=model)
+    assert found.memory == replace(MEMORY, activations=found.launch.micro_batch)
+    assert found.launch.sharding in ("none", "zero2"), "chosen by the prediction, as the model is tiny"
+    assert statuses(found)["communication"] != "unknown"
+    worker = PlannedWorker(plan=found.plan, config=StudyConfig.read(make_study("worker"), on_gpus))
+    assert worker.evaluation_memory(MEMORY) == worker.evaluation_batch
+    assert "500,000" in context_line(other.member(32, 2), model).compared
+    assert context_line(model, model).advice == ""
+    config = StudyConfig.read(make_study("tied"))
+    at_zero = config.model_copy(update={"hyperparameters": replace(config.hyperparameters, zero_readout=True)})
+    assert not list(unordered_errors(at_zero))
+    (error,) = unordered_errors(at_zero.model_copy(update={"model": model}))
+    assert error.startswith("hyperparameters.zero_readout: ")
 
 
 def test_an_open_layout_needs_devices_whose_links_are_known(look: Look) -> None:

@@ -1,4 +1,4 @@
-"""A run that was trained to its end is found again under another plan."""
+"""The promotion of a finished full run is found from a later plan of the same run."""
 
 from __future__ import annotations
 

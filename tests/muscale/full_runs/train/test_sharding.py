@@ -42,7 +42,7 @@ MakeRun = Callable[..., FullRun]
 
 
 class Decayed(Recurrent):
-    """Networks with a tied table and a constant of their own."""
+    """Networks with a tied table and a constant."""
 
     def build(self, width: int, depth: int) -> Network:
         network = super().build(width, depth)
@@ -93,7 +93,7 @@ def make_run(corpus: Corpus, tmp_path: Path) -> MakeRun:
 
 
 def losses(run: FullRun) -> list[float]:
-    """Of every step, and the validation losses after them."""
+    """Losses of every step, and the validation losses after them."""
     return [row["train_loss"] for row in rows(run)] + [row["val_loss"] for row in rows(run) if "val_loss" in row]
 
 
@@ -253,7 +253,7 @@ def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(
 
 
 def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> Tensor:
-    """What a rank is to hold: its share of a product, and of that its rows."""
+    """Return the part that a rank holds: its rows of its share of a product."""
     shard, tensor = rank // grid[2] % grid[1], rank % grid[2]
     if any(part in name for part in ("query.", "key.", "value.", "gate.", "up.", "embedding.", "readout.")):
         whole = whole.chunk(grid[2])[tensor]
@@ -319,7 +319,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run
     with pytest.raises(ValueError, match=r"the 4 query heads .* got 3; .* the 88 columns of the MLP \(d_ff\) .* got 3"):
         replace(run, parallelism=Parallelism(tensor_parallel=3))
     for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
-        with pytest.raises(ValueError, match=f"must be 1 with {name}, got 2"):
+        with pytest.raises(ValueError, match=f"must be 1 with {name}, .* got 2"):
             replace(make_run(**{name: 0.1}), parallelism=Parallelism(tensor_parallel=2))
     odd = ModelConfig(d_model=32, n_layers=1, head_dim=8, context_length=30)
     (reason,) = Parallelism(tensor_parallel=4).layout_errors(odd)
