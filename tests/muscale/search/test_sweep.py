@@ -241,7 +241,7 @@ def to_group(driver: subprocess.Popen[bytes]) -> None:
 def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
     make_study: MakeStudy, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
-    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=262144", "sweep.trials=3"]
+    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=131072", "sweep.trials=3"]
     path = make_study()
     log = path.parent / "sweep.log"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
