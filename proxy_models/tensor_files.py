@@ -160,7 +160,7 @@ def _listed(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if any(Path(name).name != name for name in names):
-            raise ValueError("a file must lie beside it")
+            raise ValueError("each file must be in the same folder")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{index}: not an index of tensors ({error})") from error
     return [index.with_name(name) for name in sorted(names)]

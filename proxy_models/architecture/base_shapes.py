@@ -154,7 +154,7 @@ def _shape(
             likely = f'as {{"{name}": "{TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS}"}}, or {likely}'
         raise ValueError(
             f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: {rule}; "
-            f"a family of one's own can give its class in tensor_classes, {likely}"
+            f"a custom family can give its class in tensor_classes, {likely}"
         )
     fan_in = sizes[0] if inputs_first else fan_in_of(name, tensor_class, sizes, grows)
     return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

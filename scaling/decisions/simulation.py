@@ -90,7 +90,7 @@ class Simulation(Result):
         low, high = self.trials["error"].quantile([0.05, 0.95])
         return lines(
             {
-                "ladder": f"{len(self.design)} runs, {self.design['stem'].nunique()} of their own, {self.cost_flops:.3g} FLOPs "
+                "ladder": f"{len(self.design)} runs, {self.design['stem'].nunique()} independent, {self.cost_flops:.3g} FLOPs "
                 f"({self.cost_flops / self.target_flops:.2%} of the target's {self.target_flops:.3g})",
                 "target": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens, "
                 f"planted loss {self.truth:.4f} {self.law.loss_unit}",

@@ -64,4 +64,4 @@ def _off_centre(law: Law | None, rows: pd.DataFrame) -> str:
     best = [law.allocate(end).tokens_per_param for end in (flops.min(), flops.max())]
     if max(best) >= low and min(best) <= high:
         return ""
-    return f"off-centre: the law's best D/N at the runs' compute, {span(min(best), max(best))}, lies beside theirs, {span(low, high)}"
+    return f"off-centre: the law's best D/N at the runs' compute, {span(min(best), max(best))}, lies outside theirs, {span(low, high)}"

@@ -58,7 +58,7 @@ OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
     "annealed": "every loss is that of an annealed run (no column annealed)",
     "regret": "every run is tuned (no column regret)",
-    "stem": "every row is a training run of its own (no column stem)",
+    "stem": "every row is a separate training run (no column stem)",
 }
 """Assumption for each missing column."""
 
@@ -387,4 +387,4 @@ def _warnings(
         yield f"{copies - repeated} rows have N, D and loss of another under another name: the same run twice, as further evidence?"
     if "stem" not in runs and shared is None:
         for name in (name for name in RUN_NAMES if name in runs and runs[name].duplicated().any()):
-            yield f"rows share a run by column {name}, yet each counts as a run of its own: rename {name} to stem"
+            yield f"rows share a run by column {name}, yet each counts as a separate run: rename {name} to stem"

@@ -147,7 +147,7 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
         ScalingError: at some size fewer than three values have a finite loss.
     """
     if len({along, over, "loss", "seed"}) < 4:
-        raise ValueError(f"along and over must be two columns beside loss and seed, got {along!r} and {over!r}")
+        raise ValueError(f"along and over must be two columns other than loss and seed, got {along!r} and {over!r}")
     require_columns(rows, (along, over, "loss"))
     table = pd.DataFrame({along: numbers(rows, along), over: numbers(rows, over), "loss": losses(rows)})
     table["seed"] = seeds(rows, along, over)

@@ -169,7 +169,7 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     rows = rows.assign(**named, n_tokens=numbers(rows, "n_tokens"))
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
-        raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")
+        raise ValueError(f"along must name a scale other than batch, got {sorted(rows['along'].unique())}")
     transfers, horizons, missing = [], [], {}
     longest = 0.0
     for (along, over), grid in sized.groupby(["along", "over"], sort=False):

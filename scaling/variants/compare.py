@@ -78,7 +78,7 @@ def compare_variants(
         raise ValueError(f"target_flops must be a positive number, got {target_flops!r}")
     others = [name for name in rows["variant"].unique() if name != baseline]
     if not others:
-        raise ScalingError(f"need a variant beside {baseline!r}, got none")
+        raise ScalingError(f"need a variant other than {baseline!r}, got none")
     seen, planned = _looks(rows, baseline, n_looks), n_looks or 1
     last: dict[str, tuple[Look, dict[str, Any]]] = {}
     looks: list[dict[str, Any]] = []

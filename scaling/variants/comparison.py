@@ -105,7 +105,7 @@ class VariantComparison(JsonResult):
             about[f"no verdict on {row['variant']}"] = row["reason"]
         for row in self.next_runs.to_dict("records"):
             about[f"next for {row['variant']}"] = (
-                f"{row['seeds']} {'seed' if row['seeds'] == 1 else 'seeds'} at {row['compute_flops']:.2g} FLOPs, beside "
+                f"{row['seeds']} {'seed' if row['seeds'] == 1 else 'seeds'} at {row['compute_flops']:.2g} FLOPs, next to "
                 f"{self.baseline}'s: decides with probability {row['p_decided']:.2f} for {row['cost']:.2g} FLOPs"
             )
         return lines(about)

@@ -219,7 +219,7 @@ def _scheduler(table: Any, notes: list[str]) -> dict[str, Any]:
     settings = {"scheduler": "asha", "reduction_factor": float(eta)}
     settings["rungs"] = brackets + 1 if type(brackets) is int and 0 < brackets < _MOST_BRACKETS else _RUNGS
     counted = [name for name in ("min_iter", "max_iter") if name in table]
-    notes.append("early_terminate hyperband: scheduler asha, which stops at brackets of its own")
+    notes.append("early_terminate hyperband: scheduler asha, which stops at its own rungs")
     if counted:
         notes.append(f"{' and '.join(counted)} count what was logged: rungs lie at sweep.n_tokens / eta^k here")
     return settings

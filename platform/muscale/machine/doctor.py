@@ -117,7 +117,7 @@ def _ray_cluster() -> Finding:
     """Whether the cluster of RAY_ADDRESS can be joined; a separate process tries."""
     version, address = _version("ray"), os.environ.get("RAY_ADDRESS", "")
     if not address:
-        found = f"{version}; RAY_ADDRESS is not set, so that a study starts a Ray of its own on this machine"
+        found = f"{version}; RAY_ADDRESS is not set, so a study starts its own Ray on this machine"
         return Finding(what="ray", status="ok", found=found)
     do = "is the head up, its port open from here, and the token the cluster's? docs/cluster.md; or unset RAY_ADDRESS"
     command = [sys.executable, "-c", _JOIN.format(address=address)]
@@ -142,7 +142,7 @@ def _token() -> Finding:
         return Finding(
             what="token",
             status="warning",
-            found="RAY_AUTH_MODE=disabled: whoever reaches a cluster's ports may run code on it",
+            found="RAY_AUTH_MODE=disabled: anyone who reaches the cluster's ports can run code on it",
             do="leave RAY_AUTH_MODE out, or set it to token",
         )
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -158,7 +158,7 @@ def _token() -> Finding:
         found = f"Ray's token authentication is asked for, and there is no token in {path}"
         return Finding(what="token", status="fail", found=found, do="(umask 077; ray get-auth-token --generate)")
     return Finding(
-        what="token", status="ok", found="no token yet; a Ray of one's own makes one, a cluster needs its token here"
+        what="token", status="ok", found="no token yet; a local Ray creates one, a cluster needs its token here"
     )
 
 

@@ -160,7 +160,7 @@ def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
             drawn(powers.plot(), "parabolas of loss over size through the runs of each budget"),
         )
     except (ScalingError, ValueError) as error:
-        result, beside = f"no parabolas beside the law, as the ladder is no isoFLOP grid: {error}", ()
+        result, beside = f"no parabolas next to the law, since the ladder is no isoFLOP grid: {error}", ()
     return _of_fit(
         title="IsoFLOPs",
         about="The loss of each size at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",

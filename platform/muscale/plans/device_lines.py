@@ -206,6 +206,6 @@ def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
     """Whether checkpoints fit: `needed` bytes for `kept` of them, including the one being written."""
     compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
     advice = (
-        "make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from"
+        "make room there, or keep the study on a larger disk; `muscale gc` removes states from which nothing continues"
     )
     return GateLine.judged("disk", needed <= free, compared, advice)

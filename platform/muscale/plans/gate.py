@@ -176,7 +176,7 @@ def data_line(
             name="data",
             status="failed",
             compared="; ".join(differing),
-            advice="put the planned corpus back in its place, or plan anew on this one: its law is another",
+            advice="restore the corpus of the plan, or plan again on this one, which has a different law",
         )
     if changed:
         return GateLine(

@@ -27,7 +27,7 @@ def job_of(numerics: Numerics, segments: Sequence[Segment]) -> TrainerJob:
     """
     first, last = segments[0], segments[-1]
     if any(segment.recipe != first.recipe for segment in segments):
-        raise ValueError("a trainer's job has one recipe, got several: train each segment as a job of its own")
+        raise ValueError("a trainer's job has one recipe, got several: train each segment as a separate job")
     table = numerics.parametrization(first.recipe.optimizer)
     multipliers = multipliers_of(table, first.recipe)
     return TrainerJob(

@@ -77,7 +77,7 @@ class CorpusSettings(StrictTable):
         problems = []
         if self.sources:
             problems += [
-                f"corpus.{name}: must not stand beside corpus.sources, got {getattr(self, name)!r}"
+                f"corpus.{name}: can't be combined with corpus.sources, got {getattr(self, name)!r}"
                 for name in ("source", "kind", "field", "dtype", "vocab_size")
                 if name in self.model_fields_set
             ]
@@ -85,7 +85,7 @@ class CorpusSettings(StrictTable):
             problems.append("corpus.stages: need corpus.sources, which they weigh")
         for name, source in self.sources.items():
             if (source.weight is None) != bool(self.stages):
-                rule = "must not be stated beside corpus.stages" if self.stages else "missing, a value is required"
+                rule = "can't be combined with corpus.stages" if self.stages else "missing, a value is required"
                 problems.append(f"corpus.sources.{name}.weight: {rule}")
         if problems:
             return problems

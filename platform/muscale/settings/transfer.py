@@ -118,7 +118,9 @@ def _over_errors(h: Hyperparameters, name: str, grid: OverSettings, n_tokens: in
     if name in h.set_by_stages:
         return [f"{key}: hyperparameters.stages change it during the run, so a grid would vary the first stage only"]
     if grid.at and {"points", "octaves"} & grid.model_fields_set:
-        return [f"{key}: points and octaves are for a grid around the sweep's best, got {list(grid.at)} beside them"]
+        return [
+            f"{key}: points and octaves are for a grid around the sweep's best and can't be combined with at, got at = {list(grid.at)}"
+        ]
     if grid.at and len(set(grid.at)) < MIN_VALUES:
         return [f"{key}: needs at least {MIN_VALUES} different values, got {list(grid.at)}"]
     return [f"{key}: {unfit}" for value in grid.at if (unfit := _unfit(h, name, value, n_tokens))]

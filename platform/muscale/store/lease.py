@@ -159,7 +159,7 @@ def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
         free = row is None or row["owner"] is None or is_dead(row["owner"])
         if standing != seen:
             if row and not free and seen and not wait:  # a heartbeat, or a new owner
-                raise LeaseHeldError(f"{name}: {_who(row['owner'])} is at work on it; wait until it ends")
+                raise LeaseHeldError(f"{name}: {_who(row['owner'])} is running it; wait until it ends")
             seen, since, tried = standing, clock.now(), False
         silent = clock.now() - since
         free = free or silent > EXPIRES_SECONDS
@@ -170,7 +170,7 @@ def _acquire(ledger: Ledger, name: str, *, wait: bool = True) -> int:
                 return int(held["token"])
             tried = True
         elif row and clock.now() > tells_at:
-            _log.warning("%s: %s is at work on it; waiting until it ends", name, _who(row["owner"]))
+            _log.warning("%s: %s is running it; waiting until it ends", name, _who(row["owner"]))
             tells_at = math.inf
         time.sleep(_POLL_SECONDS)
 

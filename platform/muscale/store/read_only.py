@@ -103,11 +103,11 @@ def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> 
         if kind == "view" or (kind == "trigger" and text not in triggers):
             return f"{name}: must be a table, got a {kind}, which could run when it is read"
         if kind == "table" and text.upper().startswith("CREATE VIRTUAL"):
-            return f"{name}: must be a table with rows of its own, got {text[:60]!r}"
+            return f"{name}: must be an ordinary table, got {text[:60]!r}"
         if kind == "table":
             columns = connection.execute("SELECT name, hidden FROM pragma_table_xinfo(?)", (name,)).fetchall()
             if generated := [column for column, hidden in columns if hidden in _GENERATED]:
-                return f"{name}.{generated[0]}: must be a column with values of its own, got one that is computed"
+                return f"{name}.{generated[0]}: must be a stored column, got a generated one"
     check = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     return "" if check == "ok" else f"is damaged: {' '.join(check.split())[:200]}"
 

@@ -88,7 +88,7 @@ class SqliteStorage(Storage):
             )
         if self._must_exist and not self.path.exists():
             raise StudyDirectoryError(
-                f"{self.path}: the study's ledger is gone; bring the file back, or begin the study anew"
+                f"{self.path}: the study's ledger is gone; restore the file, or start the study again"
             )
         engine = sa.create_engine(sqlite_url(self.path), connect_args={"timeout": _BUSY_SECONDS})
 
@@ -149,12 +149,12 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
     match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
         case ["SQLITE", "NOTADB"]:
             return StudyDirectoryError(
-                f"{name}: is no ledger: {first_line(error)}; bring it back from a copy, or begin the study anew"
+                f"{name}: is no ledger: {first_line(error)}; restore it from a copy, or start the study again"
             )
         case ["SQLITE", "CORRUPT"]:
             return StudyDirectoryError(
-                f"{name}: the ledger is damaged: {first_line(error)}; nothing was written; bring the file back from a copy, or "
-                "begin the study anew in another directory"
+                f"{name}: the ledger is damaged: {first_line(error)}; nothing was written; restore the file from a copy, or "
+                "start the study again in another directory"
             )
         case ["SQLITE", "BUSY"]:  # it has waited for the lock as long as allowed
             return LedgerUnavailableError(

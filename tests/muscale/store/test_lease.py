@@ -51,7 +51,7 @@ def test_a_second_owner_waits_for_the_first_logs_it_and_has_a_larger_token(
     waiting.join(10)
     assert order == ["first with 1", "second with 2"]
     me = f"process {os.getpid()} on {socket.gethostname()}"
-    assert caplog.messages == [f"line: {me} is at work on it; waiting until it ends"], "once"
+    assert caplog.messages == [f"line: {me} is running it; waiting until it ends"], "once"
 
 
 def test_who_does_not_wait_is_refused_while_an_owner_lives_and_not_after_it(

@@ -86,7 +86,7 @@ def test_errors_grow_with_the_noise_and_with_shared_stems(planted: Law) -> None:
     assert replace(loud, trials=loud.trials.assign(held=[True, True, True, True, False, False])).coverage == 4 / 6
     text = str(loud)
     assert f"within a factor {math.exp(loud.size_error):.3g} (rms)" in text
-    assert "20 runs, 5 of their own" in text
+    assert "20 runs, 5 independent" in text
     assert "5 independent runs: intervals were validated from 10 on" in text
     assert f"rms {loud.rms_error:.2%}" in text
 

@@ -185,7 +185,7 @@ class _Records(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"the record of its shards names {module}.{name}, which is none of its own")
+        raise pickle.UnpicklingError(f"the record of its shards names {module}.{name}, which can't be part of it")
 
 
 def describe(error: BaseException) -> str:

@@ -186,7 +186,7 @@ class _Evaluator:
         self._failed: set[int] = set()  # tokens of checkpoints
         self._logged: set[str] = set()
         self._ends, self._patience_until = threading.Event(), float("inf")
-        self._thread = threading.Thread(target=self._follow, name="evaluate beside", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="evaluation", daemon=True)
         self._thread.start()
 
     def end(self, *, patience: float) -> None:

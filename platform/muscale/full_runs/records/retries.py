@@ -144,6 +144,6 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
                     f"promote: failed {count} times, promote.max_failures = {max_failures}: {cause}"
                 ) from error
             logging.getLogger(__name__).warning(
-                "attempt ended (%s); the next goes on from the last checkpoint", reason["error"]
+                "attempt ended (%s); the next one continues from the last checkpoint", reason["error"]
             )
             time.sleep(min(2.0**count, 30.0))
