@@ -22,14 +22,14 @@ COMMENT = re.compile(r"(?:^|\s)#\s(.*)")
 
 def docstrings_and_prose(source: str) -> tuple[list[str], list[str]]:
     """Return the strings that are statements (docstrings of all kinds), and every comment and string of several words."""
-    nodes = list(ast.walk(ast.parse(source)))
-    docstrings = [node.value.value for node in nodes if isinstance(node, ast.Expr) and is_text(node.value)]
-    strings = [node.value for node in nodes if is_text(node) and " " in node.value]
+    docstrings, strings = [], []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                docstrings.append(text)
+            case ast.Constant(value=str(text)) if " " in text:
+                strings.append(text)
     return docstrings, [*strings, *COMMENT.findall(source)]
-
-
-def is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def test_the_prose_of_the_product_is_plain_english() -> None:
