@@ -26,7 +26,7 @@ here)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Cut:
     """Decision about one hyperparameter; without a distribution the hyperparameter is dropped."""
 
     action: str
@@ -34,7 +34,7 @@ class Step:
     distribution: Distribution | None
 
 
-def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Step:
+def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Cut:
     """Decide about one hyperparameter.
 
     Args:
@@ -43,12 +43,12 @@ def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool
         level: Probability that chance alone makes a cut.
     """
     if isinstance(distribution, Fixed):
-        return Step(action="kept", reason="fixed", distribution=distribution)
+        return Cut(action="kept", reason="fixed", distribution=distribution)
     if not best.any() or best.all():
         reason = "no trial has it"
         if len(values):
             reason = f"all {len(values)} trials {'count as the best: too few, or equal' if best.any() else 'diverged'}"
-        return Step(action="kept", reason=reason, distribution=distribution)
+        return Cut(action="kept", reason=reason, distribution=distribution)
     if isinstance(distribution, Choice):
         return _choice(distribution, values, best, level)
     if isinstance(distribution, Simplex):
@@ -57,13 +57,13 @@ def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool
     return _line(distribution, places, best, level)
 
 
-def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray[np.bool_], level: float) -> Step:
+def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray[np.bool_], level: float) -> Cut:
     low, high = float(places[best].min()), float(places[best].max())
     m = int(best.sum())
     chance = _chance_of_range(m, float(((places >= low) & (places <= high)).mean()))
     if chance > level:
         reason = f"the {m} best are no closer together than {m} random trials may be (p = {chance:.2g})"
-        return Step(action="kept", reason=reason, distribution=distribution)
+        return Cut(action="kept", reason=reason, distribution=distribution)
     margin = MARGIN * (high - low) / (m - 1)
     # On a grid the best trials may share one value, so the tried values next to it stay, too.
     next_below, next_above = places[places < low].max(initial=0.0), places[places > high].min(initial=1.0)
@@ -75,7 +75,7 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
         reason += f"; they reach the {' and the '.join(at)} bound, which is kept: search beyond it"
     if distribution.prior is not None and smaller.prior is None and not isinstance(smaller, Fixed):
         reason += "; the prior went, being flat over it"
-    return Step(
+    return Cut(
         action="at the edge" if at else ("cut" if smaller != distribution else "kept"),
         reason=reason,
         distribution=smaller,
@@ -126,7 +126,7 @@ def _is_flat(prior: Prior, over: Line) -> bool:
     return prior.spread >= WIDEST * over.length
 
 
-def _choice(distribution: Choice, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Step:
+def _choice(distribution: Choice, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Cut:
     n, m = len(values), int(best.sum())
     kept, dropped = [], []
     for value in distribution.values:
@@ -138,14 +138,14 @@ def _choice(distribution: Choice, values: Sequence[Any], best: NDArray[np.bool_]
         else:
             dropped.append(f"{value}: none of its {k} trials is among the {m} best (p = {chance:.1g})")
     if not dropped:
-        return Step(action="kept", reason="no value is beaten beyond chance", distribution=distribution)
+        return Cut(action="kept", reason="no value is beaten beyond chance", distribution=distribution)
     reason = "; ".join(dropped)
     if len(kept) == 1:
-        return Step(action="cut", reason=reason, distribution=Fixed(value=kept[0], when=distribution.when))
+        return Cut(action="cut", reason=reason, distribution=Fixed(value=kept[0], when=distribution.when))
     prior = distribution.prior
     if prior and prior.centre not in kept:
         prior, reason = None, f"{reason}; the prior went with its centre"
-    return Step(
+    return Cut(
         action="cut", reason=reason, distribution=Choice(values=tuple(kept), prior=prior, when=distribution.when)
     )
 
@@ -155,7 +155,7 @@ def _chance_of_none(n: int, k: int, m: int) -> float:
     return math.comb(n - k, m) / math.comb(n, m)
 
 
-def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Step:
+def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Cut:
     n, m = len(values), int(best.sum())
     low, raised = dict(distribution.low), []
     for part in distribution.parts:
@@ -168,7 +168,7 @@ def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool
             low[part] = bound
             raised.append(f"{part}: the {m} best have at least {lowest:.3g} (p = {chance:.1g})")
     if not raised:
-        return Step(action="kept", reason="no part's weight matters beyond chance", distribution=distribution)
+        return Cut(action="kept", reason="no part's weight matters beyond chance", distribution=distribution)
     smaller = replace(distribution, low=Weights(low), prior=None)
     reason = "; ".join(raised)
     if distribution.prior is not None:
@@ -176,4 +176,4 @@ def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool
             smaller = replace(smaller, prior=distribution.prior)
         except SpaceError:
             reason += "; the prior went, its centre being outside"
-    return Step(action="cut", reason=reason, distribution=smaller)
+    return Cut(action="cut", reason=reason, distribution=smaller)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from search_spaces.base import Distribution
 from search_spaces.condition import Condition, OneOf, Range
-from search_spaces.cuts import Step, cut
+from search_spaces.cuts import Cut, cut
 from search_spaces.discrete import Fixed
 from search_spaces.errors import SpaceError
 from search_spaces.registry import can_hold
@@ -95,7 +95,7 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
     if not np.isfinite(losses).any():
         raise SpaceError(f"no trial inside the space has a loss: {len(inside)} trials, {len(losses)} inside")
     losses = np.where(np.isfinite(losses), losses, np.inf)
-    steps: dict[str, Step] = {}
+    steps: dict[str, Cut] = {}
     rows: list[dict[str, Any]] = []
     for name, distribution in space.items():
         had = np.array([name in config for config in configs])
@@ -144,9 +144,9 @@ def _best(losses: NDArray[np.float64], n_searched: int) -> NDArray[np.bool_]:
     return best
 
 
-def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]:
+def _with_conditions(space: Space, steps: Mapping[str, Cut]) -> dict[str, Cut]:
     """Reduce conditions to the remaining values, and drop hyperparameters that can no longer be active."""
-    done: dict[str, Step] = {}
+    done: dict[str, Cut] = {}
     for name in space.order:
         step, condition = steps[name], space[name].when
         distribution = step.distribution
@@ -154,7 +154,7 @@ def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]
             left = [(parent, _left(allowed, done[parent].distribution)) for parent, allowed in condition.parents]
             gone = [parent for parent, allowed in left if allowed is None]
             if gone:
-                step = Step(action="dropped", reason=f"{gone[0]} is no longer what it needs", distribution=None)
+                step = Cut(action="dropped", reason=f"{gone[0]} is no longer what it needs", distribution=None)
             else:
                 kept = Condition(parents=tuple((parent, allowed) for parent, allowed in left if allowed is not None))
                 step = replace(step, distribution=replace(distribution, when=kept))
@@ -172,7 +172,7 @@ def _left(allowed: OneOf | Range, parent: Distribution | None) -> OneOf | Range 
     return OneOf(values=values) if values else None
 
 
-def _space(space: Space, steps: Mapping[str, Step]) -> Space:
+def _space(space: Space, steps: Mapping[str, Cut]) -> Space:
     left = {name: step.distribution for name, step in steps.items() if step.distribution is not None}
     constraints = {
         key: constraint

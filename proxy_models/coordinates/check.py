@@ -97,7 +97,7 @@ _BY_READOUT: dict[Axis, Criterion] = {"width": READOUT_SIZE, "depth": READOUT_IN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Violation:
     """A module that breaks a bound: the fault that it indicates, and its worst slope."""
 
     fault: str
@@ -166,7 +166,7 @@ class CoordinateCheck:
         return found.reset_index()
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[Violation, ...]:
         """Findings, worst first: one for each module that breaks a bound at the first step at which any module on its axis does.
 
         Later steps are left out, since their faults may be consequences. A wrong init, or a readout that is wrong from the
@@ -177,7 +177,7 @@ class CoordinateCheck:
         broken = held.assign(excess=excess)[excess > 0]
         first = broken[broken["step"] == broken.groupby("axis")["step"].transform("min")]
         worst = first.sort_values("excess", ascending=False, kind="stable").drop_duplicates(["axis", "module"])
-        return tuple(Finding(**row) for row in worst[list(Finding.__annotations__)].to_dict("records"))
+        return tuple(Violation(**row) for row in worst[list(Violation.__annotations__)].to_dict("records"))
 
     @property
     def unapplied(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from proxy_models.data.documents import Split
 from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
-from proxy_models.data.tokenization import Block, blocks
+from proxy_models.data.tokenization import TokenBlock, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
 from proxy_models.files import atomic_write, named
 from proxy_models.hashing import content_key
@@ -294,7 +294,7 @@ class _Tally:
         self.text: Counter[str] = Counter()
         self.of_file: dict[str, dict[str, Any]] = {}
 
-    def count(self, block: Block, dtype: str) -> bytes:
+    def count(self, block: TokenBlock, dtype: str) -> bytes:
         """Count a block and return its bytes for the file."""
         stored = block.tokens.astype(stored_dtype(dtype), copy=False).tobytes()
         self.hashes[block.split].update(stored)

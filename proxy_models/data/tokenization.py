@@ -17,7 +17,7 @@ _IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class TokenBlock:
     """Some tokens of one file and one split.
 
     Attributes:
@@ -38,7 +38,7 @@ class Block:
     n_words: int = 0
 
 
-def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[Block]:
+def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[TokenBlock]:
     """Yield every token of a source, file after file.
 
     Raises:
@@ -49,10 +49,10 @@ def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> 
     return _text_blocks(source, tokenizer, validation_fraction)
 
 
-def _text_blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[Block]:
+def _text_blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[TokenBlock]:
     for batch in _batches(pieces(source, validation_fraction)):
         for piece, tokens in zip(batch, tokenizer.encode([piece.content for piece in batch]), strict=True):
-            yield Block(
+            yield TokenBlock(
                 file=piece.file,
                 split=piece.split,
                 tokens=np.append(tokens, tokens.dtype.type(tokenizer.end_of_document)) if piece.closes else tokens,
@@ -76,7 +76,7 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _token_blocks(source: Source, validation_fraction: float) -> Iterator[Block]:
+def _token_blocks(source: Source, validation_fraction: float) -> Iterator[TokenBlock]:
     root, paths = source.files()
     dtype = stored_dtype(str(source.dtype))
     for path in paths:
@@ -98,7 +98,7 @@ def _token_blocks(source: Source, validation_fraction: float) -> Iterator[Block]
                         f"got {block[beyond[0]]}"
                     )
                 done = (start + len(block)) * dtype.itemsize
-                yield Block(file=path.relative_to(root).as_posix(), split=split, tokens=block, done_bytes=done)
+                yield TokenBlock(file=path.relative_to(root).as_posix(), split=split, tokens=block, done_bytes=done)
 
 
 def _count_words(text: bytes) -> int:

@@ -38,7 +38,7 @@ LEAST_EVEN = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Checkpoints:
+class SharedRuns:
     """Rows that share training runs.
 
     Attributes:
@@ -54,7 +54,7 @@ class Checkpoints:
     certain: bool
 
 
-def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> Checkpoints | None:
+def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> SharedRuns | None:
     """Return the rows that share a training run; None if each row seems to be a separate run.
 
     Args:
@@ -87,7 +87,7 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
     else:
         return None
     last = n_tokens.groupby(run.to_numpy()).transform("max")
-    return Checkpoints(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
+    return SharedRuns(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
 
 
 def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:

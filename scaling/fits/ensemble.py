@@ -24,7 +24,7 @@ from scaling.forms.law import NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
-from scaling.minimizers.newton import Prior, minimize
+from scaling.minimizers.newton import NormalPrior, minimize
 from scaling.minimizers.starts import screened
 
 TUNING = 1.345
@@ -173,12 +173,12 @@ class BaseFits:
         columns = {name: rows[name].to_numpy() for name in Joint().columns}
         return cls(Joint().problem(columns, log_loss), log_loss, noise_weights(rows), n_params_convention, loss_unit)
 
-    def prior(self, variance: float, shift: Array | float = 0.0) -> Prior:
+    def prior(self, variance: float, shift: Array | float = 0.0) -> NormalPrior:
         """Prior in the units of an objective whose residuals have this variance, with the mean moved by `shift`, [P] or [J, P]."""
         centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
         centres["E"] += float(self.log_loss.min())
         mean = np.array([centres.get(name, 0.0) for name in Joint.parameters])
-        return Prior(mean=mean + shift, precision=variance * precision())
+        return NormalPrior(mean=mean + shift, precision=variance * precision())
 
     def adaptive(self) -> tuple[Array, float]:
         """Huber's fit and the scale of its residuals, found alternately."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.checks import LEAVE_OUT, column_name, numbers, or_nan, require_columns, require_filled, row_name
 from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT, as_found
-from scaling.fits.checkpoints import Checkpoints, checkpoints
+from scaling.fits.checkpoints import SharedRuns, checkpoints
 from scaling.fits.recipes import worse_recipes
 from scaling.fits.support import MOST_NATS
 from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
@@ -338,7 +338,7 @@ def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
     return np.array(reasons, dtype=object)
 
 
-def _doubts(shared: Checkpoints | None) -> tuple[str, ...]:
+def _doubts(shared: SharedRuns | None) -> tuple[str, ...]:
     """Warning that rows seem to share training runs, if they may also be separate runs."""
     if shared is None or shared.certain:
         return ()
@@ -349,7 +349,7 @@ def _doubts(shared: Checkpoints | None) -> tuple[str, ...]:
 
 
 def _warnings(
-    runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str, shared: Checkpoints | None
+    runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str, shared: SharedRuns | None
 ) -> Iterator[str]:
     """Warnings about columns that seem to hold something else than their name, from the kept rows as given and as checked."""
     values = np.stack([rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss")])

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.forms.problem import Problem
-from scaling.minimizers.newton import Prior, minimize
+from scaling.minimizers.newton import NormalPrior, minimize
 
 BATCH = 100
 """Refits minimised together: about as many as a processor's cache holds for a few hundred rows."""
@@ -46,7 +46,7 @@ def refit(
     weights: Array,
     start: Array,
     deltas: tuple[float, ...],
-    prior: Prior | None = None,
+    prior: NormalPrior | None = None,
 ) -> tuple[Array, NDArray[np.bool_]]:
     """Minimise under each weighting, always from the same start: theta [J, P] and converged [J]."""
     theta = np.empty((len(weights), len(start)))

@@ -21,7 +21,7 @@ TOLERANCE, ROUGHLY = 1e-12, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prior:
+class NormalPrior:
     """Normal prior of theta: half of (theta − mean)ᵀ · precision · (theta − mean) is added to the objective.
 
     Attributes:
@@ -32,7 +32,7 @@ class Prior:
     mean: Array
     precision: Array
 
-    def of(self, members: NDArray[np.int64] | slice) -> Prior:
+    def of(self, members: NDArray[np.int64] | slice) -> NormalPrior:
         """The prior of some members of the batch."""
         return self if self.mean.ndim == 1 else replace(self, mean=self.mean[members])
 
@@ -44,7 +44,7 @@ def huber(residual: Array, delta: float) -> Array:
 
 
 def objective(
-    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None = None
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: NormalPrior | None = None
 ) -> Array:
     """Σ w · huber of log residuals, plus the prior's part, [J], for theta [J, P], weights [J, K] or [K], log_loss [K]."""
     value = np.asarray((weights * huber(problem.log_loss(theta) - log_loss, delta)).sum(axis=-1))
@@ -60,7 +60,7 @@ def minimize(
     weights: Array,
     start: Array,
     deltas: tuple[float, ...],
-    prior: Prior | None = None,
+    prior: NormalPrior | None = None,
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Minimise from each start, through each delta in turn (wide ones smooth the way for the last).
 
@@ -82,7 +82,13 @@ def minimize(
 
 
 def _descend(
-    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None, tolerance: float
+    problem: Problem,
+    log_loss: Array,
+    weights: Array,
+    theta: Array,
+    delta: float,
+    prior: NormalPrior | None,
+    tolerance: float,
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     theta, unit = theta.copy(), np.eye(theta.shape[1])
     value = objective(problem, log_loss, weights, theta, delta, prior)
@@ -115,7 +121,7 @@ def _descend(
 
 
 def _derivatives(
-    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: NormalPrior | None
 ) -> tuple[Array, Array, Array]:
     """Gradient [J, P], Hessian [J, P, P], and the positive semidefinite majorant of iterated reweighting, [J, P, P]."""
     predicted, jacobian = problem.linearise(theta)

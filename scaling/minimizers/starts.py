@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.forms.problem import Problem
-from scaling.minimizers.newton import Prior, huber, minimize, objective
+from scaling.minimizers.newton import NormalPrior, huber, minimize, objective
 
 MANY_ROWS, SCREENED_ROWS = 2000, 100
 """Most rows, drawn at random, that are used to locate the minima and to rank the starts: these suffice."""
@@ -71,7 +71,7 @@ def multistart(
 
 
 def screened(
-    problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int, prior: Prior | None = None
+    problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int, prior: NormalPrior | None = None
 ) -> Array:
     """Best starts with a loss above 0 at every row, at most [n_starts, P], for log_loss [K] and row weights [K].
 

@@ -17,7 +17,7 @@ from scaling.mixtures.best import BestMixture, best_mixture
 from scaling.mixtures.figures import draw_effects
 from scaling.mixtures.following import NextMixtures, following_mixtures
 from scaling.mixtures.law import MixtureLaw, Objective, inputs
-from scaling.mixtures.process import Process
+from scaling.mixtures.process import DomainProcess
 from scaling.mixtures.simplex import Limits
 from scaling.mixtures.table import LOSS, WEIGHT, read_mixtures
 from scaling.presentation import lines, span
@@ -147,7 +147,7 @@ def fit_mixture(
     """
     table = read_mixtures(runs, weight_prefix, loss_prefix, columns)
     at = inputs(table.weights, table.scales, table.weights, table.scales)
-    processes = [Process.fitted(at, loss) for loss in table.losses.T]
+    processes = [DomainProcess.fitted(at, loss) for loss in table.losses.T]
     expected, deviations = zip(*(process.cross_fitted() for process in processes), strict=True)
     return MixtureFit(
         domains=table.domains,

@@ -12,7 +12,7 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.checks import numbers, positive
-from scaling.mixtures.process import POWER, Inputs, Process, judged_rows
+from scaling.mixtures.process import POWER, DomainProcess, Inputs, judged_rows
 from scaling.mixtures.table import LEAST_RUNS, SCALES, Weights, as_weights, require_known
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
@@ -55,10 +55,10 @@ class MixtureLaw(JsonResult):
         return varying(self.scales)
 
     @cached_property
-    def processes(self) -> tuple[Process, ...]:
+    def processes(self) -> tuple[DomainProcess, ...]:
         """Processes, one for each target."""
         at = self.inputs(self.weights, self.scales)
-        return tuple(Process.of(at, loss, own) for loss, own in zip(self.losses.T, self.numbers, strict=True))
+        return tuple(DomainProcess.of(at, loss, own) for loss, own in zip(self.losses.T, self.numbers, strict=True))
 
     @cached_property
     def left_out(self) -> pd.DataFrame:

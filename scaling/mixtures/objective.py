@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.mixtures.law import MixtureLaw, quantile_of
-from scaling.mixtures.process import Inputs, Process
+from scaling.mixtures.process import DomainProcess, Inputs
 
 _JITTER = 1e-6  # added to the correlation's diagonal, so that it has a Cholesky root
 
@@ -30,7 +30,7 @@ class Objective:
     fit: MixtureLaw
     coefficients: Array
     scale: Mapping[str, float]
-    processes: tuple[Process, ...]
+    processes: tuple[DomainProcess, ...]
 
     @classmethod
     def of(cls, fit: MixtureLaw, coefficients: Array, scale: Mapping[str, float]) -> Objective:

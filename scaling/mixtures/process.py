@@ -46,7 +46,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Process:
+class DomainProcess:
     """The process of one loss, conditioned on its runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class Process:
     numbers: Array
 
     @classmethod
-    def of(cls, at: Inputs, loss: Array, numbers: Array) -> Process:
+    def of(cls, at: Inputs, loss: Array, numbers: Array) -> DomainProcess:
         """Process of losses [n] with known lengths and variances."""
         floor = FLOOR * float(loss.min())
         response = np.log(loss - floor)
@@ -75,13 +75,13 @@ class Process:
         return cls(at=at, response=response, floor=floor, line=line, spread=max(spread, 1e-9), numbers=numbers)
 
     @classmethod
-    def fitted(cls, at: Inputs, loss: Array) -> Process:
+    def fitted(cls, at: Inputs, loss: Array) -> DomainProcess:
         """Fit lengths and variances to the losses [n]."""
         m, q = at.x.shape[1], at.s.shape[1]
         start = np.array([*[-LENGTH] * m, *_VARIANCES, *np.repeat(_OF_SCALE, q)])
         return cls.of(at, loss, start).refitted(fitted_rows(len(loss)))
 
-    def refitted(self, rows: Integers) -> Process:
+    def refitted(self, rows: Integers) -> DomainProcess:
         """Return the process with lengths and variances fitted to these rows."""
         from scipy.optimize import minimize
 
@@ -159,7 +159,7 @@ class Process:
             found[:, part == fold] = np.array(of_others.left_out())[:, part == fold]
         return found[0], found[1]
 
-    def and_at(self, at: Inputs) -> Process:
+    def and_at(self, at: Inputs) -> DomainProcess:
         """Return the process with further runs at their expected losses; trend and units stay those of the finished runs."""
         both = Inputs(x=np.concatenate([self.at.x, at.x]), s=np.concatenate([self.at.s, at.s]))
         return replace(self, at=both, response=np.concatenate([self.response, self.mean(at)]))

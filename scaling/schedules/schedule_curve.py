@@ -15,7 +15,7 @@ WARMUP_KNOTS = 50
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScheduleCurve:
     """A schedule, and the K steps at which the loss is predicted.
 
     Attributes:
@@ -33,7 +33,7 @@ class Curve:
     peak: float
 
     @classmethod
-    def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> Curve:
+    def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> ScheduleCurve:
         """Curve of one run: the rate is linear between rows, with its drop placed half-way, and counts with its value after the drop.
 
         Raises:

@@ -29,7 +29,7 @@ from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
-from scaling.schedules.schedule_curve import Curve, peak_and_depth
+from scaling.schedules.schedule_curve import ScheduleCurve, peak_and_depth
 from scaling.serialization import FittedResult
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -103,7 +103,7 @@ class ScheduleLaw(FittedResult):
         """
         _require_schedule(schedule)
         steps = numbers(schedule, "step")
-        curve = Curve.of(steps, numbers(schedule, "lr", inclusive=True), steps, self.warmup_steps)
+        curve = ScheduleCurve.of(steps, numbers(schedule, "lr", inclusive=True), steps, self.warmup_steps)
         theta = np.log([getattr(self, name) for name in BOUNDS])
         loss = np.asarray(curve.linearise(theta)[0])
         least = int(np.argmin(loss))
@@ -201,7 +201,7 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> Sche
             np.unique(np.linspace(0, len(evaluated) - 1, min(len(evaluated), MAX_ROWS)).astype(int))
         ]
         at, rates = numbers(evaluated, "step"), numbers(ordered, "lr", inclusive=True)
-        prepared.append(Curve.of(numbers(ordered, "step"), rates, at, warmup_steps))
+        prepared.append(ScheduleCurve.of(numbers(ordered, "step"), rates, at, warmup_steps))
         reached.append(peak_and_depth(rates))
         log_losses.append(np.log(evaluated["loss"].to_numpy(np.float64)))
     log_loss = np.concatenate(log_losses)
@@ -246,7 +246,7 @@ def _require_schedule(schedule: pd.DataFrame) -> None:
         raise ValueError(f"a schedule must be of one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
 
 
-def _minimised(curves: list[Curve], log_loss: Array) -> tuple[Array, bool]:
+def _minimised(curves: list[ScheduleCurve], log_loss: Array) -> tuple[Array, bool]:
     from scipy.optimize import least_squares
 
     lower, upper = np.log(np.array([*BOUNDS.values()])).T
@@ -278,7 +278,7 @@ def _minimised(curves: list[Curve], log_loss: Array) -> tuple[Array, bool]:
     return np.asarray(best.x), bool(best.success)
 
 
-def _starts(curves: list[Curve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
+def _starts(curves: list[ScheduleCurve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
     """Best points of a grid of (alpha, C, beta, gamma), with L0, A and B by relative least squares."""
     found = []
     inverse = np.exp(-log_loss)

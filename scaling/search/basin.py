@@ -52,7 +52,7 @@ Points = tuple[Array, Array, Integers, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class InputLayout:
     """Layout of the columns of u, and the prior of the drift.
 
     Attributes:
@@ -94,7 +94,7 @@ class Layout:
         return np.triu_indices(self.n_numeric, 1)
 
 
-class Shape(NamedTuple):
+class KernelParameters(NamedTuple):
     """Hyperparameters of the process, not in logarithms; `lengths` [q] by column, `drift` [q, k]."""
 
     noise: float
@@ -106,16 +106,16 @@ class Shape(NamedTuple):
     drift: Array
 
 
-def shape_of(theta: Array, layout: Layout) -> Shape:
+def shape_of(theta: Array, layout: InputLayout) -> KernelParameters:
     """Unpack the optimised vector; categories do not drift."""
     noise, basin, shared, own = np.exp(theta[:4])
     lengths = np.exp(theta[4 : 4 + layout.n_lengths])[list(layout.groups)]
     drift = np.zeros((len(layout.groups), layout.n_scales))
     drift[: layout.n_numeric] = theta[5 + layout.n_lengths :].reshape(layout.n_numeric, layout.n_scales)
-    return Shape(noise, basin, shared, own, lengths, float(np.exp(theta[4 + layout.n_lengths])), drift)
+    return KernelParameters(noise, basin, shared, own, lengths, float(np.exp(theta[4 + layout.n_lengths])), drift)
 
 
-def quadratic(z: Array, s: Array, basin: float, layout: Layout) -> tuple[Array, Array]:
+def quadratic(z: Array, s: Array, basin: float, layout: InputLayout) -> tuple[Array, Array]:
     """Features [n, p], scaled so that their coefficients are standard normal, and the expected quadratic [n]."""
     t = z[:, : layout.n_numeric] - 0.5
     i, j = layout.pairs
@@ -125,7 +125,9 @@ def quadratic(z: Array, s: Array, basin: float, layout: Layout) -> tuple[Array, 
     return basin * np.hstack(parts), basin * (t**2).sum(1)
 
 
-def quadratic_slopes(z: Array, s: Array, basin: float, layout: Layout, to_features: Array, weights: Array) -> Array:
+def quadratic_slopes(
+    z: Array, s: Array, basin: float, layout: InputLayout, to_features: Array, weights: Array
+) -> Array:
     """Slope by z of the numeric columns [n, d] through the quadratic, from the slope by its features."""
     d = layout.n_numeric
     t = z[:, :d] - 0.5
@@ -139,7 +141,7 @@ def quadratic_slopes(z: Array, s: Array, basin: float, layout: Layout, to_featur
     return np.asarray(basin * (out - 2 * weights[:, None] * t))
 
 
-def covariance_of(shape: Shape, a: Points, b: Points, layout: Layout) -> Array:
+def covariance_of(shape: KernelParameters, a: Points, b: Points, layout: InputLayout) -> Array:
     correlation, _ = matern(squared_distances(a[0] / shape.lengths, b[0] / shape.lengths))
     near = np.exp(-squared_distances(a[1], b[1]) / (2 * shape.reach**2))
     d = layout.n_numeric

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from scaling.arrays import Array, Integers
 from scaling.search.basin import (
     LEVEL,
-    Layout,
+    InputLayout,
+    KernelParameters,
     Points,
-    Shape,
     covariance_of,
     matern,
     quadratic,
@@ -57,15 +57,15 @@ class Observations:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Process:
+class GaussianProcess:
     """The process conditioned on observations, for fixed hyperparameters `theta`."""
 
-    layout: Layout
+    layout: InputLayout
     data: Observations
     theta: Array
 
     @classmethod
-    def fit(cls, data: Observations, layout: Layout) -> "Process":
+    def fit(cls, data: Observations, layout: InputLayout) -> "GaussianProcess":
         """Use the hyperparameters of largest posterior density; with fewer than three observations, the prior's centre."""
         from scipy.optimize import minimize
 
@@ -93,7 +93,7 @@ class Process:
         return cls(layout=layout, data=data, theta=mean + spread * found.x)
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> KernelParameters:
         """Hyperparameters, not in logarithms."""
         return shape_of(self.theta, self.layout)
 
@@ -102,7 +102,7 @@ class Process:
         """−log p(w, theta) without the normalization of p(w | theta) by (2π)^(n/2)."""
         return negative_log_density(self.theta, self.data, self.layout)[0]
 
-    def and_exactly(self, u: Array, s: Array, cell: Integers) -> "Process":
+    def and_exactly(self, u: Array, s: Array, cell: Integers) -> "GaussianProcess":
         """Condition also on running runs, as if they had finished with their expected losses."""
         if not len(u):
             return self
@@ -156,7 +156,7 @@ class Process:
         # The prior alone has a Hessian of 1; if the likelihood bends down at a bound, only the prior counts.
         return np.asarray((vectors / np.maximum(values, 1.0)) @ vectors.T)
 
-    def redrawn(self, generator: np.random.Generator) -> "Process":
+    def redrawn(self, generator: np.random.Generator) -> "GaussianProcess":
         """Process of the same observations under hyperparameters drawn from their approximate posterior."""
         _, spread = self.layout.prior
         step = generator.multivariate_normal(np.zeros(len(spread)), self.uncertainty, method="eigh")
@@ -187,7 +187,7 @@ class Process:
         return covariance_of(self.shape, (z, s, cell, features), self._factored[2], self.layout)
 
 
-def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tuple[float, Array]:
+def negative_log_density(theta: Array, data: Observations, layout: InputLayout) -> tuple[float, Array]:
     """−log p(w, theta) up to a constant, and its gradient, [p]; one Cholesky factor and one inverse."""
     from scipy.linalg.lapack import dpotri
 

@@ -20,7 +20,7 @@ from scaling.quantiles import tails
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.figures import draw_response, response_data
-from scaling.search.process import Observations, Process
+from scaling.search.process import GaussianProcess, Observations
 from scaling.search.search_box import APART, Point, Region, SearchBox, is_within, moved_into, untried
 from scaling.threads import single_threaded
 
@@ -89,7 +89,7 @@ class ResponseSurface(Result):
     box: SearchBox
     u: Array
     cell: Integers
-    process: Process
+    process: GaussianProcess
     centre: Array
     cells: Array
     n_finite: tuple[int, ...]
@@ -239,7 +239,7 @@ class ResponseSurface(Result):
 
     def _most_promising(
         self,
-        process: Process,
+        process: GaussianProcess,
         s: Array,
         cell: int,
         prior: LogPrior | None,
@@ -278,7 +278,7 @@ class ResponseSurface(Result):
         left = untried(self.box, np.concatenate([elsewhere, here]))
         return [region for region in left if region[0] in columns]
 
-    def _lowest(self, process: Process, s: Array, cell: int, generator: np.random.Generator) -> Array:
+    def _lowest(self, process: GaussianProcess, s: Array, cell: int, generator: np.random.Generator) -> Array:
         """Encoded minimum of the mean."""
         best = np.argsort(process.data.w, kind="stable")[:16]
         start = np.clip(process.data.u[best], 0, 1) if len(best) else np.zeros((0, len(self.box.layout.groups)))
@@ -302,7 +302,7 @@ class ResponseSurface(Result):
             out.append(u[near[functions.argmin(axis=1)]])
         return np.concatenate(out)
 
-    def _values(self, process: Process, u: Array, s: Array, cell: int) -> tuple[Array, Array]:
+    def _values(self, process: GaussianProcess, u: Array, s: Array, cell: int) -> tuple[Array, Array]:
         return process.predict(u, np.tile(s, (len(u), 1)), np.full(len(u), cell))
 
     def _logs(self, prior: LogPrior, u: Array) -> Array:
@@ -371,7 +371,9 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     )
 
 
-def _fitted(data: Observations, box: SearchBox, of_source: NDArray[np.bool_]) -> tuple[Process, tuple[str, ...]]:
+def _fitted(
+    data: Observations, box: SearchBox, of_source: NDArray[np.bool_]
+) -> tuple[GaussianProcess, tuple[str, ...]]:
     """Fit the process to the family and to the sources that make its runs likelier; return the names of the other sources.
 
     Sources are tested in turn by Bayes' factor at the fitted hyperparameters: log p(own, source) − log p(own) − log p(source).
@@ -382,10 +384,13 @@ def _fitted(data: Observations, box: SearchBox, of_source: NDArray[np.bool_]) ->
     """
     own = np.asarray(~of_source.any(axis=1))
     if not box.sources or own.sum() < MIN_OWN:
-        return Process.fit(data, box.layout), ()
-    process, left_out = Process.fit(data.subset(own), box.layout), []
+        return GaussianProcess.fit(data, box.layout), ()
+    process, left_out = GaussianProcess.fit(data.subset(own), box.layout), []
     for name, rows in zip(box.sources, of_source.T, strict=True):
-        alone, both = Process.fit(data.subset(rows), box.layout), Process.fit(data.subset(own | rows), box.layout)
+        alone, both = (
+            GaussianProcess.fit(data.subset(rows), box.layout),
+            GaussianProcess.fit(data.subset(own | rows), box.layout),
+        )
         if both.negative_log_density > process.negative_log_density + alone.negative_log_density:
             left_out.append(name)
         else:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
-from scaling.search.basin import DRIFT_SPREAD, Layout
+from scaling.search.basin import DRIFT_SPREAD, InputLayout
 
 SOURCE, APART = "source", 4.0
 """Column of a run's source, and the octaves of scale by which a source counts as far away: over this distance the cells' own parts of
@@ -78,7 +78,7 @@ class SearchBox:
         return (*self.bounds, *self.choices)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> InputLayout:
         """Layout of the encoded columns."""
         groups = list(range(len(self.bounds)))
         for number, values in enumerate(self.choices.values(), start=len(groups)):
@@ -92,7 +92,7 @@ class SearchBox:
             )
         )
         n_scales = len(self.scales) + len(self.sources)
-        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=n_scales, drifts=drifts)
+        return InputLayout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=n_scales, drifts=drifts)
 
     def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
         """Prior mean and standard deviation of one drift, in box widths."""

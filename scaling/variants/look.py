@@ -15,7 +15,7 @@ from scaling.arrays import Array
 from scaling.comparisons.noise import seed_noise
 from scaling.errors import ScalingError
 from scaling.variants.next_runs import cheapest_next
-from scaling.variants.posterior import Baseline, Gains, Mixture, normal_quantile
+from scaling.variants.posterior import Baseline, Gains, NormalMixture, normal_quantile
 from scaling.variants.verdicts import Outcome, verdicts
 
 ENDS = ("multiplier", "low", "high")
@@ -120,7 +120,7 @@ class Look:
             return row | dict.fromkeys(unknown, math.nan)
         gains, at_target = self.gains[name], self._at_target[name]
         each = self.scales * math.sqrt(gains.unit_change[-1])
-        change = Mixture(np.full(len(each), gains.change[-1]), each, self.chances)
+        change = NormalMixture(np.full(len(each), gains.change[-1]), each, self.chances)
         return row | {
             "sizes": len(gains.x),
             "flops": float(np.exp(gains.x[-1] + gains.x0)),
@@ -171,7 +171,7 @@ class Look:
         return [{"variant": name} | best] if best else []
 
     @cached_property
-    def _at_target(self) -> dict[str, Mixture]:
+    def _at_target(self) -> dict[str, NormalMixture]:
         """Posterior of log m at the target, by variant."""
         place = np.log([self.target])
         return {name: own.mixtures(place, self.scales, self.chances)[0] for name, own in self.gains.items()}
@@ -179,7 +179,7 @@ class Look:
     def _diverged(self, name: str) -> int:
         return int(self.rows.loc[self.rows["variant"] == name, "loss"].isna().sum())
 
-    def _ends(self, mixture: Mixture) -> Array:
+    def _ends(self, mixture: NormalMixture) -> Array:
         """Median and bounds of the interval."""
         tail = (1 - self.level) / 2
         return mixture.quantiles(0.5, tail, 1 - tail)

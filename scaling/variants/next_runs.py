@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scaling.variants.posterior import Baseline, Gains, Mixture, normal_quantile
+from scaling.variants.posterior import Baseline, Gains, NormalMixture, normal_quantile
 
 LIKELY = 0.5
 """Probability of deciding above which the cheapest next runs are advised."""
@@ -18,7 +18,7 @@ HARDLY = 0.05
 def cheapest_next(
     gains: Gains,
     law: Baseline,
-    now: Mixture,
+    now: NormalMixture,
     *,
     noise: float,
     target: float,

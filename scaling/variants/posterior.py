@@ -167,14 +167,14 @@ class Gains:
         solved = np.linalg.solve(covariance, np.broadcast_to(self.log_m[:, None], (*covariance.shape[:-1], 1)))[..., 0]
         return np.asarray(-(np.linalg.slogdet(covariance)[1] + solved @ self.log_m) / 2)
 
-    def mixtures(self, log_compute: Array, scales: Array, chances: Array) -> list[Mixture]:
+    def mixtures(self, log_compute: Array, scales: Array, chances: Array) -> list[NormalMixture]:
         """Posterior of log m at each of P computes, given the probability of each noise, [n_noises]."""
         means, variances = self.predict(log_compute, scales)
         by_slope = self.evidence(scales)
         by_slope = np.exp(by_slope - by_slope.max(axis=1, keepdims=True))
         weights = (chances[:, None] * by_slope / by_slope.sum(axis=1, keepdims=True)).ravel()
         sds = np.sqrt(variances)
-        return [Mixture(means[..., p].ravel(), sds[..., p].ravel(), weights) for p in range(len(log_compute))]
+        return [NormalMixture(means[..., p].ravel(), sds[..., p].ravel(), weights) for p in range(len(log_compute))]
 
     def predict(self, log_compute: Array, scales: Array) -> tuple[Array, Array]:
         """Mean and variance of log m at P computes for each noise and sd of g, [n_noises, n_slopes, P] each."""
@@ -195,7 +195,7 @@ class Gains:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class NormalMixture:
     """Mixture of normal distributions of log m: means, standard deviations and weights, [M] each."""
 
     means: Array

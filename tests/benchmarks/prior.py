@@ -17,7 +17,7 @@ from scaling.arrays import Array
 from scaling.fits.ensemble import TUNING, BaseFits
 from scaling.fits.prior import PRIOR
 from scaling.forms.powers import Joint
-from scaling.minimizers.newton import Prior, minimize
+from scaling.minimizers.newton import NormalPrior, minimize
 from tests.benchmarks.ladders import ladders
 
 STEPS = 12
@@ -43,7 +43,7 @@ def of_families(without: str = "") -> tuple[Array, Array]:
             mean, inverse = np.zeros(len(Joint.parameters)), np.zeros((len(Joint.parameters),) * 2)
             mean[AT], inverse[np.ix_(AT, AT)] = centre, np.linalg.inv(spread)
             mean[0] += fits.log_loss.min()
-            prior = Prior(mean=mean, precision=sigma**2 * inverse)
+            prior = NormalPrior(mean=mean, precision=sigma**2 * inverse)
             (theta,), _, _ = minimize(
                 fits.problem, fits.log_loss, fits.weights[None], start[None], (TUNING * sigma,), prior
             )

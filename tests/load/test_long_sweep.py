@@ -18,7 +18,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from muscale.search.budget import Budget
+from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.search.methods import make_scheduler, make_searcher
@@ -48,7 +48,7 @@ class Window:
 def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     """The engine of a sweep of so many trials, where its record in the ledger was left."""
     chosen = SweepSettings(trials=n_trials, n_tokens=RUNGS[-1], rungs=len(RUNGS), space=SPACE, **settings)
-    budget = Budget(
+    budget = SweepBudget(
         trials=n_trials,
         rung_tokens=RUNGS,
         branch_tokens=(100, 400, 1600),

@@ -21,7 +21,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.sources import FullRun, _run_rows, study_key, trials
+from muscale.tracking.sources import FullRunSource, _run_rows, study_key, trials
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
@@ -72,8 +72,8 @@ class Planted(PlantedPlan):
         super().__init__(path)
         self.directory.mkdir(parents=True)
 
-    def source(self, points: int = 20) -> FullRun:
-        return FullRun(self.ledger, self.plan.key, self.config.to_dict(), points)
+    def source(self, points: int = 20) -> FullRunSource:
+        return FullRunSource(self.ledger, self.plan.key, self.config.to_dict(), points)
 
     def write(self, first: int, last: int, of: int, evaluated: Sequence[int] = ()) -> None:
         """Steps of a run that has so many, its loss falling from 4."""

@@ -10,7 +10,7 @@ from muscale.search.record import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class SweepBudget:
     """Limits of a sweep; None means no limit.
 
     Attributes:
@@ -47,7 +47,7 @@ class Budget:
         """Whether anything but the number of trials limits the sweep."""
         return any(limit is not None for limit in (self.max_tokens, self.max_flops, self.max_device_hours))
 
-    def for_population(self) -> Budget:
+    def for_population(self) -> SweepBudget:
         """Return the budget of a population: no more members than can all be trained to the end.
 
         The device hours limit the members only once the first member has reached a rung (`allows`), since that measures the speed.

@@ -13,7 +13,7 @@ import numpy as np
 from muscale.actors.retries import Attempts
 from muscale.actors.work import LOSS, Next
 from muscale.errors import StageError
-from muscale.search.budget import Budget
+from muscale.search.budget import SweepBudget
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Scheduler, Searcher, Start
@@ -49,7 +49,7 @@ class Engine:
         record: Record,
         scheduler: Scheduler,
         searcher: Searcher,
-        budget: Budget,
+        budget: SweepBudget,
         *,
         top: int,
         on_result: Callable[[RungResult], None],

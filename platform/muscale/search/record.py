@@ -53,7 +53,7 @@ Generation = tuple[list[int], list[tuple[float, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class SweepEvent:
     """A trial that began, its result at a rung, or the decision to train it on; `Record.events` has them in order.
 
     Attributes:
@@ -88,7 +88,7 @@ class Record:
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
         self.n_advanced: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
-        self.events: list[Event] = []
+        self.events: list[SweepEvent] = []
         # First trials of brackets, or rungs of generations, that a scheduler found to be over. A cancelled trial, a new round
         # and a new member may change that.
         self.settled: set[int] = set()
@@ -259,7 +259,7 @@ class Record:
         self.paths[number] = history_of(config)
         self._turns[number] = [(0, history_of(config))]
         self.open[number] = self._until[number] = until
-        self.events.append(Event(trial=number, config=config, rung=-1))
+        self.events.append(SweepEvent(trial=number, config=config, rung=-1))
 
     def _insert_failure(self, failure: dict[str, Any]) -> None:
         key = " ".join(str(failure[name]) for name in ("trial", "rung", "annealed", "seed"))
@@ -275,7 +275,7 @@ class Record:
 
     def _add_result(self, result: RungResult) -> None:
         trial, rung = result.trial, result.rung
-        self.events.append(Event(trial=trial, config=self.config_at(trial, rung), rung=rung, result=result))
+        self.events.append(SweepEvent(trial=trial, config=self.config_at(trial, rung), rung=rung, result=result))
         self.results[trial, rung] = result
         self.tokens += result.tokens
         self.seconds += result.seconds
@@ -303,7 +303,7 @@ class Record:
         self.open[trial] = self._until[trial] = until
         if donor is not None:
             self.donors[trial, rung] = donor
-        self.events.append(Event(trial=trial, config=path[-1][1], rung=rung))
+        self.events.append(SweepEvent(trial=trial, config=path[-1][1], rung=rung))
 
     def _passed(self, trial: int, rung: int) -> None:
         self.advanced.add((trial, rung))

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from muscale.search.protocols import Observation
-from muscale.search.record import Event, Record
+from muscale.search.record import Record, SweepEvent
 from search_spaces import Config, Space
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class RecordView:
         return self._record.rounds[-1].space
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SweepEvent]:
         """The record's events."""
         return self._record.events
 

@@ -21,7 +21,7 @@ from muscale.actors.jobs import Job
 from muscale.importers.imported_space import place_of
 from muscale.importers.results import is_outside, outside_results
 from muscale.search.across_scales import AcrossScales
-from muscale.search.budget import Budget
+from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, history_to_json
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
@@ -73,11 +73,11 @@ def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
     )
 
 
-def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
+def budget(config: StudyConfig, plan: TrialPlan) -> SweepBudget:
     """Return the budget that the study file gives a sweep."""
     settings, resources = config.sweep, config.resources
     branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
-    return Budget(
+    return SweepBudget(
         trials=settings.trials,
         rung_tokens=plan.rung_tokens,
         branch_tokens=tuple(branches),
@@ -269,7 +269,7 @@ class Sweep:
             search_round, self.config.sweep, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs
         )
 
-    def _budget(self, record: Record, search_round: Round) -> Budget:
+    def _budget(self, record: Record, search_round: Round) -> SweepBudget:
         """Return the budget up to the end of a round."""
         settings = self.config.sweep
         trials = settings.trials

@@ -16,7 +16,7 @@ from ray.tune.schedulers import TrialScheduler
 
 from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Start
-from muscale.search.record import Event, Record
+from muscale.search.record import Record, SweepEvent
 from muscale.search.schedulers import PreferenceScheduler
 from muscale.search.tune_methods import report, seeded, tune_scheduler
 from muscale.settings.sweep import SweepSettings, changeable
@@ -157,7 +157,7 @@ class _Replay:
             if not self.trials[number].is_finished():
                 self._stop(self.trials[number], len(record.events), number)
 
-    def _see(self, event: Event, at: int) -> None:
+    def _see(self, event: SweepEvent, at: int) -> None:
         trial = self.trials.get(event.trial)
         if trial and trial.is_finished():  # it trains on only to bring one trial to the end
             return
@@ -181,13 +181,13 @@ class _Replay:
         """Show the scheduler a pending trial while another may begin, as Tune's controller has one ready."""
         self._controller.pending = [self._pending] if may_begin else []
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: SweepEvent) -> None:
         if event.trial not in self.trials:
             trial = self.trials[event.trial] = _TuneTrial(event.trial, event.config)
             self.scheduler.on_trial_add(self._controller, trial)
             trial.set_status(Trial.RUNNING)
 
-    def _arrived(self, trial: _TuneTrial, event: Event) -> None:
+    def _arrived(self, trial: _TuneTrial, event: SweepEvent) -> None:
         """Report a result, and carry out what the scheduler decides."""
         loss = event.result.loss if event.result else None
         trial.rung, trial.is_diverged = event.rung, loss is None

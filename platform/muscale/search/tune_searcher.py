@@ -9,7 +9,7 @@ import numpy as np
 
 from muscale.errors import StageError
 from muscale.search.protocols import Known
-from muscale.search.record import Event
+from muscale.search.record import SweepEvent
 from muscale.search.record_view import RecordView
 from muscale.search.searchers import MAX_ATTEMPTS, Draws
 from muscale.search.tune_methods import report, seeded, tune_searcher
@@ -35,7 +35,7 @@ class TuneSearcher:
         self._first, self._top = first_trial, top
         self._fixed = {key: each.value for key, each in space.items() if isinstance(each, Fixed)}
         self.searcher = tune_searcher(settings, name, space)
-        self._events: Sequence[Event] = ()
+        self._events: Sequence[SweepEvent] = ()
         self._begin(())
 
     def propose(self, number: int, known: Known) -> Config:
@@ -50,7 +50,7 @@ class TuneSearcher:
         self._catch_up()
         return self._suggested(number)
 
-    def _begin(self, events: Sequence[Event]) -> None:
+    def _begin(self, events: Sequence[SweepEvent]) -> None:
         self._events, self._n_seen = events, 0
         self._proposed: dict[int, Config] = {}
         self._ids: dict[int, str] = {}  # of trials that the searcher knows and that have not ended
@@ -99,7 +99,7 @@ class TuneSearcher:
         self._proposed[number] = config
         return config
 
-    def _arrived(self, event: Event) -> None:
+    def _arrived(self, event: SweepEvent) -> None:
         loss = event.result.loss if event.result else None
         values = {**report(self._settings, event.rung, loss), "config": event.config}
         if loss is None or event.rung == self._top:

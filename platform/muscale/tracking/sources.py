@@ -102,7 +102,7 @@ def _trial_summary(record: Record, trial: int, status: str, annealed: float | No
     return summary if annealed is None else summary | {"annealed_loss": annealed}
 
 
-class FullRun:
+class FullRunSource:
     """A full run: its training curve in intervals, its evaluations, and the forecast as lines next to both.
 
     Args:

@@ -17,7 +17,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.mlflow_tracker import MlflowTracker
-from muscale.tracking.sources import FullRun, trials, whole_study
+from muscale.tracking.sources import FullRunSource, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
@@ -73,8 +73,8 @@ class Tracking:
     def _trials(self, sweep: Sweep) -> Source:
         return partial(trials, sweep) if self._config.tracking.trials else lambda: ()
 
-    def _full_run(self, plan: str) -> FullRun:
-        return FullRun(self._ledger, plan, self._config.to_dict(), self._config.tracking.points)
+    def _full_run(self, plan: str) -> FullRunSource:
+        return FullRunSource(self._ledger, plan, self._config.to_dict(), self._config.tracking.points)
 
 
 def _trackers(settings: TrackingSettings, folder: Path) -> Iterator[Tracker[Any]]:

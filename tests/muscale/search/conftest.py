@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale.search.budget import Budget
+from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
@@ -67,7 +67,7 @@ def _engine(
     record: Record | None = None,
 ) -> Engine:
     rungs = tuple(1000 * 2**k for k in range(settings.rungs))
-    budget = Budget(
+    budget = SweepBudget(
         trials=settings.trials,
         rung_tokens=rungs,
         branch_tokens=tuple(tokens // 10 for tokens in rungs),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from muscale.actors.retries import MOST_FAILED
-from muscale.search.budget import Budget
+from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
@@ -279,7 +279,7 @@ def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
     chosen = settings(scheduler="none", trials=2)
     record = Record(ledger, "s")
     record.begin_round("random", SPACE)
-    unlimited = Budget(
+    unlimited = SweepBudget(
         trials=2,
         rung_tokens=(1, 2, 4, 8),
         branch_tokens=(0, 0, 0, 0),

@@ -9,7 +9,7 @@ from scipy.optimize import minimize as scipy_minimize
 
 from scaling.arrays import Array
 from scaling.forms.powers import SumOfPowers
-from scaling.minimizers.newton import Prior, huber, minimize, objective
+from scaling.minimizers.newton import NormalPrior, huber, minimize, objective
 
 DELTA = 1e-3
 
@@ -64,7 +64,7 @@ def test_a_prior_weighs_as_a_normal_one(points: tuple[SumOfPowers, Array]) -> No
     form, log_loss = points
     precision = np.diag([0.0, 0.0, 0.0, 0.2, 0.05])
     precision[3, 4] = precision[4, 3] = -0.06
-    prior = Prior(mean=THETA[0], precision=precision)
+    prior = NormalPrior(mean=THETA[0], precision=precision)
 
     def written_out(theta: Array, precision: Array) -> float:
         residual = np.abs(form.log_loss(theta[None])[0] - log_loss)
@@ -95,8 +95,8 @@ def test_members_of_a_batch_may_have_priors_of_their_own(points: tuple[SumOfPowe
     form, log_loss = points
     means, precision = THETA[0] + np.outer([0.0, 0.3], np.ones(5)), np.eye(5)
     starts, weights = THETA[[0, 0]], np.ones((2, log_loss.size))
-    together, _, _ = minimize(form, log_loss, weights, starts, (DELTA,), Prior(mean=means, precision=precision))
+    together, _, _ = minimize(form, log_loss, weights, starts, (DELTA,), NormalPrior(mean=means, precision=precision))
     for i in range(2):
-        prior = Prior(mean=means[i], precision=precision)
+        prior = NormalPrior(mean=means[i], precision=precision)
         alone, _, _ = minimize(form, log_loss, weights[:1], starts[:1], (DELTA,), prior)
         np.testing.assert_allclose(together[i], alone[0], atol=1e-6)

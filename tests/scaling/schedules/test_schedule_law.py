@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from scaling import ScalingError, ScheduleLaw, fit_schedule_law
-from scaling.schedules.schedule_curve import Curve
+from scaling.schedules.schedule_curve import ScheduleCurve
 from scaling.schedules.schedule_law import BOUNDS
 
 PEAK, WARMUP, LENGTH = 3e-4, 1000, 12000
@@ -68,7 +68,9 @@ def test_decay_lowers_the_loss_below_the_constant_rates() -> None:
 
 def test_jacobian_is_exact() -> None:
     rows = schedule("wsd")
-    built = Curve.of(rows["step"].to_numpy(float), rows["lr"].to_numpy(), rows["step"].to_numpy(float)[::7], WARMUP)
+    built = ScheduleCurve.of(
+        rows["step"].to_numpy(float), rows["lr"].to_numpy(), rows["step"].to_numpy(float)[::7], WARMUP
+    )
     theta = np.log([getattr(PLANTED, name) for name in BOUNDS])
     _, jacobian = built.linearise(theta)
     steps = 1e-6 * np.eye(len(theta))

@@ -7,14 +7,14 @@ import pytest
 
 from scaling.arrays import Array
 from scaling.search.acquisition import latin_hypercube, log_expected_improvement
-from scaling.search.basin import Layout
-from scaling.search.process import Observations, Process, negative_log_density
+from scaling.search.basin import InputLayout
+from scaling.search.process import GaussianProcess, Observations, negative_log_density
 
 
 @pytest.fixture
-def layout() -> Layout:
+def layout() -> InputLayout:
     """Two numbers and a category of three values, two scales."""
-    return Layout(n_numeric=2, groups=(0, 1, 2, 2, 2), n_scales=2, drifts=((0.0, 0.05), (0.02, 0.03)) * 2)
+    return InputLayout(n_numeric=2, groups=(0, 1, 2, 2, 2), n_scales=2, drifts=((0.0, 0.05), (0.02, 0.03)) * 2)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def data() -> Observations:
     return Observations(u=u, s=s, cell=cell, w=w - w.min(), exact=exact)
 
 
-def test_gradient_against_finite_differences(data: Observations, layout: Layout) -> None:
+def test_gradient_against_finite_differences(data: Observations, layout: InputLayout) -> None:
     mean, spread = layout.prior
     step = 1e-6
     for seed in range(3):
@@ -45,7 +45,7 @@ def test_gradient_against_finite_differences(data: Observations, layout: Layout)
         np.testing.assert_allclose(gradient, numeric, rtol=2e-4, atol=2e-4)
 
 
-def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, layout: Layout) -> None:
+def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, layout: InputLayout) -> None:
     """Up to a constant: two sets of hyperparameters differ as scipy's normal density of the prior's covariance does."""
     from scipy.stats import multivariate_normal
 
@@ -54,7 +54,7 @@ def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, l
     found = []
     for shift in (0.0, 0.3):
         theta = mean + shift * spread
-        process = Process(layout=layout, data=nothing, theta=theta)
+        process = GaussianProcess(layout=layout, data=nothing, theta=theta)
         expected, covariance = process.joint(data.u, data.s, data.cell)
         scatter = np.where(data.exact, 1e-12, process.shape.noise**2 + (0.1 * data.w) ** 2)
         log_density = multivariate_normal(expected, covariance + np.diag(scatter)).logpdf(data.w)
@@ -63,10 +63,10 @@ def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, l
     assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
-def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, layout: Layout) -> None:
+def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, layout: InputLayout) -> None:
     """Second differences of the density itself, in the prior's units, whose own part is one; two runs leave the prior."""
     mean, spread = layout.prior
-    process = Process.fit(data, layout)
+    process = GaussianProcess.fit(data, layout)
     step, units = 0.02, np.diag(spread)
 
     def density(*moved: Array) -> float:
@@ -90,22 +90,22 @@ def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, 
     np.testing.assert_allclose(process.uncertainty, expected, atol=0.02)
     assert np.trace(expected) < 0.95 * p, "the runs inform the process"
     few = Observations(u=data.u[:2], s=data.s[:2], cell=data.cell[:2], w=data.w[:2], exact=data.exact[:2])
-    np.testing.assert_array_equal(Process.fit(few, layout).uncertainty, np.eye(p))
+    np.testing.assert_array_equal(GaussianProcess.fit(few, layout).uncertainty, np.eye(p))
     drawn = [process.redrawn(np.random.default_rng(seed)).theta for seed in range(400)]
     moved = (np.array(drawn) - process.theta) / spread
     np.testing.assert_allclose(np.cov(moved.T), process.uncertainty, atol=0.25)
 
 
-def test_an_exact_observation_is_met_and_certain(data: Observations, layout: Layout) -> None:
-    process = Process.fit(data, layout)
+def test_an_exact_observation_is_met_and_certain(data: Observations, layout: InputLayout) -> None:
+    process = GaussianProcess.fit(data, layout)
     mean, std = process.predict(data.u[3:4], data.s[3:4], data.cell[3:4])
     assert mean[0] == pytest.approx(data.w[3], abs=1e-5)
     assert std[0] < 1e-5
     assert process.predict(data.u[:3], data.s[:3], data.cell[:3])[1].min() > 1e-4
 
 
-def test_pending_runs_keep_the_mean_and_lower_the_variance(data: Observations, layout: Layout) -> None:
-    process = Process.fit(data, layout)
+def test_pending_runs_keep_the_mean_and_lower_the_variance(data: Observations, layout: InputLayout) -> None:
+    process = GaussianProcess.fit(data, layout)
     at = (np.full((1, 5), 0.3), np.zeros((1, 2)), np.array([1]))
     (before, variance), (after, rest) = process.predict(*at), process.and_exactly(*at).predict(*at)
     assert after[0] == pytest.approx(before[0], abs=1e-6)
@@ -114,8 +114,8 @@ def test_pending_runs_keep_the_mean_and_lower_the_variance(data: Observations, l
     assert process.and_exactly(*at).predict(*far)[0][0] == pytest.approx(process.predict(*far)[0][0], abs=1e-6)
 
 
-def test_joint_agrees_with_predict(data: Observations, layout: Layout) -> None:
-    process = Process.fit(data, layout)
+def test_joint_agrees_with_predict(data: Observations, layout: InputLayout) -> None:
+    process = GaussianProcess.fit(data, layout)
     at = (data.u[:6] * 0.9, data.s[:6], data.cell[:6])
     mean, std = process.predict(*at)
     joint_mean, covariance = process.joint(*at)
