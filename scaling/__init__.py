@@ -33,7 +33,7 @@ from scaling.comparisons.noise import SeedNoise, seed_noise
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.decisions.decide import decide
 from scaling.decisions.decision import Decision
-from scaling.decisions.memory import MemoryLimit
+from scaling.decisions.memory_limit import MemoryLimit
 from scaling.decisions.next_runs import NextRuns, candidate_runs, next_runs
 from scaling.decisions.simulation import Simulation, isoflop_design, ladder_design, simulate
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
@@ -49,11 +49,11 @@ from scaling.forms.law import Allocation, Law, compute_flops
 from scaling.mixtures.best import BestMixture
 from scaling.mixtures.fit import MixtureFit, fit_mixture
 from scaling.mixtures.following import NextMixtures
-from scaling.optima.batch import BatchLaw, fit_batch_law
+from scaling.optima.batch_law import BatchLaw, fit_batch_law
+from scaling.optima.drift import Transfer, fit_transfer
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.regret import RegretSurface, fit_regret_surface
-from scaling.optima.transfer import Transfer, fit_transfer
 from scaling.optima.verdict import Verdict, fit_verdict
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
 from scaling.search.importance import Importance, hyperparameter_importance
@@ -61,7 +61,7 @@ from scaling.search.pareto import pareto_front
 from scaling.search.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.search.search_box import SearchBox
 from scaling.variants.compare import compare_variants
-from scaling.variants.comparison import VariantComparison
+from scaling.variants.variant_comparison import VariantComparison
 
 __all__ = [
     "ACCELERATORS",

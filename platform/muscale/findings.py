@@ -19,8 +19,8 @@ from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import runs
 from muscale.store.statements import find
-from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics

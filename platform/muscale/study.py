@@ -32,11 +32,11 @@ from muscale.plans.gate import check_line, require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
-from muscale.programs.family import files_of
+from muscale.programs.program_family import files_of
 from muscale.progress import Display, following
 from muscale.proxies import comparison, transfer
-from muscale.proxies.check import known_check, run_check
 from muscale.proxies.comparison import Comparison
+from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.run_sweep import run_sweep
@@ -50,8 +50,8 @@ from muscale.settings.own_model import require_same_family, write_record
 from muscale.store.cancels import cancel_trial, cancellable
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.open_ledger import open_ledger
-from muscale.store.tables import ResultKind
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.corpus import Corpus

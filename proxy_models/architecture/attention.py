@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from proxy_models.architecture.documents import attend_within
+from proxy_models.architecture.document_attention import attend_within
 
 Kernel = Literal["flash", "efficient", "flex", "math"]
 _LARGEST_FLASH_HEAD = 256

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
-from proxy_models.architecture.documents import document_blocks, number_documents
+from proxy_models.architecture.document_attention import document_blocks, number_documents
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.products import Linear

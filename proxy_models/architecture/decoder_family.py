@@ -150,7 +150,7 @@ class DecoderFamily(Family):
         """Yield dropout, whose random numbers are the same on ranks that have different heads and positions."""
         for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
             if getattr(member, name):
-                yield f"with {name}, since ranks would drop the same of their own heads and positions"
+                yield f"with {name}, since ranks would drop the same local heads and positions"
 
     def share_products(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Split matrices, tables and the residual stream as `shared_products` describes."""

@@ -267,7 +267,7 @@ class CoordinateCheck:
 
     def plot(self) -> go.Figure:
         """Plot size and change of every module against width and depth, and matrices' norms; a colour per step, readouts dashed."""
-        from proxy_models.coordinates.figures import coordinates_data, draw_coordinates
+        from proxy_models.coordinates.coordinate_figures import coordinates_data, draw_coordinates
 
         return draw_coordinates(coordinates_data(self.measurements))
 

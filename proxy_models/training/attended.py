@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.documents import number_documents
+from proxy_models.architecture.document_attention import number_documents
 from proxy_models.architecture.member import Member
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus

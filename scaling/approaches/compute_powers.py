@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
+from scaling.approaches.approach_figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
 from scaling.arrays import Array
 from scaling.drawing import Figure
 from scaling.presentation import lines, span

@@ -28,7 +28,7 @@ from scaling.arrays import Array
 from scaling.decisions.accelerators import Budget, require_positive
 from scaling.decisions.decision import Decision
 from scaling.decisions.intervals import by_forecast, by_refits
-from scaling.decisions.memory import MemoryLimit
+from scaling.decisions.memory_limit import MemoryLimit
 from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit

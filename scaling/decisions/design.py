@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.identification import LEAST_NOISE
-from scaling.fits.prior import precision
+from scaling.fits.law_prior import precision
 from scaling.forms.law import compute_flops
 from scaling.forms.powers import JointPowers
 from scaling.minimizers.bootstrap import noise_weights

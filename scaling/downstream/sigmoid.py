@@ -3,7 +3,7 @@
     metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
 
 This is the second step of the OLMo ladder (Bhagia et al. 2412.04403). The sigmoid is fitted by scipy's bounded least squares;
-intervals come from draws of the posterior (`scaling.downstream.posterior`), with the scatter of a run.
+intervals come from draws of the posterior (`scaling.downstream.sigmoid_posterior`), with the scatter of a run.
 `scaling.downstream.two_step` predicts the metric from (N, D) through the task's loss.
 
 A metric that is positive and falls to a floor like a loss (bits per byte, perplexity's logarithm, the share of wrong answers) is
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
-from scaling.downstream.posterior import draw
+from scaling.downstream.sigmoid_posterior import draw
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
 from scaling.quantiles import tails

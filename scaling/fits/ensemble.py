@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.fits.prior import PRIOR, precision, shifts
+from scaling.fits.law_prior import PRIOR, precision, shifts
 from scaling.forms.law import NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values

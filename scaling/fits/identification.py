@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.fits.prior import PRIOR, precision
+from scaling.fits.law_prior import PRIOR, precision
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, compute_flops
 from scaling.forms.powers import JointPowers
 from scaling.presentation import span

@@ -11,11 +11,11 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.drawing import Figure
-from scaling.mixtures.figures import draw_best
-from scaling.mixtures.law import MixtureLaw
-from scaling.mixtures.law import Objective as Wanted
+from scaling.mixtures.mixture_bounds import STEPS, Limits, minimise, nearest, weight_limits
+from scaling.mixtures.mixture_figures import draw_best
+from scaling.mixtures.mixture_law import MixtureLaw
+from scaling.mixtures.mixture_law import Objective as Wanted
 from scaling.mixtures.objective import Objective
-from scaling.mixtures.simplex import STEPS, Limits, minimise, nearest, weight_limits
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded

@@ -14,11 +14,11 @@ from scaling.drawing import Figure
 from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.runs import Table
 from scaling.mixtures.best import BestMixture, best_mixture
-from scaling.mixtures.figures import draw_effects
+from scaling.mixtures.domain_process import DomainProcess
 from scaling.mixtures.following import NextMixtures, following_mixtures
-from scaling.mixtures.law import MixtureLaw, Objective, inputs
-from scaling.mixtures.process import DomainProcess
-from scaling.mixtures.simplex import Limits
+from scaling.mixtures.mixture_bounds import Limits
+from scaling.mixtures.mixture_figures import draw_effects
+from scaling.mixtures.mixture_law import MixtureLaw, Objective, inputs
 from scaling.mixtures.table import LOSS, WEIGHT, read_mixtures
 from scaling.presentation import lines, span
 from scaling.threads import single_threaded
@@ -76,7 +76,7 @@ class MixtureFit(MixtureLaw):
             objective: one target, weights of several, or None for the mean of all targets' losses.
             level: probability of the intervals.
             seed: seed of the draws.
-            limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.simplex.Limits`).
+            limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.mixture_bounds.Limits`).
         """
         return best_mixture(self, objective, level=level, seed=seed, **limits)
 

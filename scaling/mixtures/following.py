@@ -11,9 +11,9 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.forms.law import compute_flops
 from scaling.mixtures.best import Search
-from scaling.mixtures.law import MixtureLaw
-from scaling.mixtures.law import Objective as Wanted
-from scaling.mixtures.simplex import Limits
+from scaling.mixtures.mixture_bounds import Limits
+from scaling.mixtures.mixture_law import MixtureLaw
+from scaling.mixtures.mixture_law import Objective as Wanted
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, OrNan, TableLayout
 from scaling.threads import single_threaded

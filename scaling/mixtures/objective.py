@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.mixtures.law import MixtureLaw, quantile_of
-from scaling.mixtures.process import DomainProcess, Inputs
+from scaling.mixtures.domain_process import DomainProcess, Inputs
+from scaling.mixtures.mixture_law import MixtureLaw, quantile_of
 
 _JITTER = 1e-6  # added to the correlation's diagonal, so that it has a Cholesky root
 

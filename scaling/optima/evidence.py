@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from scaling.optima.drift import MAX_DRIFT, MAX_HALF_WIDTH, MIN_SIZES, MIN_SPAN, Transfer, half_width, values_of
 from scaling.optima.optimum import fit_optimum
-from scaling.optima.transfer import MAX_DRIFT, MAX_HALF_WIDTH, MIN_SIZES, MIN_SPAN, Transfer, half_width, values_of
 
 MAX_SEEDS = 8
 """Most seeds that are proposed; if these would not decide, the drift is too near its bound for a decision (assumed)."""

@@ -11,11 +11,11 @@ import pandas as pd
 from scaling.checks import names, numbers, require_columns
 from scaling.drawing import Figure
 from scaling.errors import ScalingError
-from scaling.optima.batch import BatchLaw, fit_batch_law
+from scaling.optima.batch_law import BatchLaw, fit_batch_law
+from scaling.optima.drift import MAX_DRIFT, Judgement, Transfer, fit_transfer
 from scaling.optima.evidence import COLUMNS, runs_to_decide
-from scaling.optima.figures import draw_drifts, draw_verdict
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
-from scaling.optima.transfer import MAX_DRIFT, Judgement, Transfer, fit_transfer
+from scaling.optima.optimum_figures import draw_drifts, draw_verdict
 from scaling.presentation import lines
 from scaling.serialization import JsonResult
 

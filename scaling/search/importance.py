@@ -29,7 +29,7 @@ from scaling.errors import ScalingError
 from scaling.minimizers.bootstrap import stem_weights
 from scaling.presentation import lines
 from scaling.quantiles import tails
-from scaling.search.figures import draw_importance, importance_data
+from scaling.search.search_figures import draw_importance, importance_data
 from scaling.serialization import JsonResult, TableLayout
 
 TRIALS_PER_COEFFICIENT = 2

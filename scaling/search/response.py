@@ -19,9 +19,9 @@ from scaling.presentation import Result, lines
 from scaling.quantiles import tails
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.search.excess import clipped_excess, most_informative
-from scaling.search.figures import draw_response, response_data
-from scaling.search.process import GaussianProcess, Observations
+from scaling.search.gaussian_process import GaussianProcess, Observations
 from scaling.search.search_box import APART, Point, Region, SearchBox, is_within, moved_into, untried
+from scaling.search.search_figures import draw_response, response_data
 from scaling.threads import single_threaded
 
 NEAR, FAR = 0.01, 2.0

@@ -25,9 +25,9 @@ from scaling.fits.checkpoints import last_of_runs
 from scaling.fits.recipes import is_recipe
 from scaling.fits.runs import Table, naming, read_runs
 from scaling.forms.law import compute_flops
-from scaling.variants.comparison import VariantComparison
 from scaling.variants.look import ENDS, Look
 from scaling.variants.posterior import NOISE
+from scaling.variants.variant_comparison import VariantComparison
 from scaling.variants.verdicts import ERROR, WORTH, Outcome, error_by_look
 
 _OF_LOOK = ("look", "variant", *ENDS, "p_better", "p_worth", "verdict")

@@ -14,7 +14,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.comparisons.noise import seed_noise
 from scaling.errors import ScalingError
-from scaling.variants.next_runs import cheapest_next
+from scaling.variants.next_measurement import cheapest_next
 from scaling.variants.posterior import Baseline, Gains, NormalMixture, normal_quantile
 from scaling.variants.verdicts import Outcome, verdicts
 

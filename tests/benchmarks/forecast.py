@@ -24,7 +24,7 @@ from scaling import compute_flops
 from scaling.fits.backtest import Backtest, backtest
 from scaling.fits.ensemble import fit_ensemble
 from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
-from scaling.fits.prior import PRIOR
+from scaling.fits.law_prior import PRIOR
 from tests.benchmarks.ladders import Ladder, ladders
 from tests.benchmarks.prior import left_out
 

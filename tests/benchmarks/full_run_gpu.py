@@ -22,7 +22,7 @@ from typing import get_args
 import torch
 
 from muscale.environment import device_name
-from muscale.machine.gpu.checks import predicted_mfu
+from muscale.machine.gpu.gpu_checks import predicted_mfu
 from muscale.machine.gpu.training import WARM_STEPS, Case, Measurement, measure
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Checkpointing

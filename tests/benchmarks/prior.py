@@ -15,7 +15,7 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.fits.ensemble import TUNING, BaseFits
-from scaling.fits.prior import PRIOR
+from scaling.fits.law_prior import PRIOR
 from scaling.forms.powers import Joint
 from scaling.minimizers.newton import NormalPrior, minimize
 from tests.benchmarks.ladders import ladders

@@ -19,8 +19,8 @@ from muscale.layout import LEDGER, METRICS
 from muscale.plans.gate import Gate
 from muscale.plans.planning import Planner, register
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.retention import prune
-from muscale.store.tables import ResultKind
 from tests.faults import lean
 from tests.muscale.planted import planted_fit, planted_horizon
 

@@ -12,7 +12,7 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger
-from muscale.store.tables import segments
+from muscale.store.ledger_tables import segments
 from tests.faults.lean import chains, rows
 
 ROW: dict[str, Any] = {

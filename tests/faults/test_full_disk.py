@@ -13,7 +13,7 @@ from muscale.cli.entry import _user_message
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus_writing import write_corpus
 from tests.faults.conftest import SmallDisk
 from tests.faults.lean import assert_kept, begin, chains, losses, rows

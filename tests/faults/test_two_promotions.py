@@ -13,8 +13,8 @@ import pytest
 from muscale import json_lines
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.layout import BUNDLES, METRICS, RESULT
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import read_incidents
-from muscale.store.tables import ResultKind
 from tests.faults.drivers import Driver
 from tests.muscale.planted_ladder import PlantedPlan
 

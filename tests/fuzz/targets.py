@@ -39,7 +39,7 @@ from muscale.plans import plan_file
 from muscale.plans.planning import register
 from muscale.search.prior_runs import runs_of
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers

@@ -17,10 +17,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.layout import STATES
-from muscale.search.jobs import history_of
 from muscale.search.sweep import Sweep
+from muscale.search.sweep_jobs import history_of
 from muscale.store.ledger import Ledger
-from muscale.store.tables import metadata
+from muscale.store.ledger_tables import metadata
 from muscale.study import Study
 from proxy_models.hashing import content_key
 

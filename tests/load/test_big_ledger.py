@@ -24,9 +24,9 @@ from muscale.search.sweep import Sweep
 from muscale.store import retention
 from muscale.store.lease import expired_leases
 from muscale.store.ledger import NESTED
+from muscale.store.ledger_tables import rungs
 from muscale.store.run_selection import Selection
 from muscale.store.statements import KEYS_AT_ONCE
-from muscale.store.tables import rungs
 from muscale.study import Study
 from tests.load import big_ledger
 from tests.muscale.conftest import PostgresServer

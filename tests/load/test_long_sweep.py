@@ -20,10 +20,10 @@ import pytest
 
 from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
 from muscale.search.methods import make_scheduler, make_searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
+from muscale.search.sweep_jobs import TrialSegment
 from muscale.settings.sweep import MODELS, SweepSettings
 from muscale.store.ledger import Ledger
 from search_spaces import LogUniform, Space, Uniform

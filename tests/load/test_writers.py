@@ -17,9 +17,9 @@ import pytest
 from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
+from muscale.store.ledger_tables import ResultKind, rungs
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import URL_VARIABLE
-from muscale.store.tables import ResultKind, rungs
 from tests.muscale.gloo_ranks import processes
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add

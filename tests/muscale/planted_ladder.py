@@ -14,9 +14,9 @@ from muscale.monitoring.band import Band, register_band
 from muscale.plans.planning import Plan, Planner, register
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind, segments
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident
-from muscale.store.tables import ResultKind, segments
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain

@@ -7,8 +7,8 @@ from typing import Any
 
 from muscale.layout import CURVES, STATES
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import decisions, rounds, rungs, runs, segments, trials
 from muscale.store.lineage import Chain
-from muscale.store.tables import decisions, rounds, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch

@@ -13,7 +13,7 @@ from muscale.monitoring.losses import LossSource
 from muscale.search.prior_runs import runs_of
 from muscale.settings.toml_file import parse_toml
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from tests.fuzz.targets import write_ledgers, write_optuna_study
 from tests.muscale.command_lines import muscale
 from tests.muscale.conftest import MICRO

@@ -11,7 +11,7 @@ import pytest
 
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind, retrained
+from muscale.store.ledger_tables import ResultKind, retrained
 from muscale.study import Study
 from tests.muscale.command_lines import muscale
 

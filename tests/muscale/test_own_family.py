@@ -17,7 +17,7 @@ from muscale.cli import entry
 from muscale.layout import MEMBERS
 from muscale.new_study import FAMILY, write_study
 from muscale.settings.own_model import announce, require_same_family
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from muscale.study import Study
 from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig

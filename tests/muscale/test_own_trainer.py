@@ -17,18 +17,18 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, Study, StudyConfig, StudyDirectoryError, StudyFileError
-from muscale.actors.retries import MOST_FAILED
+from muscale.actors.trial_retries import MOST_FAILED
 from muscale.actors.worker import Worker
 from muscale.cli import entry
 from muscale.findings import findings
 from muscale.layout import EXTERNAL_RUNS, MEMBERS
 from muscale.plans.plan_file import path_of
-from muscale.programs import family
-from muscale.programs.process import train
+from muscale.programs import program_family
+from muscale.programs.program_process import train
 from muscale.programs.protocol import TrainerJob
 from muscale.proxies.variants import variants
 from muscale.search.prior_runs import runs_of
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture import counted
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ READERS = (
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Writes a study of the documented regression, whose program notes each of its starts; nothing of it is known yet."""
     monkeypatch.setattr(counted, "_counted", {})
-    family.described.cache_clear()
+    program_family.described.cache_clear()
 
     def write(name: str) -> Path:
         folder = tmp_path / name
@@ -178,7 +178,7 @@ def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
         "not the one registered last"
     )
 
-    monkeypatch.setattr(family, "_allowed", {})
+    monkeypatch.setattr(program_family, "_allowed", {})
     monkeypatch.setattr(counted, "_counted", {})
     for command in READERS:
         assert entry.run([word.replace("STUDY", str(path)) for word in command]) in (0, 1), command

@@ -24,7 +24,7 @@ from muscale.monitoring.calibration import calibrate
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
 from muscale.search.sweep import Sweep
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from muscale.tracking.trackers import Tracking
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json

@@ -18,7 +18,7 @@ import pytest
 from muscale.search.sweep import Sweep
 from muscale.settings.tables import TrackingSettings
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.sources import trials
+from muscale.tracking.run_sources import trials
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
 from tests.muscale.event_files import scalars

@@ -10,7 +10,7 @@ import pytest
 
 from scaling import ScalingFit, fit, fit_batch_law, fit_horizon_law, fit_transfer, fit_verdict
 from scaling.fits.law_figures import fit_data, frontier_data
-from scaling.optima.figures import tokens_law_data, transfer_data
+from scaling.optima.optimum_figures import tokens_law_data, transfer_data
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from muscale.actors.corpus_hashes import require_unchanged
-from muscale.actors.retries import Attempts
+from muscale.actors.trial_retries import Attempts
 from muscale.actors.tune_run import run_with_tune
 from muscale.actors.work import LOSS, Next, Reach, report
 from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import runs
 from muscale.store.lineage import Chain, stems
-from muscale.store.tables import runs
 from proxy_models.recipes.hyperparameters import Hyperparameters
 
 

@@ -16,12 +16,12 @@ from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.fingerprint import require_same_package
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
-from muscale.programs.trainer import ProgramTrainer
+from muscale.programs.program_trainer import ProgramTrainer
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import retrained
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
-from muscale.store.tables import retrained
 from proxy_models.data.corpus import Corpus
 from proxy_models.files import atomic_write
 from proxy_models.training.attended import attended_length

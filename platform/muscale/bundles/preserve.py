@@ -12,14 +12,14 @@ from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.bundles.model_card import continuation_card, model_card
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
-from muscale.full_runs.continue_run.lineage import find_continuation, plain
+from muscale.full_runs.continue_run.parent import find_continuation, plain
 from muscale.full_runs.continue_run.train import Continued
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.store.lease import full_run_lease, lease
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import Chain
-from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics

@@ -16,7 +16,7 @@ from muscale.layout import STUDY_FILE
 
 if TYPE_CHECKING:
     from muscale.machine.diagnosis import Diagnosis
-    from muscale.machine.gpu.report import GpuReport
+    from muscale.machine.gpu.gpu_report import GpuReport
 
 
 @command(MACHINE, example="muscale init my-study --source ~/texts")
@@ -82,7 +82,7 @@ def doctor(
     """
     with result_alone(json):
         if gpu:
-            from muscale.machine.gpu.checks import check_gpus
+            from muscale.machine.gpu.gpu_checks import check_gpus
 
             if study:
                 raise StageError(f"doctor: --gpu takes no study file; leave out {study}")

@@ -12,7 +12,7 @@ from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
     from scaling import MixtureFit
-    from scaling.mixtures.simplex import Limits
+    from scaling.mixtures.mixture_bounds import Limits
 
 
 @command(LAW, example="muscale mixture runs.csv --objective pile_cc=1 --at-most github=0.3 --next 4")

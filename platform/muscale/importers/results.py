@@ -17,8 +17,8 @@ import pandas as pd
 from muscale.errors import StageError
 from muscale.importers.imported_space import place_of
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
-from muscale.store.tables import ResultKind
 from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.checkpoints import last_of_runs
 from scaling.fits.runs import read_runs

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from muscale.errors import TrainerError
 from muscale.machine.diagnosis import Diagnosis, Finding, Status
-from muscale.programs.family import table_of
-from muscale.programs.process import TrainerEnd, TrainerStatus, describe, train
+from muscale.programs.program_family import table_of
+from muscale.programs.program_process import TrainerEnd, TrainerStatus, describe, train
 from muscale.programs.protocol import Description, TrainerJob
 
 SMALL = TrainerJob(

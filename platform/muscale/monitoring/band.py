@@ -31,7 +31,7 @@ from muscale.plans.planning import Plan
 from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 
 WINDOW = 0.05
 """Share of a run over which training losses are averaged; the band begins one window after warmup (assumed: 8 to 128 steps of

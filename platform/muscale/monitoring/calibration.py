@@ -14,9 +14,9 @@ from scipy.stats import binomtest
 from muscale.errors import StudyDirectoryError
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.read_only import Read, open_read_only
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 

@@ -20,8 +20,8 @@ from muscale.monitoring.band import registered_band
 from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 from proxy_models.files import atomic_write
 
 TOLERANCE = 1e-3  # as a share of D: other frameworks may end on another whole batch (assumed)

@@ -20,8 +20,8 @@ from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.run_status import RunStatus
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 
 _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {

@@ -11,7 +11,7 @@ from muscale.formatting import format_duration
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.full_runs.records.alarms import Alarm
 from muscale.full_runs.records.events import Event
-from muscale.monitoring import figures
+from muscale.monitoring import run_figures
 from muscale.monitoring.band import Band
 from scaling.presentation import Result
 
@@ -133,8 +133,8 @@ class RunStatus(Result):
         """Training loss, evaluations, the band, and the forecast of the end."""
         band = self.band
         forecast = {name: getattr(band, name) for name in ("loss", "low", "high", "level")}
-        figure = figures.draw_curve(
-            figures.curve_data(self.curve),
+        figure = run_figures.draw_curve(
+            run_figures.curve_data(self.curve),
             forecast,
             self.measured,
             end=self.n_tokens,

@@ -19,15 +19,15 @@ from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
 from muscale.pages.reproduction import reproduction
-from muscale.pages.spending import spending
+from muscale.pages.study_cost import spending
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.proxies.comparison import Comparison, latest_comparison
 from muscale.search.search_so_far import SearchSoFar, search_so_far
 from muscale.search.sweep_result import SweepResult
 from muscale.store.ledger import NESTED, now
-from muscale.store.tables import ResultKind, segments
-from muscale.store.tables import runs as run_table
+from muscale.store.ledger_tables import ResultKind, segments
+from muscale.store.ledger_tables import runs as run_table
 from proxy_models.architecture.member import NATS
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus

@@ -27,7 +27,7 @@ from muscale.search.search_so_far import search_so_far
 from muscale.store.cancels import cancel_study, cancel_trial
 from muscale.store.lease import host_of, is_dead, process_of, taken_leases
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind, metadata
+from muscale.store.ledger_tables import ResultKind, metadata
 
 LOOK_SECONDS = 1.0
 _COUNTED = ("segments", "runs", "results", "forecasts", "rounds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from muscale.findings import StudyContents
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from scaling.presentation import lines
 
 _STAGES = {

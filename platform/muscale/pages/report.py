@@ -13,12 +13,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from muscale.monitoring import figures
+from muscale.monitoring import run_figures
 from muscale.pages import summary
 from muscale.pages.law_sections import law_sections, variant_sections
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
-from muscale.pages.spending import draw_spending, format_spending
+from muscale.pages.study_cost import draw_spending, format_spending
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
@@ -256,10 +256,10 @@ def _curve(contents: ReportContents) -> go.Figure | None:
     if contents.curve is None or contents.forecast is None or contents.curve.empty:
         return None
     measured = contents.promotion["loss"] if contents.promotion else None
-    data = figures.curve_data(contents.curve)
+    data = run_figures.curve_data(contents.curve)
     if contents.band is None or contents.evaluations is None:
-        return figures.draw_curve(data, contents.forecast, measured, loss_unit=contents.loss_unit)
-    return figures.draw_curve(
+        return run_figures.draw_curve(data, contents.forecast, measured, loss_unit=contents.loss_unit)
+    return run_figures.draw_curve(
         data,
         contents.forecast,
         measured,

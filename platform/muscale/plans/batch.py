@@ -10,7 +10,7 @@ from typing import Any, Literal
 from muscale.serialization import Recorded
 from proxy_models.recipes.hyperparameters import OPTIMIZERS_THAT_READ, Hyperparameters
 from scaling import BatchLaw
-from scaling.optima.batch import CURVATURE, RATE_EXPONENT, published_batch
+from scaling.optima.batch_law import CURVATURE, RATE_EXPONENT, published_batch
 
 Source = Literal["the study's grids", "Step Law", "stated"]
 BY_BATCH = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")

@@ -10,7 +10,7 @@ from muscale.plans.batch import FAR
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from proxy_models.recipes.hyperparameters import OPTIMIZERS_THAT_READ
-from scaling.optima.batch import PRIOR
+from scaling.optima.batch_law import PRIOR
 
 Axis = Literal["tokens", "batch", "tokens per parameter"]
 

@@ -13,9 +13,9 @@ from muscale.errors import StudyDirectoryError
 from muscale.proxies import comparison, ladder, transfer
 from muscale.search.sweep import budget, trial_plan
 from muscale.settings.config import StudyConfig
+from muscale.store.ledger_tables import runs, segments
 from muscale.store.lineage import Chain
 from muscale.store.read_only import open_read_only
-from muscale.store.tables import runs, segments
 from proxy_models.training.numerics import Numerics
 
 _IN_TURN = ("sweep", "transfer", "ladder")

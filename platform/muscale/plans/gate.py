@@ -17,7 +17,7 @@ from muscale.plans.batch import FAR, BatchChoice
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import TIED_REACH

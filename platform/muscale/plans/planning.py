@@ -18,8 +18,8 @@ from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import OF_MODEL, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import forecasts
 from muscale.store.lineage import Chain, input_key
-from muscale.store.tables import forecasts
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus

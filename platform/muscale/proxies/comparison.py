@@ -21,9 +21,9 @@ from muscale.settings.compare import BASELINE
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics

@@ -22,9 +22,9 @@ from muscale.settings.config import StudyConfig
 from muscale.settings.strict import lists_to_tuples
 from muscale.settings.transfer import OverSettings, TransferSettings
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics

@@ -14,7 +14,7 @@ import pandas as pd
 from muscale.search.protocols import Known
 from muscale.search.searchers import MAX_ATTEMPTS, Draws
 from scaling import ResponseSurface, SearchBox, fit_response
-from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS
+from scaling.optima.batch_law import PRIOR as BATCH_WITH_TOKENS
 from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS
 from scaling.search.response import MIN_OWN
 from scaling.search.search_box import OFFSET_SPREAD, SOURCE

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from muscale.actors.retries import Attempts
+from muscale.actors.trial_retries import Attempts
 from muscale.actors.work import LOSS, Next
 from muscale.errors import StageError
 from muscale.search.budget import SweepBudget
-from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Scheduler, Searcher, Start
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from muscale.search.schedulers import PreferenceScheduler
+from muscale.search.sweep_jobs import AnnealJob, TrialSegment
 from search_spaces import Config, SpaceError
 
 MOST_ALONE = 3

@@ -13,7 +13,7 @@ from typing import Any
 from muscale.errors import StageError
 from muscale.settings.strict import short_repr
 from muscale.store.ledger import Ledger, now
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.hashing import content_key
 from search_spaces import Space
 

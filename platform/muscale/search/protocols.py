@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from search_spaces import Config, Space
 
 if TYPE_CHECKING:
-    from muscale.search.jobs import ConfigHistory
     from muscale.search.record import Record
+    from muscale.search.sweep_jobs import ConfigHistory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.search.jobs import AnnealJob, ConfigHistory, history_from_json, history_of, history_to_json
+from muscale.search.sweep_jobs import AnnealJob, ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind, decisions, rounds, rungs, trials
 from muscale.store.statements import EVENTS
-from muscale.store.tables import ResultKind, decisions, rounds, rungs, trials
 from search_spaces import Config, Space
 
 

@@ -23,7 +23,6 @@ from muscale.importers.results import is_outside, outside_results
 from muscale.search.across_scales import AcrossScales
 from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
-from muscale.search.jobs import AnnealJob, history_to_json
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
 from muscale.search.own_methods import identity_of, noted_methods
 from muscale.search.prior_runs import runs_of, usable_runs
@@ -31,13 +30,14 @@ from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Record, Round, RungResult
 from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
+from muscale.search.sweep_jobs import AnnealJob, history_to_json
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
 from muscale.search.tune_methods import require_known_arguments
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import runs
 from muscale.store.lineage import input_key
-from muscale.store.tables import runs
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 from scaling.fits.as_found import NO_COLUMNS

@@ -133,7 +133,7 @@ class SweepResult(Result):
 
     def plot_front(self) -> go.Figure:
         """Annealed loss against compute, with the front as steps."""
-        from scaling.search.figures import draw_pareto, pareto_data
+        from scaling.search.search_figures import draw_pareto, pareto_data
 
         return draw_pareto(pareto_data(self.annealed, self.front(), COST), "compute_flops")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muscale.actors.work import Reach, report
-from muscale.search.jobs import JOB, AnnealJob, job_from_json
+from muscale.search.sweep_jobs import JOB, AnnealJob, job_from_json
 from muscale.search.trial import TrialPlan
 
 if TYPE_CHECKING:
-    from muscale.search.jobs import ConfigHistory
+    from muscale.search.sweep_jobs import ConfigHistory
     from muscale.settings.sweep import RankBy
     from muscale.store.outcome import Outcome
 

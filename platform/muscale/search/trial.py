@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muscale.search.jobs import ConfigHistory
+from muscale.search.sweep_jobs import ConfigHistory
 from muscale.store.lineage import Chain
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveInt
 
 from muscale.errors import TrainerError
-from muscale.programs.family import Program, digest_of
+from muscale.programs.program_family import Program, digest_of
 from muscale.programs.protocol import fill
 from muscale.settings.own_model import OwnModel
 from muscale.settings.strict import StrictTable

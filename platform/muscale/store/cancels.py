@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from muscale.errors import MuscaleError, StageError
 from muscale.interrupts import enable_sigint
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind
 
 POLL_SECONDS = 1.0
 LONGEST_REASON = 200

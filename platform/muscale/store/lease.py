@@ -25,9 +25,9 @@ import sqlalchemy as sa
 
 from muscale.errors import LeaseHeldError, MuscaleError
 from muscale.store.ledger import Ledger, stamped
+from muscale.store.ledger_tables import leases, segments
 from muscale.store.statements import check_token, find, insert_once
 from muscale.store.storage import P, T
-from muscale.store.tables import leases, segments
 
 BEAT_SECONDS = 2.0
 EXPIRES_SECONDS = 20.0  # without a heartbeat; a dead process of this machine is noticed at once

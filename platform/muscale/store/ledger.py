@@ -20,10 +20,10 @@ import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError
 from muscale.store import statements
+from muscale.store.ledger_tables import ResultKind, forecasts, results
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
 from muscale.store.storage import P, SqliteStorage, Storage, T
-from muscale.store.tables import ResultKind, forecasts, results
 
 _ARGUMENTS = "model.arguments"  # key of an identity; JSON
 _LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is queried

@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
+from muscale.store.ledger_tables import SCHEMA, metadata, studies
 from muscale.store.storage import Storage, T, persist, require_schema
-from muscale.store.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
 _DRIVERS = ("postgresql", "postgres", "postgresql+psycopg")

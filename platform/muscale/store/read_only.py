@@ -18,10 +18,10 @@ import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError, first_line
 from muscale.layout import LEDGER
+from muscale.store.ledger_tables import REFUSALS
 from muscale.store.open_ledger import read_place
 from muscale.store.postgresql import PostgresStorage
 from muscale.store.storage import require_schema, sqlite_schema
-from muscale.store.tables import REFUSALS
 
 MAX_VALUE_BYTES = 1 << 28
 """Largest size of one value; a fit with its bootstrap takes some megabytes (assumed)."""

@@ -23,8 +23,8 @@ import sqlalchemy as sa
 from muscale.layout import CURVES, STATES
 from muscale.store.lease import Standing, expired_leases, is_held, process_of, sweep_lease, taken_leases
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import decisions, retrained, rungs, runs, segments, trials
 from muscale.store.statements import KEYS_AT_ONCE, by_key
-from muscale.store.tables import decisions, retrained, rungs, runs, segments, trials
 from scaling.presentation import Result
 
 RECENT_SECONDS = 3600.0  # a state is written shortly before its row, and before the branch that will start from it

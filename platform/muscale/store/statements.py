@@ -16,9 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from muscale.errors import LeaseLostError
-from muscale.store.outcome import Outcome
-from muscale.store.storage import T
-from muscale.store.tables import (
+from muscale.store.ledger_tables import (
     ResultKind,
     forecasts,
     leases,
@@ -29,6 +27,8 @@ from muscale.store.tables import (
     segments,
     studies,
 )
+from muscale.store.outcome import Outcome
+from muscale.store.storage import T
 
 EVENTS = ("trials", "rungs", "decisions")  # tables that share the sequence numbers of a sweep
 KEYS_AT_ONCE = 500  # most keys in one statement

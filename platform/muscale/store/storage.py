@@ -20,7 +20,7 @@ import psutil
 import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
-from muscale.store.tables import SCHEMA, metadata
+from muscale.store.ledger_tables import SCHEMA, metadata
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.mlflow_tracker import MlflowTracker
-from muscale.tracking.sources import FullRunSource, trials, whole_study
+from muscale.tracking.run_sources import FullRunSource, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of

@@ -15,13 +15,13 @@ from ray import tune
 from muscale.actors.jobs import Job
 from muscale.actors.worker import open_worker
 from muscale.errors import StageError
-from muscale.search.jobs import history_from_json, history_of, history_to_json
+from muscale.search.sweep_jobs import history_from_json, history_of, history_to_json
 from muscale.search.sweep_steps import rung_loss
 from muscale.search.trial import TrialPlan
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
-from muscale.store.tables import runs
+from muscale.store.ledger_tables import runs
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import CHANGEABLE
 from proxy_models.training.guard import MOST_UNIFORMS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.search.jobs import ConfigHistory, history_of
+from muscale.search.sweep_jobs import ConfigHistory, history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig

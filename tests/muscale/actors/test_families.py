@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muscale.actors.worker import Worker
-from muscale.pages.spending import spending
+from muscale.pages.study_cost import spending
 from muscale.store.lineage import Chain
 from proxy_models.architecture.families import load
 from proxy_models.recipes.hyperparameters import Hyperparameters

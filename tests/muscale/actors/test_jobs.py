@@ -14,8 +14,8 @@ import pytest
 from muscale import Study
 from muscale.actors import trainable
 from muscale.actors.jobs import Job, finish_stage
-from muscale.actors.retries import MOST_FAILED, MOST_LOST
 from muscale.actors.trainable import Training
+from muscale.actors.trial_retries import MOST_FAILED, MOST_LOST
 from muscale.errors import StageError
 from muscale.progress import Display
 from muscale.proxies import transfer

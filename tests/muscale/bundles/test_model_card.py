@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from muscale.bundles.model_card import continuation_card, model_card
-from muscale.full_runs.continue_run.lineage import LineageSegment
+from muscale.full_runs.continue_run.parent import LineageSegment
 from muscale.full_runs.continue_run.train import Continued, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput

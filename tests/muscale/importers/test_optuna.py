@@ -27,7 +27,7 @@ from muscale.search.optuna_export import export_optuna
 from muscale.search.prior_runs import usable_runs
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_sweep import plant

@@ -16,7 +16,7 @@ from muscale.layout import CURVES
 from muscale.monitoring.band import MIN_STEMS, WINDOW, Band, make_band, register_band
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from tests.muscale.planted_ladder import (
     COOLDOWN,
     OFFSET,

@@ -12,7 +12,7 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.monitoring.calibration import calibrate
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind, forecasts
+from muscale.store.ledger_tables import ResultKind, forecasts
 from scaling.fits.forecast import interval_factor
 from tests.muscale.planted_ladder import PROMOTION
 

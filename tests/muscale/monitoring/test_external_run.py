@@ -24,7 +24,7 @@ from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.batch_ramp import BatchRamp
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_ladder import OFFSET, PlantedPlan, log_ratio, registered_plan

@@ -26,8 +26,8 @@ from muscale.monitoring.follow import follow_run, guarding, view
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.settings.promote import PromoteSettings
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import Incident, record_incident
-from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import PlantedPlan
 
 MakeStudy = Callable[..., Path]

@@ -16,7 +16,7 @@ from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import HOST, live_app
 from muscale.search.record import Record
 from muscale.store.cancels import cancelled_trials
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from tests.muscale.browsers import Opened, chromium, opened
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.pages.test_live_page import TOKEN, add_result, begun

@@ -14,7 +14,7 @@ from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import live_app
 from muscale.search.record import Record, RungResult
 from muscale.store.cancels import cancelled_trials
-from muscale.store.tables import ResultKind, metadata
+from muscale.store.ledger_tables import ResultKind, metadata
 from search_spaces import LogUniform, Space
 
 MakeStudy = Callable[..., Path]

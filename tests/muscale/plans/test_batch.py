@@ -16,7 +16,7 @@ from muscale.plans.planning import Plan, Planner
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import BatchLaw, fit_batch_law
 from tests.muscale.planted import planted_fit, planted_horizon
-from tests.scaling.optima.test_batch import grid
+from tests.scaling.optima.test_batch_law import grid
 
 TUNED = Hyperparameters(learning_rate=0.01, batch_tokens=2**17, beta2=0.95, eps=1e-8)
 

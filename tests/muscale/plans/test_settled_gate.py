@@ -10,7 +10,7 @@ from muscale import Study
 from muscale.findings import Findings
 from muscale.proxies import transfer
 from muscale.search.sweep_result import SweepResult
-from muscale.store.tables import segments
+from muscale.store.ledger_tables import segments
 from scaling import Verdict
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.search.conftest import MicroPlanted, planted_result

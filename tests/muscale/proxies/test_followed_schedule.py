@@ -17,10 +17,10 @@ from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
 from muscale.plans.planning import Plan, Planner
 from muscale.proxies import ladder, transfer
-from muscale.search.jobs import ConfigHistory, history_of
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result
+from muscale.search.sweep_jobs import ConfigHistory, history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, stems

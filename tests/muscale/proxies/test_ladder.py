@@ -14,7 +14,7 @@ from muscale.actors.jobs import Job
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
-from muscale.search.jobs import history_of
+from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import stems
 from proxy_models.training.numerics import Numerics

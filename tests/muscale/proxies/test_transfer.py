@@ -16,7 +16,7 @@ from muscale.layout import REPORT
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
 from muscale.proxies.transfer import horizon_of
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_verdict
 

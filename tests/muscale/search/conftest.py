@@ -18,11 +18,11 @@ import pytest
 
 from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
-from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler, make_searcher, resolve_searcher
 from muscale.search.protocols import Scheduler, Searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
+from muscale.search.sweep_jobs import AnnealJob, TrialSegment
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
 from muscale.settings.config import StudyConfig

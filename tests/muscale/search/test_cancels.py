@@ -13,8 +13,8 @@ import pytest
 
 from muscale import StageError
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record, RungResult
+from muscale.search.sweep_jobs import TrialSegment
 from muscale.settings.sweep import SchedulerName, SweepSettings
 from muscale.store.cancels import cancel_study, cancel_trial, cancellable
 from muscale.store.ledger import Ledger

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from muscale.actors.retries import MOST_FAILED
+from muscale.actors.trial_retries import MOST_FAILED
 from muscale.search.budget import SweepBudget
 from muscale.search.engine import Engine
-from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_scheduler
 from muscale.search.protocols import Start
 from muscale.search.record import Record, RungResult
 from muscale.search.searchers import Draws
+from muscale.search.sweep_jobs import AnnealJob, TrialSegment
 from muscale.store.ledger import Ledger
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from tests.muscale.search.conftest import SPACE, loss_at, settings

@@ -18,8 +18,8 @@ from muscale import StageError, Study
 from muscale.layout import CURVES
 from muscale.search import Advance, Known, OptunaSearcher, Record, Start
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
 from muscale.search.own_methods import identity_of
+from muscale.search.sweep_jobs import TrialSegment
 from search_spaces import Config, Space, Uniform
 from tests.muscale.search.conftest import SPACE, loss_at, settings
 

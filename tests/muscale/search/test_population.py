@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
+from muscale.search.sweep_jobs import TrialSegment
 from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger

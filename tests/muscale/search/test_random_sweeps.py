@@ -18,7 +18,7 @@ from ray.tune.schedulers import TrialScheduler
 from muscale.actors.tune_adapter import Dispatcher, RungScheduler
 from muscale.actors.work import report
 from muscale.search.engine import Engine
-from muscale.search.jobs import JOB, AnnealJob, TrialSegment, job_from_json
+from muscale.search.sweep_jobs import JOB, AnnealJob, TrialSegment, job_from_json
 from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from proxy_models.recipes.stages import CHANGEABLE

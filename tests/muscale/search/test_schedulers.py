@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record
 from muscale.search.record_view import RecordView
+from muscale.search.sweep_jobs import TrialSegment
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from muscale.search.jobs import ConfigHistory, history_of
+from muscale.search.sweep_jobs import ConfigHistory, history_of
 from muscale.search.trial import TrialPlan
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -14,7 +14,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from muscale.errors import StageError
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
+from muscale.search.sweep_jobs import TrialSegment
 from muscale.search.tune_methods import require_known_arguments, tune_scheduler, tune_searcher
 from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, Config, LogUniform, Simplex, Space, Uniform

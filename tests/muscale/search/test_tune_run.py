@@ -21,9 +21,9 @@ from muscale.actors.tune_run import run_with_tune
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
 from muscale.search.engine import Engine
-from muscale.search.jobs import ConfigHistory
 from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record
+from muscale.search.sweep_jobs import ConfigHistory
 from muscale.search.sweep_steps import SweepSteps
 from muscale.search.trial import TrialPlan
 from muscale.settings.sweep import SweepSettings

@@ -12,7 +12,7 @@ import pytest
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.settings.config import as_set
 from muscale.settings.sweep import SweepSettings
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.stages import HyperparameterStage
 from search_spaces import mup_adamw, ready_made
 

@@ -17,7 +17,7 @@ from muscale.errors import LeaseHeldError, LeaseLostError
 from muscale.layout import LEDGER
 from muscale.search.record import Record, RungResult
 from muscale.store import lease as leases
-from muscale.store import tables
+from muscale.store import ledger_tables
 from muscale.store.ledger import Ledger
 from muscale.store.statements import check_token, insert_once
 from muscale.store.storage import SqliteStorage
@@ -210,5 +210,7 @@ def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledge
 
 def _take_over(connection: sa.Connection, name: str) -> None:
     connection.execute(
-        sa.update(tables.leases).where(tables.leases.c.name == name).values(token=tables.leases.c.token + 1)
+        sa.update(ledger_tables.leases)
+        .where(ledger_tables.leases.c.name == name)
+        .values(token=ledger_tables.leases.c.token + 1)
     )

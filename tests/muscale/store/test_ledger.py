@@ -12,9 +12,9 @@ from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import SCHEMA, ResultKind, forecasts, rungs, trials
 from muscale.store.statements import insert_once
 from muscale.store.storage import file_system
-from muscale.store.tables import SCHEMA, ResultKind, forecasts, rungs, trials
 
 
 def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:

@@ -18,10 +18,10 @@ from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
+from muscale.store.ledger_tables import ResultKind, rungs
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
 from muscale.store.statements import check_token
-from muscale.store.tables import ResultKind, rungs
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -18,12 +18,12 @@ from muscale.errors import LeaseLostError, LedgerUnavailableError
 from muscale.layout import LEDGER, LEDGER_PLACE
 from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
-from muscale.store import tables
+from muscale.store import ledger_tables
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind, forecasts, retrained, rungs, trials
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
 from muscale.store.statements import check_token, insert_once
-from muscale.store.tables import ResultKind, forecasts, retrained, rungs, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")
 
@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from muscale.settings.tables import StorageSettings
 from muscale.store.open_ledger import open_ledger
-from muscale.store.tables import rungs
+from muscale.store.ledger_tables import rungs
 ledger = open_ledger(StorageSettings(ledger="postgresql"), Path(sys.argv[1]), "s")
 for trial in range(int(sys.argv[2]), int(sys.argv[3])):
     for rung in range(10):
@@ -114,7 +114,7 @@ def test_a_stale_token_is_refused_also_after_a_wait_for_the_lock_whatever_the_se
         waiting = sa.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
         while not connection.execute(waiting).scalar():
             time.sleep(0.01)
-        connection.execute(sa.update(tables.leases).values(token=2))
+        connection.execute(sa.update(ledger_tables.leases).values(token=2))
 
     def record() -> None:
         locked.wait(60)

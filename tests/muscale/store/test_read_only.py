@@ -16,10 +16,10 @@ from muscale.layout import LEDGER, LEDGER_PLACE
 from muscale.search.prior_runs import runs_of
 from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import REFUSALS, SCHEMA, ResultKind
 from muscale.store.open_ledger import open_ledger
 from muscale.store.read_only import connect, fault_of, open_read_only, read_only_uri
 from muscale.store.statements import find
-from muscale.store.tables import REFUSALS, SCHEMA, ResultKind
 from tests.fuzz.targets import write_optuna_study
 from tests.muscale.planted_ledger import IDENTITY, add_run
 

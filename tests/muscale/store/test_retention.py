@@ -18,10 +18,10 @@ from muscale.search.sweep import Sweep
 from muscale.store import lease as leases
 from muscale.store import retention
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import decisions, rungs, runs, segments, trials
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
 from muscale.store.statements import insert_once
-from muscale.store.tables import decisions, rungs, runs, segments, trials
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

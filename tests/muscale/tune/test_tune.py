@@ -16,7 +16,7 @@ from ray.tune.search.optuna import OptunaSearch
 import muscale.tune
 from muscale import StageError, Study
 from muscale.layout import CURVES
-from muscale.store.tables import segments
+from muscale.store.ledger_tables import segments
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
 
 SETTINGS = ["sweep.n_tokens=4096", "sweep.rungs=3", "resources.cpus_per_worker=0.5"]

@@ -26,7 +26,7 @@ from proxy_models.architecture.parametrization import (
     parametrize,
 )
 from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.coordinates.figures import coordinates_data
+from proxy_models.coordinates.coordinate_figures import coordinates_data
 from proxy_models.coordinates.measurement import coordinate_check, measure
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -13,7 +13,7 @@ from scaling import Law, ScalingFit, candidate_runs, compute_flops, fit, next_ru
 from scaling.decisions.design import MISFIT_PER_DECADE, Design
 from scaling.fits.forecast import interval_factor
 from scaling.fits.identification import LEAST_NOISE
-from scaling.fits.prior import precision
+from scaling.fits.law_prior import precision
 from scaling.forms.powers import Joint, JointPowers
 
 TARGET = (2e9, 4e10)

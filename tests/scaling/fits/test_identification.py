@@ -8,7 +8,7 @@ import pytest
 
 from scaling import Chinchilla, Law, ScalingError, ScalingFit, decide, fit
 from scaling.fits.identification import MOST_FACTOR, unidentified
-from scaling.fits.prior import PRIOR
+from scaling.fits.law_prior import PRIOR
 from scaling.forms.law import compute_flops
 
 LAW = Chinchilla().law(E=1.82, A=482.0, B=2085.0, alpha=0.35, beta=0.35)

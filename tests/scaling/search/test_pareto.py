@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from scaling import pareto_front
-from scaling.search.figures import draw_pareto, pareto_data
+from scaling.search.search_figures import draw_pareto, pareto_data
 
 
 def by_definition(rows: pd.DataFrame) -> set[int]:

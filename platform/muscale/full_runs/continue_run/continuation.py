@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
-from muscale.full_runs.continue_run.lineage import (
+from muscale.full_runs.continue_run.parent import (
     LineageSegment,
     Parent,
     find_parent,
@@ -27,8 +27,8 @@ from muscale.settings.further_corpus import write_corpus
 from muscale.settings.own_model import require_same_family
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
-from muscale.store.tables import ResultKind
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from muscale import json_lines
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, format_lineage
-from muscale.full_runs.continue_run.lineage import LineageSegment, parent_hash
+from muscale.full_runs.continue_run.parent import LineageSegment, parent_hash
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
@@ -16,8 +16,8 @@ from muscale.layout import METRICS
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import Incident
-from muscale.store.tables import ResultKind
 
 Launcher = Callable[[FullRun], dict[str, Any]]
 

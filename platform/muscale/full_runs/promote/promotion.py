@@ -20,9 +20,9 @@ from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind, runs, segments
 from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.statements import find
-from muscale.store.tables import ResultKind, runs, segments
 from proxy_models.architecture.member import NATS
 from proxy_models.training.numerics import Numerics
 

@@ -30,7 +30,7 @@ from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 

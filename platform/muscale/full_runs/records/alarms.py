@@ -16,8 +16,8 @@ import pandas as pd
 
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, stamped
+from muscale.store.ledger_tables import ResultKind, results
 from muscale.store.statements import insert_once
-from muscale.store.tables import ResultKind, results
 
 OUTSIDE = ("above", "below")
 _TIMEOUT_SECONDS = 10.0

@@ -15,8 +15,8 @@ from muscale.full_runs.records.alarms import Alarm
 from muscale.layout import FULL_RUNS
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import Incident, read_incidents
-from muscale.store.tables import ResultKind
 
 
 @dataclass(frozen=True, kw_only=True)

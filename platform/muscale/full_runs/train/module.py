@@ -27,7 +27,7 @@ from muscale.full_runs.distributed import broadcast_from_rank0
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records.attempts import Attempt, go_back
 from muscale.full_runs.records.preemption import PreemptionNotice
-from muscale.full_runs.train.evaluation import Evaluation
+from muscale.full_runs.train.held_out_losses import Evaluation
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags

@@ -17,7 +17,7 @@ from muscale.actors.worker import open_worker
 from muscale.errors import last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.layout import CORPUS, LEDGER
-from muscale.machine.gpu.report import Check
+from muscale.machine.gpu.gpu_report import Check
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain

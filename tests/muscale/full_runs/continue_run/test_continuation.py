@@ -24,7 +24,7 @@ from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, Planner, register
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings

@@ -22,7 +22,7 @@ from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
 from muscale.store.lease import full_run_lease, lease
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
 

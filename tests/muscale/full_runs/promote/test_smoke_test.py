@@ -20,7 +20,7 @@ from muscale.plans.device_lines import disk_line
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import Plan, Planner, register
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

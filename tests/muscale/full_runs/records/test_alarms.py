@@ -15,7 +15,7 @@ import pytest
 from muscale import StudyConfig, StudyFileError
 from muscale.full_runs.records.alarms import Alarm, find_alarms, known_alarms, post, raise_alarms
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 
 SECRET = "s3cret-path"
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from muscale.layout import CORPUS
-from muscale.machine.gpu.checks import SMALL
+from muscale.machine.gpu.gpu_checks import SMALL
+from muscale.machine.gpu.gpu_report import Check
 from muscale.machine.gpu.packing import packed, packing_checks
-from muscale.machine.gpu.report import Check
 from proxy_models.data.corpus_writing import write_corpus
 from tests.muscale.conftest import write_text
 

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import sqlalchemy as sa
 
 from muscale.store.ledger import Ledger
-from muscale.store.tables import runs, segments
+from muscale.store.ledger_tables import runs, segments
 from proxy_models.architecture.member import Member
 from scaling.drawing import COLOURS
 

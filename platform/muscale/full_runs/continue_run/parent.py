@@ -13,7 +13,7 @@ from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.continuation_file import ParentSettings
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment

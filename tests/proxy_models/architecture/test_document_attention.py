@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from proxy_models.architecture import documents
+from proxy_models.architecture import document_attention
 from proxy_models.architecture.attention import attend, cuda_kernel
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Block, Decoder, alibi_bias, next_token_loss
-from proxy_models.architecture.documents import document_blocks, number_documents
+from proxy_models.architecture.document_attention import document_blocks, number_documents
 from proxy_models.architecture.memory import Checkpointing
 
 SEPARATOR = 0
@@ -98,7 +98,7 @@ def test_the_table_of_blocks_is_the_one_that_torch_finds_from_the_whole_mask(sha
 def test_flex_attention_mixes_what_one_document_at_a_time_does(
     monkeypatch: pytest.MonkeyPatch, groups: int, biased: bool
 ) -> None:
-    monkeypatch.setattr(documents, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(document_attention, "_compiled_flex", lambda: flex_attention)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 200, heads, 16) for heads in (4, 4 // groups, 4 // groups))
     numbers = number_documents(torch.randint(0, 30, (2, 200)), SEPARATOR)

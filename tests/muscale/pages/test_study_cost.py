@@ -9,10 +9,10 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
-from muscale.pages.spending import draw_spending, format_spending, spending
+from muscale.pages.study_cost import draw_spending, format_spending, spending
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import runs, segments
 from muscale.store.lineage import Chain
-from muscale.store.tables import runs, segments
 from proxy_models.recipes.segments import chain
 from tests.muscale.planted_ladder import numerics_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from muscale.machine.gpu import checks
-from muscale.machine.gpu.checks import (
+from muscale.machine.gpu import gpu_checks
+from muscale.machine.gpu.gpu_checks import (
     GPT_350M,
     check_gpus,
     collective_checks,
@@ -25,7 +25,7 @@ from muscale.machine.gpu.checks import (
     speed_checks,
     step_checks,
 )
-from muscale.machine.gpu.report import Check, GpuReport
+from muscale.machine.gpu.gpu_report import Check, GpuReport
 from muscale.machine.gpu.traces import StepTrace
 from muscale.machine.gpu.training import Case, Measurement
 from muscale.plans.step_time import StepTime
@@ -45,8 +45,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> GpuReport:
     write_text(folder / "text")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("muscale.machine.gpu.training._processes", processes)  # which have imported Lightning
-        patch.setattr(checks, "find_spec", lambda _name: None)
-        patch.setattr(checks, "LOSS_TOLERANCE", {"bf16": 2e-2})  # in fp32 the run is the golden one
+        patch.setattr(gpu_checks, "find_spec", lambda _name: None)
+        patch.setattr(gpu_checks, "LOSS_TOLERANCE", {"bf16": 2e-2})  # in fp32 the run is the golden one
         return check_gpus("cpu", ranks=(2,), source=str(folder / "text"))
 
 
@@ -149,7 +149,7 @@ def test_collectives_are_those_of_the_cpu_with_weights_in_half_the_bytes_in_bf16
 
 
 def test_peak_memory_is_held_against_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "device_name", lambda _device: "NVIDIA L4")
+    monkeypatch.setattr(gpu_checks, "device_name", lambda _device: "NVIDIA L4")
     found = measured()
     for off, expected in ((0.91, "pass"), (1.09, "pass"), (0.89, "fail"), (1.11, "fail")):
         peak = int(off * found.case.estimate.total)
@@ -193,9 +193,9 @@ def test_without_a_gpu_the_command_refuses(
 def test_neither_the_command_nor_its_checks_need_ray() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "from muscale.machine.gpu import checks\n"
+        "from muscale.machine.gpu import gpu_checks\n"
         "from muscale.cli.entry import run\n"
-        "print(checks.packing('cpu', None)[0][0].found, run(['doctor', '--help']))"
+        "print(gpu_checks.packing('cpu', None)[0][0].found, run(['doctor', '--help']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "Ray is not installed 0", done.stderr

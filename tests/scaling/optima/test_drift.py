@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from scaling import ScalingError, Transfer, fit_transfer
-from scaling.optima.transfer import half_width
+from scaling.optima.drift import half_width
 
 WIDTHS = (32, 64, 128, 256)
 

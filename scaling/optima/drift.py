@@ -15,8 +15,8 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 from scaling.checks import losses, numbers, require_columns, seeds
 from scaling.drawing import Figure
 from scaling.errors import ScalingError
-from scaling.optima.figures import draw_transfer, transfer_data
 from scaling.optima.optimum import Optimum, fit_optimum
+from scaling.optima.optimum_figures import draw_transfer, transfer_data
 from scaling.presentation import lines, number
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter

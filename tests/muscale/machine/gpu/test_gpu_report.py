@@ -1,6 +1,6 @@
 """The report's table: aligned by its numbers, whatever the length of a reason."""
 
-from muscale.machine.gpu.report import Check, GpuReport
+from muscale.machine.gpu.gpu_report import Check, GpuReport
 
 
 def test_a_long_reason_does_not_widen_the_table() -> None:

@@ -27,8 +27,8 @@ from muscale.search.record import Record
 from muscale.search.sweep import Sweep
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import NESTED, Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
-from muscale.store.tables import ResultKind
 from muscale.tracking.tracked import Row, TrackedRun
 
 _STEPS = ("tokens", "train_loss", "grad_norm", "rate_factor", "seconds")

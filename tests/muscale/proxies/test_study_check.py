@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muscale.proxies.check import _key, known_check
-from muscale.store.tables import ResultKind
+from muscale.proxies.study_check import _key, known_check
+from muscale.store.ledger_tables import ResultKind
 from muscale.study import Study
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted import planted_check

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from scaling import BatchLaw, ScalingError, fit_batch_law, fit_horizon_law
-from scaling.optima.batch import published_batch
+from scaling.optima.batch_law import published_batch
 
 BATCHES = tuple(2.0**x for x in range(15, 23))
 

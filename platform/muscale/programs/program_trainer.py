@@ -16,9 +16,9 @@ from torch import Tensor
 
 from muscale.errors import TrainingFailedError, WorkerLostError
 from muscale.layout import PROGRAM_RUNS
-from muscale.programs.family import Program
 from muscale.programs.job import job_of
-from muscale.programs.process import OUTPUT, TrainerEnd, TrainerStatus, train
+from muscale.programs.program_family import Program
+from muscale.programs.program_process import OUTPUT, TrainerEnd, TrainerStatus, train
 from muscale.programs.protocol import ROWS
 from proxy_models.architecture.families import import_family
 from proxy_models.data.corpus import Corpus

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
-from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 

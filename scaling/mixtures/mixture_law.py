@@ -12,7 +12,7 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.checks import numbers, positive
-from scaling.mixtures.process import POWER, DomainProcess, Inputs, judged_rows
+from scaling.mixtures.domain_process import POWER, DomainProcess, Inputs, judged_rows
 from scaling.mixtures.table import LEAST_RUNS, SCALES, Weights, as_weights, require_known
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
@@ -34,7 +34,7 @@ class MixtureLaw(JsonResult):
         weights: mixtures of the runs, [n, m].
         losses: losses of the runs, [n, k], in the table's unit.
         scales: n_params and n_tokens of the runs, as far as given.
-        numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.process`).
+        numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.domain_process`).
         expected, deviations: mean and standard deviation of g given the other runs, [judged, k], in the rows of `judged_rows`.
         notes: notes on rows of the table that were left out, and on columns that were read under another name.
     """

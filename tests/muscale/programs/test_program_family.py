@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from muscale.errors import TrainerError
-from muscale.programs.family import Program, digest_of, table_of, tensor_shapes
+from muscale.programs.program_family import Program, digest_of, table_of, tensor_shapes
 from muscale.programs.protocol import Description
 from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig

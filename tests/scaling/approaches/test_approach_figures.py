@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, ComputePowers, fit_envelope, fit_isoflops
-from scaling.approaches.figures import envelope_data, isoflops_data
+from scaling.approaches.approach_figures import envelope_data, isoflops_data
 
 EVEN = Chinchilla().law(E=1.7, A=400.0, B=1200.0, alpha=0.35, beta=0.35)
 BUDGETS = (1e18, 3e18, 1e19, 3e19, 1e20)

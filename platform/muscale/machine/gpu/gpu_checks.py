@@ -25,7 +25,7 @@ from muscale.environment import device_name
 from muscale.errors import StageError
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, MOST_STEPS
 from muscale.layout import CORPUS
-from muscale.machine.gpu.report import Check, GpuReport
+from muscale.machine.gpu.gpu_report import Check, GpuReport
 from muscale.machine.gpu.training import Case, Device, Measurement, measure
 from muscale.plans.step_time import StepTime
 from muscale.secrets import redacted

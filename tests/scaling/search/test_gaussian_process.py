@@ -8,7 +8,7 @@ import pytest
 from scaling.arrays import Array
 from scaling.search.acquisition import latin_hypercube, log_expected_improvement
 from scaling.search.basin import InputLayout
-from scaling.search.process import GaussianProcess, Observations, negative_log_density
+from scaling.search.gaussian_process import GaussianProcess, Observations, negative_log_density
 
 
 @pytest.fixture

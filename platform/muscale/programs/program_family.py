@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muscale.errors import TrainerError
-from muscale.programs.process import describe
+from muscale.programs.program_process import describe
 from muscale.programs.protocol import Description, TrainerJob
 from proxy_models.architecture.counted import counted, remember
 from proxy_models.architecture.family import Family, qualified_name, source_hash

@@ -14,7 +14,7 @@ import pytest
 
 from muscale.errors import TrainerError
 from muscale.machine.trainer_checks import SMALL
-from muscale.programs.process import TrainerStatus, describe, train
+from muscale.programs.program_process import TrainerStatus, describe, train
 from muscale.programs.protocol import TrainerJob, rows_of
 
 PROGRAM, RANKS = (Path(__file__).parents[1] / name for name in ("training_program.py", "ranks_program.py"))
@@ -104,7 +104,7 @@ def test_ranks_whose_torchrun_or_whose_peer_is_killed_end_and_go_on_from_their_s
 
 def test_a_program_ends_with_whoever_runs_it_and_one_that_does_not_is_ended_before_the_next(tmp_path: Path) -> None:
     """A killed caller leaves no program behind."""
-    script = "import sys; from pathlib import Path; from tests.muscale.programs.test_process import *; "
+    script = "import sys; from pathlib import Path; from tests.muscale.programs.test_program_process import *; "
     script += "train(command('hangs'), JOB, Path(sys.argv[1]))"
     caller = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
     record = tmp_path / "process.json"

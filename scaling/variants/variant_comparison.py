@@ -13,7 +13,7 @@ import pandas as pd
 from scaling.drawing import Figure
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
-from scaling.variants.figures import draw_changes, draw_looks, draw_variants
+from scaling.variants.variant_figures import draw_changes, draw_looks, draw_variants
 from scaling.variants.verdicts import Outcome
 
 

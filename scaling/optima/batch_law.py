@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import losses, names, numbers, require_columns, seeds
 from scaling.drawing import Figure
-from scaling.optima.figures import draw_tokens_law, tokens_law_data
 from scaling.optima.optimum import Optimum
+from scaling.optima.optimum_figures import draw_tokens_law, tokens_law_data
 from scaling.optima.tokens_law import TokensLaw, optima_table, optimum_or_none
 from scaling.serialization import TableLayout
 

@@ -16,10 +16,10 @@ import torch
 from muscale.actors.worker import Worker
 from muscale.errors import TrainerError, TrainingFailedError, WorkerLostError
 from muscale.layout import CORPUS, CURVES, LEDGER, PROGRAM_RUNS, STALLS
-from muscale.programs.family import Program, digest_of
 from muscale.programs.job import job_of
+from muscale.programs.program_family import Program, digest_of
+from muscale.programs.program_trainer import read_files, write_files
 from muscale.programs.protocol import Description
-from muscale.programs.trainer import read_files, write_files
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
