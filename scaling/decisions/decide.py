@@ -17,8 +17,9 @@ than the fitted form alone, and decision and forecast agree. `decide(fit.law, 鈥
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def decide(
     spending = _spending(
         point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
     )
-    values = point.form.stacked(np.array([[*point.parameters.values()]]))
+    values = _stacked(point)
     if budget is None:
         given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
     else:
@@ -116,42 +117,38 @@ def decide(
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
     elif fit and (chosen is None or len(chosen) > 1) and (doubt := fit.unidentified(given.compute_flops)):
         raise ScalingError(f"{doubt}; or state it: tokens_per_param={doubt.tokens_per_param:.3g}")
-    answer = spending.answers(values, np.array([given.compute_flops])).iloc[0]
-    if not math.isfinite(answer["loss"]):
-        why = f"serving {served_tokens:.4g} tokens alone costs" if served_tokens else "one token of every size costs"
-        raise ScalingError(f"{why} more than {given.compute_flops:.4g} FLOPs")
-    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
-    forecast = fit.forecast(n_params, n_tokens, level) if fit and fit.has_forecast else None
-    if fit and forecast:
-        intervals = by_forecast(fit.ensemble, spending, values, answer, loss, forecast)
-    elif fit:
-        intervals = by_refits(fit, spending, answer, loss, given.compute_flops, level)
+    case = _Case(
+        law=law,
+        spending=spending,
+        values=values,
+        budget=given.compute_flops,
+        memory=memory,
+        deadline=deadline,
+        tolerance=tolerance,
+        level=level,
+    )
+    stated = [] if tokens_per_param is None else [f"D/N is stated, {tokens_per_param:.4g}, not decided"]
     return Decision(
         law=point,
-        n_params=n_params,
-        n_tokens=n_tokens,
-        loss=float(answer["loss"]),
+        n_params=case.n_params,
+        n_tokens=case.n_tokens,
+        loss=float(case.answer["loss"]),
         served_tokens=served_tokens,
         serving_price=serving_price,
         unique_tokens=unique_tokens,
         budget=given,
         target_loss=loss,
-        config=None if chosen is None else chosen[n_params],
+        config=None if chosen is None else chosen[case.n_params],
         stated_ratio=tokens_per_param,
-        near=_near(spending, values, answer, given.compute_flops, tolerance),
+        near=case.near(),
         tolerance=tolerance,
-        intervals=intervals if fit else None,
-        size_by_fit=_size_by_fit(fit, spending, given.compute_flops)
-        if fit and forecast and not tokens_per_param
-        else None,
+        intervals=case.intervals(loss),
+        size_by_fit=None if tokens_per_param else case.size_by_fit(),
         level=level,
-        forecast=forecast,
-        limits=_limits(spending, answer, memory, deadline),
-        warnings=(
-            *([] if tokens_per_param is None else [f"D/N is stated, {tokens_per_param:.4g}, not decided"]),
-            *_warnings(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
-        ),
-        assumptions=_assumptions(law, forecast, spending, memory),
+        forecast=case.forecast,
+        limits=tuple(case.limits()),
+        warnings=(*stated, *case.warnings()),
+        assumptions=tuple(case.assumptions()),
     )
 
 
@@ -239,104 +236,143 @@ def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> floa
     return found
 
 
-def _near(
-    spending: Spending, values: Mapping[str, Array], answer: pd.Series, budget: float, tolerance: float
-) -> pd.DataFrame:
-    """Bounds of the band of near-optimal sizes with the best between them, or all of `sizes` in the band."""
-    best, loss = float(answer["n_params"]), float(answer["loss"])
-    if spending.sizes is None:
-        low, high = spending.band(values, best, budget, loss * (1 + tolerance))
-        sizes = np.array([low, best, high])
-    else:
-        losses = spending.at(values, spending.sizes[None], budget)[0]
-        sizes = spending.sizes[losses <= loss * (1 + tolerance)]
-    tokens = spending.tokens(sizes, budget)
-    losses = spending.loss(values, sizes[None], tokens[None])[0]
-    return pd.DataFrame({"n_params": sizes, "n_tokens": tokens, "loss": losses, "loss_above_best": losses / loss - 1})
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Case:
+    """The best use of a budget under a law, and what can be said about it.
 
+    Attributes:
+        law: a fit, or a law alone.
+        values: parameters of the law, [1, 1] each.
+        budget: FLOPs to spend.
+    """
 
-def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Series:
-    """Best N under each fit in the forecast's mean, and under the fitted form alone."""
-    laws = {**fit.ensemble.variants, f"{fit.law.form.name} alone": fit.law}
-    found = [
-        replace(spending, form=law.form).best(
-            law.form.stacked(np.array([[*law.parameters.values()]])), np.array([budget])
+    law: Law | ScalingFit
+    spending: Spending
+    values: Mapping[str, Array]
+    budget: float
+    memory: tuple[MemoryLimit, ...]
+    deadline: Budget | None
+    tolerance: float
+    level: float
+
+    @property
+    def fit(self) -> ScalingFit | None:
+        return self.law if isinstance(self.law, ScalingFit) else None
+
+    @cached_property
+    def answer(self) -> pd.Series:
+        found = self.spending.answers(self.values, np.array([self.budget])).iloc[0]
+        if not math.isfinite(found["loss"]):
+            served = self.spending.served_tokens
+            why = f"serving {served:.4g} tokens alone costs" if served else "one token of every size costs"
+            raise ScalingError(f"{why} more than {self.budget:.4g} FLOPs")
+        return found
+
+    @property
+    def n_params(self) -> float:
+        return float(self.answer["n_params"])
+
+    @property
+    def n_tokens(self) -> float:
+        return float(self.answer["n_tokens"])
+
+    @cached_property
+    def forecast(self) -> Forecast | None:
+        if self.fit is None or not self.fit.has_forecast:
+            return None
+        return self.fit.forecast(self.n_params, self.n_tokens, self.level)
+
+    def intervals(self, loss: float | None) -> pd.DataFrame | None:
+        """Intervals of the decision for a budget, or for a loss to reach; None for a law alone."""
+        if self.fit is None:
+            return None
+        if self.forecast is None:
+            return by_refits(self.fit, self.spending, self.answer, loss, self.budget, self.level)
+        return by_forecast(self.fit.ensemble, self.spending, self.values, self.answer, loss, self.forecast)
+
+    def near(self) -> pd.DataFrame:
+        """Bounds of the band of near-optimal sizes with the best between them, or all of `sizes` in the band."""
+        spending, loss = self.spending, float(self.answer["loss"])
+        if spending.sizes is None:
+            low, high = spending.band(self.values, self.n_params, self.budget, loss * (1 + self.tolerance))
+            sizes = np.array([low, self.n_params, high])
+        else:
+            losses = spending.at(self.values, spending.sizes[None], self.budget)[0]
+            sizes = spending.sizes[losses <= loss * (1 + self.tolerance)]
+        tokens = spending.tokens(sizes, self.budget)
+        losses = spending.loss(self.values, sizes[None], tokens[None])[0]
+        return pd.DataFrame(
+            {"n_params": sizes, "n_tokens": tokens, "loss": losses, "loss_above_best": losses / loss - 1}
         )
-        for law in laws.values()
-    ]
-    return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
 
+    def size_by_fit(self) -> pd.Series | None:
+        """Best N under each fit in the forecast's mean, and under the fitted form alone; None without a forecast."""
+        if self.fit is None or self.forecast is None:
+            return None
+        laws = {**self.fit.ensemble.variants, f"{self.fit.law.form.name} alone": self.fit.law}
+        budget = np.array([self.budget])
+        found = [replace(self.spending, form=law.form).best(_stacked(law), budget) for law in laws.values()]
+        return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
 
-def _limits(
-    spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit], deadline: Budget | None
-) -> tuple[str, ...]:
-    held = []
-    if answer["n_tokens"] >= spending.max_tokens * (1 - 1e-6):
-        epochs = spending.max_tokens / spending.unique_tokens
-        held.append(f"data: all {spending.unique_tokens:.4g} unique tokens are used, {epochs:.3g} times each")
-    tightest = min(memory, key=lambda limit: limit.max_params, default=None)
-    if tightest is not None and answer["n_params"] >= tightest.max_params * (1 - 1e-6):
-        held.append(f"memory of {tightest}")
-    training = FLOPS_PER_PARAM_TOKEN * answer["n_params"] * answer["n_tokens"]
-    if deadline is not None and training >= deadline.compute_flops * (1 - 1e-6):
-        held.append(f"the deadline: {deadline.terms or deadline.worth}")
-    return tuple(held)
+    def limits(self) -> Iterator[str]:
+        """Yield the limits that bind the answer."""
+        spending = self.spending
+        if self.n_tokens >= spending.max_tokens * (1 - 1e-6):
+            epochs = spending.max_tokens / spending.unique_tokens
+            yield f"data: all {spending.unique_tokens:.4g} unique tokens are used, {epochs:.3g} times each"
+        tightest = min(self.memory, key=lambda limit: limit.max_params, default=None)
+        if tightest is not None and self.n_params >= tightest.max_params * (1 - 1e-6):
+            yield f"memory of {tightest}"
+        training = FLOPS_PER_PARAM_TOKEN * self.n_params * self.n_tokens
+        if self.deadline is not None and training >= self.deadline.compute_flops * (1 - 1e-6):
+            yield f"the deadline: {self.deadline.terms or self.deadline.worth}"
 
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about the answer itself; the forecast has further reasons."""
+        fit, spending, (low, high) = self.fit, self.spending, SANE_RATIO
+        ratio = self.n_tokens / self.n_params
+        if fit and self.forecast is None:
+            yield from (*fit.warnings, *fit.unsupported_reasons(self.n_params, self.n_tokens))
+        if fit is None and not low <= ratio <= high:
+            yield f"{ratio:.3g} tokens per parameter: no known ladder reaches that ratio"
+        if UNIQUE in spending.form.columns and (epochs := self.n_tokens / spending.unique_tokens) > 1:
+            seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
+            where = "repeats were found to be worth nothing" if fit is None else "the runs end"
+            if epochs > seen:
+                yield f"{epochs:.4g} epochs: {where} at {seen:.3g}"
+        if spending.sizes is None and self.tolerance > 0:
+            loss = float(self.answer["loss"]) * (1 + self.tolerance)
+            enough = float(spending.least_budget(self.values, loss, 1)[0])
+            if enough < PLATEAU * self.budget:
+                yield (
+                    f"{enough:.3g} FLOPs come within {self.tolerance:.2%} of this loss: the rest of {self.budget:.3g} buys "
+                    "next to nothing"
+                )
 
-def _warnings(
-    fit: ScalingFit | None,
-    forecast: Forecast | None,
-    spending: Spending,
-    values: Mapping[str, Array],
-    answer: pd.Series,
-    budget: float,
-    tolerance: float,
-) -> tuple[str, ...]:
-    """Warnings about the answer itself; the forecast has further reasons."""
-    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
-    warnings: list[str] = []
-    if fit and forecast is None:
-        warnings += (*fit.warnings, *fit.unsupported_reasons(n_params, n_tokens))
-    low, high = SANE_RATIO
-    if fit is None and not low <= n_tokens / n_params <= high:
-        warnings.append(f"{n_tokens / n_params:.3g} tokens per parameter: no known ladder reaches that ratio")
-    if UNIQUE in spending.form.columns and (epochs := n_tokens / spending.unique_tokens) > 1:
-        seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
-        where = "repeats were found to be worth nothing" if fit is None else "the runs end"
-        if epochs > seen:
-            warnings.append(f"{epochs:.4g} epochs: {where} at {seen:.3g}")
-    if spending.sizes is None and tolerance > 0:
-        enough = float(spending.least_budget(values, float(answer["loss"]) * (1 + tolerance), 1)[0])
-        if enough < PLATEAU * budget:
-            warnings.append(
-                f"{enough:.3g} FLOPs come within {tolerance:.2%} of this loss: the rest of {budget:.3g} buys next to nothing"
+    def assumptions(self) -> Iterator[str]:
+        """Yield the assumptions behind the answer."""
+        spending = self.spending
+        yield f"training costs 6路N路D FLOPs, N as in the law: {counted(self.law.n_params_convention)}"
+        if spending.served_tokens:
+            yield (
+                f"serving costs 2路N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "
+                "times as dear as in training, out of one budget; a deadline for the training alone is `deadline`"
             )
-    return tuple(warnings)
+        if math.isfinite(spending.unique_tokens):
+            repeats = UNIQUE in spending.form.columns
+            yield (
+                "the law includes what repeats of a token are worth"
+                if repeats
+                else "no token is seen twice: the law has no term for repeats"
+            )
+        if self.memory:
+            yield from (f"memory of {limit}" for limit in self.memory)
+            yield "memory holds every parameter, also those that N may not count"
+        if self.forecast:
+            yield "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
+        elif self.fit:
+            yield f"intervals: {len(self.fit.draws)} bootstrap refits, which assume that the form is right"
 
 
-def _assumptions(
-    law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
-) -> tuple[str, ...]:
-    assumed = [f"training costs 6路N路D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
-    if spending.served_tokens:
-        assumed.append(
-            f"serving costs 2路N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "
-            "times as dear as in training, out of one budget; a deadline for the training alone is `deadline`"
-        )
-    if math.isfinite(spending.unique_tokens):
-        repeats = UNIQUE in spending.form.columns
-        assumed.append(
-            "the law includes what repeats of a token are worth"
-            if repeats
-            else "no token is seen twice: the law has no term for repeats"
-        )
-    if memory:
-        assumed += [f"memory of {limit}" for limit in memory]
-        assumed.append("memory holds every parameter, also those that N may not count")
-    if forecast:
-        assumed.append(
-            "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
-        )
-    elif isinstance(law, ScalingFit):
-        assumed.append(f"intervals: {len(law.draws)} bootstrap refits, which assume that the form is right")
-    return tuple(assumed)
+def _stacked(law: Law) -> Mapping[str, Array]:
+    return law.form.stacked(np.array([[*law.parameters.values()]]))
