@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from scaling.arrays import Array, Integers
+from scaling.gaussian import NormalDensity
 
 POWER = 0.4
 FLOOR = 0.5
@@ -179,29 +181,41 @@ def judged_rows(n: int) -> Integers:
     return np.setdiff1d(np.arange(n), fitted_rows(n)) if n >= 2 * MOST_ROWS else np.arange(n)
 
 
-def _parts(numbers: Array, m: int, q: int) -> tuple[Array, float, float, Array, Array]:
-    """Inverse lengths, v, u, c, b."""
-    inverse, (v, u, _), c, b, _ = np.split(np.exp(numbers), np.cumsum([m, 3, q, q]))
-    return inverse, float(v), float(u), c, b
+class _Numbers(NamedTuple):
+    """A process's numbers by name; a gradient has the same fields. The noise is exp(log_r + d·s)."""
+
+    inverse: Array  # of the lengths, [m]
+    v: Array  # v, u and log_r have one entry
+    u: Array
+    log_r: Array
+    c: Array  # [q], as b and d
+    b: Array
+    d: Array
+
+    @classmethod
+    def of(cls, numbers: Array, at: Inputs) -> _Numbers:
+        m, q = at.x.shape[1], at.s.shape[1]
+        inverse, v, u, log_r, c, b, d = np.split(numbers, np.cumsum([m, 1, 1, 1, q, q]))
+        return cls(np.exp(inverse), np.exp(v), np.exp(u), log_r, np.exp(c), np.exp(b), d)
 
 
 def _noise(at: Inputs, numbers: Array) -> Array:
     """Variance of noise at each point, [p]."""
-    m, q = at.x.shape[1], at.s.shape[1]
-    return np.asarray(np.exp(numbers[m + 2] + np.clip(at.s, -1, 1) @ numbers[m + 3 + 2 * q :]) + JITTER)
+    by = _Numbers.of(numbers, at)
+    return np.asarray(np.exp(by.log_r + np.clip(at.s, -1, 1) @ by.d) + JITTER)
 
 
 def _covariance(at: Inputs, to: Inputs, numbers: Array) -> Array:
-    inverse, v, u, c, b = _parts(numbers, at.x.shape[1], at.s.shape[1])
-    p, r = at.x * inverse, to.x * inverse
-    of_mixture = v * np.exp(-_half_squares(p, r)) + u * (1 + p @ r.T)
-    return np.asarray(of_mixture * (1 + (at.s * c) @ to.s.T) + (at.s * b) @ to.s.T)
+    by = _Numbers.of(numbers, at)
+    p, r = at.x * by.inverse, to.x * by.inverse
+    of_mixture = by.v * np.exp(-_half_squares(p, r)) + by.u * (1 + p @ r.T)
+    return np.asarray(of_mixture * (1 + (at.s * by.c) @ to.s.T) + (at.s * by.b) @ to.s.T)
 
 
 def _variance(at: Inputs, numbers: Array) -> Array:
-    inverse, v, u, c, b = _parts(numbers, at.x.shape[1], at.s.shape[1])
-    squares = at.s**2
-    return np.asarray((v + u * (1 + ((at.x * inverse) ** 2).sum(axis=1))) * (1 + squares @ c) + squares @ b)
+    by, squares = _Numbers.of(numbers, at), at.s**2
+    of_mixture = by.v + by.u * (1 + ((at.x * by.inverse) ** 2).sum(axis=1))
+    return np.asarray(of_mixture * (1 + squares @ by.c) + squares @ by.b)
 
 
 def _half_squares(p: Array, r: Array) -> Array:
@@ -210,38 +224,31 @@ def _half_squares(p: Array, r: Array) -> Array:
 
 def _negative_log_density(at: Inputs, target: Array, numbers: Array) -> tuple[float, Array]:
     """Negative log density of the responses and the prior, up to a constant, with its gradient."""
-    from scipy.linalg import lapack
-
-    (n, m), q = at.x.shape, at.s.shape[1]
-    inverse, v, u, c, b = _parts(numbers, m, q)
-    p = at.x * inverse
+    m, by = at.x.shape[1], _Numbers.of(numbers, at)
+    p = at.x * by.inverse
     smooth, inner = np.exp(-_half_squares(p, p)), p @ p.T
-    of_mixture, trend = v * smooth + u * (1 + inner), 1 + (at.s * c) @ at.s.T
+    of_mixture, trend = by.v * smooth + by.u * (1 + inner), 1 + (at.s * by.c) @ at.s.T
     noise = _noise(at, numbers)
-    kernel = of_mixture * trend + (at.s * b) @ at.s.T
-    kernel.flat[:: n + 1] += noise
-    root, failed = lapack.dpotrf(kernel, lower=1)
-    if failed:
+    kernel = of_mixture * trend + (at.s * by.b) @ at.s.T
+    kernel.flat[:: len(kernel) + 1] += noise
+    try:
+        density = NormalDensity.of(target, kernel)
+    except np.linalg.LinAlgError:
         return 1e10, np.zeros_like(numbers)
-    inverted = np.tril(lapack.dpotri(root, lower=1)[0])
-    inverted = inverted + np.tril(inverted, -1).T
-    solved = inverted @ target
     about = numbers[:m] - numbers[:m].mean()
     common, rest = numbers[:m].mean() + LENGTH, numbers[m:]
-    value = target @ solved / 2 + np.log(np.diag(root)).sum()
-    value += about @ about / (2 * LENGTH_SPREAD**2) + common**2 / 2 + 0.005 * rest @ rest
-    d_kernel = (inverted - np.outer(solved, solved)) / 2  # derivative by the kernel's entries
-    d_mixture = d_kernel * trend
-    d_smooth = v * d_mixture * smooth
-    gradient = np.empty_like(numbers)
-    pulled = d_smooth.sum(axis=1)[:, None] * p - d_smooth @ p
-    gradient[:m] = 2 * np.einsum("aj,aj->j", p, u * (d_mixture @ p) - pulled) + about / LENGTH_SPREAD**2 + common / m
-    gradient[m] = d_smooth.sum()
-    gradient[m + 1] = u * (d_mixture * (1 + inner)).sum()
-    d_noise = (noise - JITTER) * np.diag(d_kernel)
-    gradient[m + 2] = d_noise.sum()
-    gradient[m + 3 : m + 3 + q] = c * np.einsum("aq,aq->q", at.s, (d_kernel * of_mixture) @ at.s)
-    gradient[m + 3 + q : m + 3 + 2 * q] = b * np.einsum("aq,aq->q", at.s, d_kernel @ at.s)
-    gradient[m + 3 + 2 * q :] = d_noise @ np.clip(at.s, -1, 1)
-    gradient[m:] += 0.01 * rest
-    return float(value), gradient
+    prior = about @ about / (2 * LENGTH_SPREAD**2) + common**2 / 2 + 0.005 * rest @ rest
+    by_mixture = density.slope * trend
+    by_smooth = by.v * by_mixture * smooth
+    by_noise = (noise - JITTER) * np.diag(density.slope)
+    pulled = by_smooth.sum(axis=1)[:, None] * p - by_smooth @ p
+    gradient = _Numbers(
+        inverse=2 * np.einsum("aj,aj->j", p, by.u * (by_mixture @ p) - pulled) + about / LENGTH_SPREAD**2 + common / m,
+        v=by_smooth.sum(keepdims=True)[0],
+        u=by.u * (by_mixture * (1 + inner)).sum(),
+        log_r=by_noise.sum(keepdims=True),
+        c=by.c * np.einsum("aq,aq->q", at.s, (density.slope * of_mixture) @ at.s),
+        b=by.b * np.einsum("aq,aq->q", at.s, density.slope @ at.s),
+        d=by_noise @ np.clip(at.s, -1, 1),
+    )
+    return density.value + float(prior), np.concatenate(gradient) + np.pad(0.01 * rest, (m, 0))

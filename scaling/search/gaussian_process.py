@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array, Integers
+from scaling.gaussian import NormalDensity
 from scaling.search.basin import (
     LEVEL,
     InputLayout,
@@ -188,11 +189,8 @@ class GaussianProcess:
 
 
 def negative_log_density(theta: Array, data: Observations, layout: InputLayout) -> tuple[float, Array]:
-    """−log p(w, theta) up to a constant, and its gradient, [p]; one Cholesky factor and one inverse."""
-    from scipy.linalg.lapack import dpotri
-
+    """−log p(w, theta) up to a constant, and its gradient, [p]."""
     shape = shape_of(theta, layout)
-    n, first_drift = len(data.w), 5 + layout.n_lengths
     z = data.u - data.s @ shape.drift.T
     features, mean = quadratic(z, data.s, shape.basin, layout)
     scaled = z / shape.lengths
@@ -204,36 +202,33 @@ def negative_log_density(theta: Array, data: Observations, layout: InputLayout) 
     same = data.cell[:, None] == data.cell
     strays = stray_variance(shape.basin) * same
     covariance = features @ features.T + correlation * amplitude + LEVEL**2 * same + strays * (t @ t.T)
-    covariance[np.diag_indices(n)] += _scatter(data, shape.noise)
-    factor = np.linalg.cholesky(covariance)
-    inverse = dpotri(factor, lower=1)[0]
-    inverse = np.tril(inverse) + np.tril(inverse, -1).T
-    weights = inverse @ (data.w - mean)
+    covariance[np.diag_indices(len(z))] += _scatter(data, shape.noise)
+    density = NormalDensity.of(data.w - mean, covariance)
     centre, spread = layout.prior
     off = (theta - centre) / spread
-    value = (data.w - mean) @ weights / 2 + np.log(np.diag(factor)).sum() + off @ off / 2
 
-    # Backpropagate from the covariance: slope = d value / d covariance.
-    slope = (inverse - np.outer(weights, weights)) / 2
-    gradient = np.zeros_like(theta)
-    gradient[0] = 2 * shape.noise**2 * np.diag(slope)[~data.exact].sum()
+    # Backpropagate from the covariance to z, and to each entry of theta.
+    slope, weights = density.slope, density.weights
     to_features = 2 * slope @ features
     by_stray = slope * strays
-    gradient[1] = (to_features * features).sum() - weights @ mean + (by_stray * (t @ t.T)).sum()
     by_process = slope * correlation
     by_own = by_process * near
-    gradient[2] = 2 * shape.shared**2 * by_process.sum()
-    gradient[3] = 2 * shape.own**2 * by_own.sum()
-    gradient[first_drift - 1] = shape.own**2 * (by_own * apart).sum()
     by_distance = slope * amplitude * correlation_slope
     laplacian = by_distance.sum(1)[:, None] * scaled - by_distance @ scaled
-    gradient[4 : first_drift - 1] = np.bincount(layout.groups, -4 * (scaled * laplacian).sum(0))
     to_z = 4 * laplacian / shape.lengths
     to_z[:, : layout.n_numeric] += (
         quadratic_slopes(z, data.s, shape.basin, layout, to_features, weights) + 2 * by_stray @ t
     )
-    gradient[first_drift:] = -(to_z[:, : layout.n_numeric].T @ data.s).ravel()
-    return float(value), gradient + off / spread
+    gradient = {
+        "noise": 2 * shape.noise**2 * np.diag(slope)[~data.exact].sum(),
+        "basin": (to_features * features).sum() - weights @ mean + (by_stray * (t @ t.T)).sum(),
+        "shared": 2 * shape.shared**2 * by_process.sum(),
+        "own": 2 * shape.own**2 * by_own.sum(),
+        "lengths": np.bincount(layout.groups, -4 * (scaled * laplacian).sum(0)),
+        "reach": shape.own**2 * (by_own * apart).sum(),
+        "drift": -(to_z[:, : layout.n_numeric].T @ data.s),
+    }
+    return density.value + float(off @ off) / 2, np.hstack([*map(np.ravel, gradient.values())]) + off / spread
 
 
 def _scatter(data: Observations, noise: float) -> Array:
