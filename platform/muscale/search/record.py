@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from muscale.search.sweep_jobs import AnnealJob, ConfigHistory, history_from_json, history_of, history_to_json
@@ -68,6 +68,18 @@ class SweepEvent:
     result: RungResult | None = None
 
 
+@dataclass(kw_only=True)
+class _Rung:
+    """(loss, trial) of all that arrived at a rung, best first, and of those that wait there.
+
+    `changes` are those of log loss to the next rung, the least first; None until they are asked for.
+    """
+
+    ranking: list[tuple[float, int]] = field(default_factory=list)
+    waiting: list[tuple[float, int]] = field(default_factory=list)
+    changes: list[float] | None = None
+
+
 class Record:
     """Rows of a sweep in memory, read from the ledger once and written through to it."""
 
@@ -97,10 +109,7 @@ class Record:
         self._last: dict[int, int] = {}
         self._until: dict[int, int] = {}  # rung up to which a trial was begun or continued last, cancelled or not
         self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
-        self._ranking: dict[int, list[tuple[float, int]]] = {}
-        self._waiting: dict[int, list[tuple[float, int]]] = {}  # entries of a ranking that may advance
-        self._changes: dict[int, list[float]] = {}  # of the rungs of which they were asked
-        self._is_read = False  # until then rankings are not sorted
+        self._rungs: dict[int, _Rung] = {}
         for row in failures:
             if row["payload"]["sweep"] == sweep:
                 self._note_failure(row["payload"])
@@ -111,10 +120,6 @@ class Record:
                 self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:
                 self._add_result(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
-        for rung, ranking in self._ranking.items():
-            ranking.sort()
-            self._waiting[rung] = [(loss, trial) for loss, trial in ranking if self._waits(loss, trial, rung)]
-        self._is_read = True
         self.heed_cancels()
 
     def heed_cancels(self) -> None:
@@ -129,7 +134,7 @@ class Record:
                 ):  # it was to pass this rung, and may end there
                     self._retract(trial, last)
                 self.open.pop(trial, None)
-                for rung in self._waiting:
+                for rung in [*self._rungs]:
                     self._waits_no_more(trial, rung)
 
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
@@ -211,18 +216,19 @@ class Record:
 
     def ranking(self, rung: int) -> list[tuple[float, int]]:
         """(loss, trial) of all that arrived at a rung, best first; divergences last."""
-        return self._ranking.get(rung, [])
+        return self._rung(rung).ranking
 
     def waiting(self, rung: int) -> list[tuple[float, int]]:
         """(loss, trial) of a rung's trials that have a loss, were not cancelled and have not advanced from the rung."""
-        return self._waiting.get(rung, [])
+        return self._rung(rung).waiting
 
     def changes(self, rung: int) -> list[float]:
         """Changes of log loss from a rung to the next of those that arrived at both with a loss, the least first."""
-        if rung not in self._changes:
+        found = self._rung(rung)
+        if found.changes is None:
             arrived = [trial for _, trial in self.ranking(rung + 1)]
-            self._changes[rung] = sorted(self._change(trial, rung) for trial in arrived if self._changed(trial, rung))
-        return self._changes[rung]
+            found.changes = sorted(self._change(trial, rung) for trial in arrived if self._changed(trial, rung))
+        return found.changes
 
     def place(self, trial: int, rung: int) -> int:
         """Number of trials before a trial in a rung's ranking, without cancelled ones."""
@@ -280,15 +286,12 @@ class Record:
         self.tokens += result.tokens
         self.seconds += result.seconds
         self._last[trial] = max(rung, self.last_rung(trial))
-        loss, ranking = self.loss(trial, rung), self._ranking.setdefault(rung, [])
-        if self._is_read:
-            insort(ranking, (loss, trial))
-            if self._waits(loss, trial, rung):
-                insort(self._waiting.setdefault(rung, []), (loss, trial))
-            if rung - 1 in self._changes and self._changed(trial, rung - 1):
-                insort(self._changes[rung - 1], self._change(trial, rung - 1))
-        else:
-            ranking.append((loss, trial))
+        loss = self.loss(trial, rung)
+        insort(self.ranking(rung), (loss, trial))
+        if math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.advanced:
+            insort(self.waiting(rung), (loss, trial))
+        if (changes := self._rung(rung - 1).changes) is not None and self._changed(trial, rung - 1):
+            insort(changes, self._change(trial, rung - 1))
         if self._turns[trial][-1][0] < rung and (trial, rung - 1) not in self.advanced:
             self._passed(trial, rung - 1)  # it was cancelled on the way, and still reached a further rung
         if result.loss is None or rung >= self._until[trial]:
@@ -324,16 +327,11 @@ class Record:
     def _change(self, trial: int, rung: int) -> float:
         return math.log(self.loss(trial, rung + 1) / self.loss(trial, rung))
 
-    def _waits(self, loss: float, trial: int, rung: int) -> bool:
-        return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.advanced
-
     def _waits_no_more(self, trial: int, rung: int) -> None:
-        if not self._is_read or (trial, rung) not in self.results:
-            return
-        _drop(self.waiting(rung), (self.loss(trial, rung), trial))
+        if (trial, rung) in self.results:
+            waiting, entry = self.waiting(rung), (self.loss(trial, rung), trial)
+            if (at := bisect_left(waiting, entry)) < len(waiting) and waiting[at] == entry:
+                del waiting[at]
 
-
-def _drop(ordered: list[tuple[float, int]], entry: tuple[float, int]) -> None:
-    """Remove an entry of a sorted list, if it is there."""
-    if (at := bisect_left(ordered, entry)) < len(ordered) and ordered[at] == entry:
-        del ordered[at]
+    def _rung(self, rung: int) -> _Rung:
+        return self._rungs.setdefault(rung, _Rung())
