@@ -147,44 +147,41 @@ def make_band(
         loss, low, high, level: Forecast of the run's final loss.
     """
     usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= MIN_STEPS]
-    stems = sorted({curve.stem for curve in usable})
+    n_stems = len({curve.stem for curve in usable})
     common: dict[str, Any] = {"loss": loss, "low": low, "high": high, "level": level, "n_tokens": n_tokens}
-    common |= {"n_runs": len(usable), "n_stems": len(stems)}
-    if len(stems) < MIN_STEMS:
+    common |= {"n_runs": len(usable), "n_stems": n_stems}
+    if n_stems < MIN_STEMS:
         reason = (
             f"a spread needs {MIN_STEMS} ladder stems with recorded curves of at least {MIN_STEPS} steps under the plan's "
-            f"schedule, got {len(stems)}; add to ladder.stems"
+            f"schedule, got {n_stems}; add to ladder.stems"
         )
         return Band.end_only(reason, **common)
     warmup = max(warmup_tokens / n_tokens, *(curve.warmup_tokens / curve.n_tokens for curve in usable))
     fractions = np.array([0, *ends]) / n_tokens
-    begins = warmup + WINDOW
     centres = _centres(fractions, warmup)
-    inner = [float(end) for end in fractions[1:-1] if end > warmup]
-    if len(centres) == 0:
+    if not centres:
         return Band.end_only(f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **common)
     offset, stderr = _offset(usable, warmup)
     if math.isnan(offset):
         return Band.end_only("no held-out loss lies one window after warmup", **common)
-    smooth = np.array([[_smoothed(curve, fractions, c) for c in centres] for curve in usable]) + offset
-    exact = np.array([[_evaluated(curve, fractions, end) for end in inner] for curve in usable]).reshape(-1, len(inner))
-    t = float(student.ppf((1 + level) / 2, len(stems) - 1))
-    h = math.log(high / loss)
-    points = [(1.0, 0.0, h)]
-    for share, logs, error in [
-        *((c, smooth[:, i], stderr) for i, c in enumerate(centres)),
-        *((end, exact[:, i], 0.0) for i, end in enumerate(inner)),
-    ]:
-        variance = logs.var(ddof=1) * (1 + 1 / len(stems)) + error**2
-        points.append((float(share), float(logs.mean()), math.hypot(h, t * math.sqrt(variance))))
-    shares, ratio, reach = (np.array(column) for column in zip(*sorted(points), strict=True))
-    first = max(begins, shares[0])
-    kept = shares > first
+    t, h = float(student.ppf((1 + level) / 2, n_stems - 1)), math.log(high / loss)
+
+    def point(share: float, logs: Sequence[float], error: float) -> tuple[float, float, float]:
+        """The share, the mean log ratio of the runs there, and half the interval of one more run."""
+        variance = np.var(logs, ddof=1) * (1 + 1 / n_stems) + error**2
+        return share, float(np.mean(logs)), math.hypot(h, t * math.sqrt(variance))
+
+    inner = [float(end) for end in fractions[1:-1] if end > warmup]
+    smoothed = [point(c, [_smoothed(curve, fractions, c) + offset for curve in usable], stderr) for c in centres]
+    evaluated = [point(end, [_evaluated(curve, fractions, end) for curve in usable], 0.0) for end in inner]
+    shares, ratio, reach = np.array(sorted([*smoothed, *evaluated, (1.0, 0.0, h)])).T
+    first = float(max(warmup + WINDOW, shares[0]))
+    shown = [first, *shares[shares > first].tolist()]
     return Band(
         **common,
-        shares=(first, *map(float, shares[kept])),
-        log_ratio=(float(np.interp(first, shares, ratio)), *map(float, ratio[kept])),
-        log_reach=(float(np.interp(first, shares, reach)), *map(float, reach[kept])),
+        shares=tuple(shown),
+        log_ratio=tuple(np.interp(shown, shares, ratio).tolist()),
+        log_reach=tuple(np.interp(shown, shares, reach).tolist()),
         offset=offset,
     )
 
