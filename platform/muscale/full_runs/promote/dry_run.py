@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
@@ -84,6 +84,24 @@ class Launch:
     directory: str
     proposed: str = ""
 
+    @classmethod
+    def of(cls, worker: PlannedWorker, folder: Path, **known: Any) -> Self:
+        """The launch of workers like this one in the run's folder; `known` holds the other fields."""
+        config, plan = worker.config, worker.plan
+        return cls(
+            workers=config.promote.workers,
+            cpus_per_worker=config.resources.cpus_per_worker,
+            gpus_per_worker=float(config.resources.gpus_per_worker > 0),
+            device=worker.device.name,
+            sharding=config.promote.sharding,
+            micro_batch=worker.micro_batch,
+            n_steps=plan.hyperparameters.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
+            n_tokens=plan.n_tokens,
+            resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
+            directory=str(folder),
+            **known,
+        )
+
     def __str__(self) -> str:
         parts = f"{self.cpus_per_worker:g} CPUs" + (
             f" and {self.gpus_per_worker:g} GPU" if self.gpus_per_worker else ""
@@ -138,11 +156,7 @@ def dry_run(
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
     worker = PlannedWorker(plan=plan, config=config)
-    device, memory, untraced = worker.device, None, ""
-    try:
-        memory = worker.memory()
-    except ValueError as error:
-        untraced = str(error)
+    memory, memory_lines = _memory(worker)
     checkpoint = state_bytes(model, h.optimizer)
     cadence = Cadence.of(
         settings,
@@ -154,9 +168,6 @@ def dry_run(
     step, proposed = _predicted(worker, corpus)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
-    free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
-    for_ever = plan.n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
-    kept = settings.keep_last + 1 + for_ever  # plus the one being written
     gate = Gate(
         plan=plan.key,
         lines=(
@@ -172,21 +183,7 @@ def dry_run(
             hyperparameters_line(plan.provenance),
             batch_line(plan.batch),
             by_law_line(departures(plan, config)),
-            memory_line(
-                memory,
-                memory_bytes=device.memory_bytes,
-                device=device.name,
-                workers_on_it=device.workers_on_it,
-                at_least=worker.least_memory,
-                untraced=untraced,
-            ),
-            evaluation_line(
-                worker.evaluation_memory(memory) if memory else None,
-                sequences=worker.evaluation_batch,
-                memory_bytes=device.memory_bytes,
-                device=device.name,
-                workers_on_it=device.workers_on_it,
-            ),
+            *memory_lines,
             layout_line(
                 family_of(model).shared_sizes(model),
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
@@ -194,31 +191,48 @@ def dry_run(
                 parallelism=settings.parallelism,
             ),
             precision_line(
-                config.shared_numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
+                config.shared_numerics(corpus).precision,
+                plan.precision,
+                device=worker.device.name,
+                has_bf16=worker.device.has_bf16,
             ),
             context_line(model, config.model, too_short=_too_short(corpus, model, config)),
             cadence_line(cadence, run_seconds=run_seconds(plan, config, corpus)),
             *(_attention(worker) if config.resources.gpus_per_worker else ()),
             *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
-            disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
+            _disk(worker, checkpoint, directory, folder / CHECKPOINTS),
         ),
     )
-    launch = Launch(
-        workers=settings.workers,
-        cpus_per_worker=config.resources.cpus_per_worker,
-        gpus_per_worker=float(config.resources.gpus_per_worker > 0),
-        device=device.name,
-        sharding=settings.sharding,
-        micro_batch=worker.micro_batch,
-        n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
-        n_tokens=plan.n_tokens,
-        cadence=str(cadence),
-        resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
-        checkpoint_bytes=checkpoint,
-        directory=str(folder),
-        proposed=str(proposed or ""),
-    )
+    launch = Launch.of(worker, folder, cadence=str(cadence), checkpoint_bytes=checkpoint, proposed=str(proposed or ""))
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def _memory(worker: PlannedWorker) -> tuple[MemoryEstimate | None, tuple[GateLine, GateLine]]:
+    """The memory of training on a worker, None if unknown, and the gate lines about memory."""
+    device, memory, untraced = worker.device, None, ""
+    try:
+        memory = worker.memory()
+    except ValueError as error:
+        untraced = str(error)
+    of_device: dict[str, Any] = {
+        "memory_bytes": device.memory_bytes,
+        "device": device.name,
+        "workers_on_it": device.workers_on_it,
+    }
+    evaluation = worker.evaluation_memory(memory) if memory else None
+    return memory, (
+        memory_line(memory, at_least=worker.least_memory, untraced=untraced, **of_device),
+        evaluation_line(evaluation, sequences=worker.evaluation_batch, **of_device),
+    )
+
+
+def _disk(worker: PlannedWorker, checkpoint_bytes: int, directory: Path, checkpoints: Path) -> GateLine:
+    """The gate line about the disk; the checkpoints of an interrupted run count as free."""
+    settings, n_tokens = worker.config.promote, worker.plan.n_tokens
+    free = shutil.disk_usage(directory).free + _size(checkpoints)
+    for_ever = n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
+    kept = settings.keep_last + 1 + for_ever  # plus the one being written
+    return disk_line(kept * checkpoint_bytes, free, kept=kept, place=str(directory))
 
 
 def run_seconds(plan: Plan, config: StudyConfig, corpus: Corpus) -> float | None:
