@@ -60,10 +60,10 @@ class Columns:
     """Names of a table's columns, where they are not found by their usual names.
 
     Attributes:
-        loss: Of a table of runs, the column of losses.
-        params: Of a table of runs, the column of n_params.
-        tokens: Of a table of runs, the column of n_tokens.
-        run: Of a table of runs, the column that names each row's training run; of rows that share a run the last counts.
+        loss: Column of losses in a table of runs.
+        params: Column of n_params in a table of runs.
+        tokens: Column of n_tokens in a table of runs.
+        run: Column in a table of runs that names each row's training run; the last row of each run counts.
     """
 
     loss: str | None = None
