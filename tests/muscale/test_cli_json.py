@@ -106,3 +106,18 @@ def test_what_others_print_meanwhile_goes_to_standard_error(capfd: pytest.Captur
     output: Any = capfd.readouterr()
     assert json.loads(output.out) == {"a": 1}
     assert sorted(output.err.splitlines()) == ["a library", "a process of a library"]
+
+
+def test_names_of_columns_also_hold_for_the_table_to_predict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        f"{w / 8},{1 - w / 8},{size},{3 - w / 8 - (w / 8) ** 2 + 1e3 / size**0.5}"
+        for size in (1e7, 1e8)
+        for w in range(9)
+    ]
+    predictions = []
+    for name, options in (("n_params", ()), ("size", ("--params", "size"))):
+        table = tmp_path / f"{name}.csv"
+        table.write_text("\n".join([f"weight_web,weight_code,{name},loss_web", *rows]))
+        predictions.append(json_output(capfd, "mixture", table, "--predict", table, *options)["predictions"])
+    assert len(predictions[0]) == 18
+    assert predictions[0] == predictions[1]

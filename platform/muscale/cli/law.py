@@ -54,7 +54,7 @@ def fit(
     Args:
         runs: Instead of a study, a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
-        loss_unit: Of the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
+        loss_unit: Unit of the losses in the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
         compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
         html: With --runs, a file for the result as a page: decision, figures of the law, backtest, the runs to make next.
     """
@@ -130,11 +130,11 @@ def compare(
     Args:
         runs: A study file with tables [variants.NAME], which are tuned and trained; or a CSV, TSV, Parquet or JSON Lines file of
             runs: variant, loss, compute_flops or n_params and n_tokens, and seed if there are several.
-        one_size: Of a study, compare at the base shape alone.
-        baseline: Of a table, the variant that the others are held against; "baseline" if not given.
+        one_size: For a study, compare at the base shape only.
+        baseline: For a table, the variant that the others are compared with; "baseline" by default.
         target_flops: Compute of the run that is decided on; by default the study's [compare] and [plan], or the largest run.
         worth: Least gain in compute that is worth a change, as a share; by default the study's [compare], or 0.02.
-        html: Of a table, a file for the result as a page, with its figures; a study's is a section of `muscale report`.
+        html: For a table, write the result and its figures to this page; a study's result is a section of `muscale report`.
     """
     if runs.suffix != ".toml":
         if one_size or options.set or options.dry_run:

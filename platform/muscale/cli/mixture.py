@@ -74,7 +74,7 @@ def mixture(
             fit = fit_mixture(runs, weight_prefix=weight_prefix, loss_prefix=loss_prefix, columns=columns.to_dict())
             found: dict[str, Any] = {"fit": fit}
             if predict:
-                found["predictions"] = _predictions(fit, predict, n_params, n_tokens)
+                found["predictions"] = _predictions(fit, predict, columns, n_params, n_tokens)
             else:
                 found["best"] = fit.best(wanted, **limits)
                 if next:
@@ -94,10 +94,10 @@ def mixture(
     return 0
 
 
-def _predictions(fit: MixtureFit, path: Path, n_params: float | None, n_tokens: float | None) -> Any:
+def _predictions(fit: MixtureFit, path: Path, columns: Columns, n_params: float | None, n_tokens: float | None) -> Any:
     from scaling.fits.runs import naming, read_runs
 
-    table = read_runs(path)
+    table = read_runs(path).rename(columns={name: ours for ours, name in columns.to_dict().items()})
     with naming(path):
         return fit.predict(table, n_params, n_tokens)
 
