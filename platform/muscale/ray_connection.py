@@ -32,6 +32,7 @@ _SOCKET_BYTES = 107 - len(
     "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 )  # left of a path, Linux
 _SHORT_FOLDER = "/tmp"  # noqa: S108 -- where Ray itself puts its files if nothing names a folder
+_STARTS = 3
 _KILLED_SECONDS = 60.0  # further seconds after the head is killed: on a busy machine Ray was seen to take 35 s
 
 
@@ -72,7 +73,10 @@ def join(resources: ResourceSettings) -> bool:
         _make_token()
     try:
         with _apart():
-            connect(**local)
+            if local:
+                _start(local)
+            else:
+                connect()
     # Ray also raises plain exceptions: for a machine too busy to start it, a lost head, a wrong token.
     except Exception as error:
         what = "Ray can't be started on this machine"
@@ -80,6 +84,22 @@ def join(resources: ResourceSettings) -> bool:
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
         raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
     return bool(local)
+
+
+def _start(options: Mapping[str, Any]) -> None:
+    """Start a local Ray, up to `_STARTS` times: Ray waits 30 s for its node, and a busy machine may take longer."""
+    for left in reversed(range(_STARTS)):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            connect(**options)
+            return
+        except Exception as error:
+            if not left:
+                raise
+            _log.warning("Ray did not start: %s; trying again", first_line(error))
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _shorter_folder() -> str | None:

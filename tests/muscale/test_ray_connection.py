@@ -149,6 +149,27 @@ def test_ray_starts_whatever_the_length_of_tmpdir(tmp_path: Path, length: int) -
         assert (folder / "ray").exists() is (length <= ray_connection._SOCKET_BYTES)
 
 
+HANGS_ONCE = """
+import threading, time, psutil
+
+def suspend_the_first_node():
+    while not (found := [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]):
+        time.sleep(0.01)
+    found[0].suspend()
+
+threading.Thread(target=suspend_the_first_node, daemon=True).start()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+def test_a_node_that_is_slow_to_start_is_started_again(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", HANGS_ONCE + STARTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
 LEAVES = """
 import logging, sys, psutil
 from muscale import ray_connection

@@ -54,7 +54,7 @@ def fit(
     Args:
         runs: Instead of a study, a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
-        loss_unit: Unit of the losses in the table: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
+        loss_unit: Unit of the table's losses: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
         compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
         html: With --runs, a file for the result as a page: decision, figures of the law, backtest, the runs to make next.
     """

@@ -79,7 +79,6 @@ def test_data_and_tokenizer_are_compared_by_hash() -> None:
     other = data_line(HASHES, {"corpus": "bb", "tokenizer": "t"}, [], 1)
     assert other.status == "failed"
     assert other.compared == "corpus aa planned, bb here; tokenizer bytes planned, t here"
-    assert "put the planned corpus back" in other.advice
     damaged = data_line(HASHES, HASHES, ["train.bin"], 1)
     assert (damaged.status, damaged.compared) == ("failed", "train.bin not as hashed when the corpus was written")
     assert "written again" in damaged.advice

@@ -151,7 +151,7 @@ def test_a_checkpoint_runs_no_program(copied: Path, tmp_path: Path) -> None:
     kept = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(Planted(proof)))
     hold_anew(path)
-    with pytest.raises(StageError, match=r"names (builtins.getattr|pathlib.*), which is none of its own"):
+    with pytest.raises(StageError, match=r"builtins\.getattr|pathlib\.Path"):
         evaluate_checkpoint(path)
     assert not proof.exists()
 
