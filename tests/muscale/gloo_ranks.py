@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -51,6 +52,10 @@ def _serve(runs: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers meshes
+        # A training freezes what it began with; unless that is collected, each of its process groups keeps threads that never rest.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         runs.send((failure, result))
 
 

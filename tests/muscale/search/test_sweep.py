@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeS
     settings = [
         "sweep.searcher=random",
         "sweep.scheduler=none",
-        "sweep.n_tokens=131072",
+        "sweep.n_tokens=65536",
         "sweep.trials=3",
         "resources.workers=2",
     ]
