@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -97,9 +97,7 @@ def _start(options: Mapping[str, Any]) -> None:
             if not left:
                 raise
             _log.warning("Ray did not start: %s; trying again", first_line(error))
-        for process in set(psutil.Process().children(recursive=True)) - before:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill_ray(besides=before)
 
 
 def _shorter_folder() -> str | None:
@@ -178,15 +176,20 @@ def _hurry(left: threading.Event, own: bool) -> None:
         return
     if own:  # the calls fail once the head is dead rather than silent
         _log.warning("Ray has not ended after %.0f s; its head and its node are killed", _LEAVING_SECONDS)
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if process.name() in ("gcs_server", "raylet"):
-                    process.kill()
+        _kill_ray()
         if left.wait(_KILLED_SECONDS):
             return
     _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to resume")
     sys.stdout.flush()
     os._exit(2)  # like Ray, which ends a process whose head is gone
+
+
+def _kill_ray(besides: Set[psutil.Process] = frozenset()) -> None:
+    """Kill head and node of a Ray that this process started; Ray's other processes end with them."""
+    for process in set(psutil.Process().children(recursive=True)) - besides:
+        with suppress(psutil.NoSuchProcess):
+            if process.name() in ("gcs_server", "raylet"):
+                process.kill()
 
 
 def connect(**options: Any) -> None:
