@@ -32,6 +32,7 @@ class Piece:
         file: File of the document, relative to the source's root.
         split: Side that the document is on.
         content: Valid UTF-8 without byte 0.
+        line: Line at which the piece begins, from 1; of a table, the row, from 0.
         closes: True if the document ends here.
         done_bytes: Bytes of the file that have been read.
     """
@@ -39,6 +40,7 @@ class Piece:
     file: str
     split: Split
     content: bytes
+    line: int
     closes: bool
     done_bytes: int
 
@@ -81,15 +83,19 @@ def _of_text(path: Path, name: str, fraction: float, *, alone: bool) -> Iterator
         else:
             held_out = _character_start(stream, size - int(size * fraction))
             parts = {"train": held_out, "validation": size - held_out} if size else {}
+        line = 1
         for split, n_bytes in parts.items():
             for content, closes in _cut(stream, n_bytes, str(path)):
-                yield Piece(file=name, split=split, content=content, closes=closes, done_bytes=stream.tell())
+                done = stream.tell()
+                yield Piece(file=name, split=split, content=content, line=line, closes=closes, done_bytes=done)
+                line += content.count(b"\n")
 
 
 def _of_records(path: Path, name: str, source: Source, fraction: float) -> Iterator[Piece]:
     read = {"jsonl": _lines, "parquet": _parquet_rows, "huggingface": _arrow_rows}[source.kind]
+    place = "line" if source.kind == "jsonl" else "row"
     is_empty, n_blank = True, 0
-    for place, text, done_bytes in read(path, source.field):
+    for line, text, done_bytes in read(path, source.field):
         if text is None:
             n_blank += 1
             continue
@@ -97,8 +103,8 @@ def _of_records(path: Path, name: str, source: Source, fraction: float) -> Itera
         if not text:
             continue
         split: Split = "validation" if in_validation(text, fraction) else "train"
-        for content, closes in _cut(io.BytesIO(text), len(text), f"{path}: {place}"):
-            yield Piece(file=name, split=split, content=content, closes=closes, done_bytes=done_bytes)
+        for content, closes in _cut(io.BytesIO(text), len(text), f"{path}: {place} {line}"):
+            yield Piece(file=name, split=split, content=content, line=line, closes=closes, done_bytes=done_bytes)
     if is_empty:
         raise CorpusError(f"{path}: the file is empty; it must hold at least one document")
     if n_blank:
@@ -161,10 +167,10 @@ def _check_text(content: bytes, where: str, offset: int) -> None:
         raise CorpusError(f"{where}: byte 0 at {offset + zero}; it closes documents, so this is no text file")
 
 
-# Records: (location, text or None for a blank line or a null, bytes of the file that have been read)
+# Records: (line or row, text or None for a blank line or a null, bytes of the file that have been read)
 
 
-def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
+def _lines(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
     done_bytes = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -172,7 +178,7 @@ def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
             done_bytes += len(line)
             _check_text(line, f"{path}: {place}", 0)
             if not line.strip():
-                yield place, None, done_bytes
+                yield number, None, done_bytes
                 continue
             try:
                 record = json.loads(line)
@@ -182,10 +188,10 @@ def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
                 raise CorpusError(f"{path}: {place}: each line must be an object, got {_short(record)}")
             if field not in record:
                 raise CorpusError(f"{path}: {place}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
-            yield place, _encoded(record[field], f"{path}: {place}: field {field!r}"), done_bytes
+            yield number, _encoded(record[field], f"{path}: {place}: field {field!r}"), done_bytes
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
+def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -196,14 +202,14 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, i
             batches = file.iter_batches(batch_size=_ROWS, columns=[field])
             row, total = 0, max(1, file.metadata.num_rows)
             for batch in batches:
-                for place, text in _texts(batch.column(0), row, f"{path}", field):
+                for text in _texts(batch.column(0), row, f"{path}", field):
+                    yield row, text, size * (row + 1) // total
                     row += 1
-                    yield place, text, size * row // total
     except pa.ArrowException as error:
         raise CorpusError(f"{path}: can't be read as Parquet ({error})") from error
 
 
-def _arrow_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int]]:
+def _arrow_rows(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
     import pyarrow as pa
 
     try:
@@ -212,9 +218,9 @@ def _arrow_rows(path: Path, field: str) -> Iterator[tuple[str, bytes | None, int
             row = 0
             for batch in reader:
                 for start in range(0, len(batch), _ROWS):
-                    for place, text in _texts(batch.column(field).slice(start, _ROWS), row, f"{path}", field):
+                    for text in _texts(batch.column(field).slice(start, _ROWS), row, f"{path}", field):
+                        yield row, text, mapped.tell()
                         row += 1
-                        yield place, text, mapped.tell()
     except pa.ArrowException as error:
         raise CorpusError(f"{path}: can't be read as an Arrow stream ({error})") from error
 
@@ -229,14 +235,14 @@ def _check_column(schema: Any, field: str, path: Path) -> None:
         raise CorpusError(f"{path}: column {field!r} must hold strings, got {kind}")
 
 
-def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[tuple[str, bytes | None]]:
+def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[bytes | None]:
     for row, scalar in enumerate(column, start=first_row):
         place = f"row {row}"
         try:
             value = scalar.as_py()
         except UnicodeDecodeError as error:
             raise CorpusError(f"{where}: {place}: column {field!r} must be UTF-8 ({error})") from error
-        yield place, _encoded(value, f"{where}: {place}: column {field!r}")
+        yield _encoded(value, f"{where}: {place}: column {field!r}")
 
 
 def _encoded(value: Any, where: str) -> bytes | None:

@@ -221,3 +221,27 @@ def test_a_folder_without_a_readable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(CorpusError, match=re.escape(f"{tmp_path}: the corpus is empty, no file *.jsonl lies there")):
         Source(path=str(tmp_path), kind="jsonl").files()
+
+
+def test_each_piece_has_the_line_at_which_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE_BYTES", 8)
+    (tmp_path / "alone.txt").write_text("one\ntwo\nthree\nfour\nfive\n")
+    begins = {piece.line: piece.content for piece in pieces(Source(path=str(tmp_path / "alone.txt")), 0.4)}
+    assert len(begins) > 2
+    whole = (tmp_path / "alone.txt").read_bytes().splitlines(keepends=True)
+    assert all(content.splitlines(keepends=True)[0] in whole[line - 1] for line, content in begins.items())
+
+
+@pytest.mark.parametrize(("kind", "lines"), [("jsonl", [1, 2, 4]), ("parquet", [0, 1, 3]), ("huggingface", [0, 1, 3])])
+def test_a_record_has_the_number_of_its_line_or_row(kind: Kind, lines: list[int], tmp_path: Path) -> None:
+    texts = ["a", "b", None, "d"]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    elif kind == "parquet":
+        parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    else:
+        table = pa.table({"text": texts})
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    assert [piece.line for piece in pieces(Source(path=str(tmp_path), kind=kind), 0.5)] == lines
