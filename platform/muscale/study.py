@@ -33,9 +33,10 @@ from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.programs.program_family import files_of
-from muscale.progress import Display, following
+from muscale.progress import Display, following, silent
 from muscale.proxies import comparison, transfer
 from muscale.proxies.comparison import Comparison
+from muscale.proxies.leak_check import LeakCheck, check_leaks, known_leaks
 from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
@@ -147,7 +148,25 @@ class Study(Result):
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
+        if not known_leaks(config, self.ledger, corpus):
+            self._find_leaks(corpus)
         return corpus
+
+    def _find_leaks(self, corpus: Corpus) -> LeakCheck:
+        with self._display.reading("leaks") as on_progress:
+            found = check_leaks(self.config, self.ledger, corpus, self.directory, on_progress)
+        if not found.passed:
+            self._display.line(f"warning: {found}")
+        return found
+
+    def check_data(self) -> LeakCheck:
+        """How much held-out text the training text holds.
+
+        Raises:
+            StageError: If a program reads its own data, or a source can't be read.
+        """
+        self._require_no_trainer("data check", "its data are not seen here")
+        return check_leaks(self.config, self.ledger, self.corpus, self.directory, silent)
 
     @cached_property
     def _numerics(self) -> Numerics:
@@ -545,7 +564,10 @@ class Study(Result):
 
         if isinstance(plan.model, ModuleConfig):
             self._display.line(f"tracing the memory of {plan.model}")
-        seen = dry_run(plan, config, self.corpus, check=check, verdict=self._gate_verdict, directory=self.directory)
+        leaks = known_leaks(config, self.ledger, self.corpus)
+        seen = dry_run(
+            plan, config, self.corpus, check=check, leaks=leaks, verdict=self._gate_verdict, directory=self.directory
+        )
         return replace(seen, gate=seen.gate.completed(self.contents.commands))
 
     def run(self, *, force: bool = False) -> Promotion | Plan:

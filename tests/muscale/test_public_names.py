@@ -21,6 +21,7 @@ MEMBERS = [
     "bundle",
     "cancel_trial",
     "check",
+    "check_data",
     "compare",
     "config",
     "contents",

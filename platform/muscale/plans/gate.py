@@ -26,9 +26,12 @@ from search_spaces import TransferClass
 
 if TYPE_CHECKING:
     from muscale.plans.by_law import Departure
+    from muscale.proxies.leak_check import LeakCheck
     from proxy_models.architecture.member import Member
     from proxy_models.coordinates.check import CoordinateCheck
 
+WORST_LEAKS = 3
+"""Passages that a failed line names."""
 Status = Literal["passed", "failed", "unknown"]
 
 
@@ -193,6 +196,15 @@ def data_line(
             advice="hold sha256sum of the token files against the manifest where storage is in doubt",
         )
     return GateLine(name="data", status="passed", compared=f"{text}, {n_bytes / 1e9:.3g} GB hashed again")
+
+
+def leak_line(leaks: LeakCheck | None) -> GateLine:
+    """Whether the training text holds little of the held-out text; None if the corpus is a program's own or was not checked."""
+    if leaks is None:
+        return GateLine(name="leaks", status="unknown", compared="held-out and training text were not compared")
+    worst = "".join(f"\n{leak}" for leak in leaks.report.leaks[:WORST_LEAKS] if not leaks.passed)
+    advice = "losses on text that was trained on are too low: `muscale data check` lists the places; remove them with [corpus.clean]"
+    return GateLine.judged("leaks", leaks.passed, leaks.compared + worst, advice)
 
 
 def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> GateLine:

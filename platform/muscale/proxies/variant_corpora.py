@@ -8,10 +8,12 @@ from pathlib import Path
 from muscale.actors.corpora import note, noted
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
+from muscale.settings import corpus as data
 from muscale.settings.config import StudyConfig
+from muscale.settings.corpus import CorpusSettings
 from muscale.settings.further_corpus import write_corpus
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.overlap import overlap
+from proxy_models.data.leaks.leak_search import find_leaks
 
 MOST_SHARED = 0.01
 """Limit on the share of the held-out text in a variant's training data, beyond the share in the study's data (assumed)."""
@@ -43,16 +45,20 @@ def variant_corpora(
         require_unchanged(written.folder)
         found[name] = written.evaluated_on(first)
         if not noted(directory, found[name].key):
-            _require_apart(name, first, written)
+            _require_apart(name, config.corpus, wanted, directory)
             note(directory, found[name])
     return found
 
 
-def _require_apart(name: str, first: Corpus, written: Corpus) -> None:
+def _require_apart(name: str, first: CorpusSettings, wanted: CorpusSettings, directory: Path) -> None:
     """Refuse a corpus that trains on the study's held-out text."""
-    shared, own = overlap(first, written), overlap(first, first)
-    if shared > own + MOST_SHARED:
+    own, other = data.sources(first, directory), data.sources(wanted, directory)
+    shared, repeated = (
+        find_leaks(training, own, validation_fraction=first.validation_fraction).repeated_share
+        for training in (other, own)
+    )
+    if shared > repeated + MOST_SHARED:
         raise StageError(
             f"variants.{name}.corpus: trains on {shared:.1%} of the study's held-out text, of which the study's own training data "
-            f"repeat {own:.1%}: its losses would be flattered; give it the same files, whose held-out part is left out, or others"
+            f"repeat {repeated:.1%}: its losses would be flattered; give it the same files, whose held-out part is left out, or others"
         )

@@ -58,6 +58,9 @@ class CorpusSettings(StrictTable):
     end_of_document: str | None = None  # token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
+    most_leaked: Annotated[float, Field(ge=0, le=1)] = (
+        0.02  # of held-out words, in documents that the training text also holds (assumed)
+    )
 
     @property
     def stages_by_fraction(self) -> bool:

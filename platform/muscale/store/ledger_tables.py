@@ -158,6 +158,7 @@ class ResultKind(StrEnum):
     """Kinds of results, one for each fact without a separate table."""
 
     CHECK = "check"
+    LEAKS = "leaks"  # held-out text in the training text, of each corpus
     TRANSFER = "transfer"
     COMPARISON = "comparison"  # of the study's variants
     OUTSIDE_RESULTS = "outside_results"  # used by a sweep

@@ -33,6 +33,7 @@ from muscale.plans.gate import (
     data_line,
     forecast_line,
     hyperparameters_line,
+    leak_line,
     precision_line,
     transfer_line,
 )
@@ -49,6 +50,7 @@ from scaling import Verdict
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
+    from muscale.proxies.leak_check import LeakCheck
     from proxy_models.coordinates.check import CoordinateCheck
 
 
@@ -147,7 +149,14 @@ class DryRun(Result):
 
 
 def dry_run(
-    plan: Plan, config: StudyConfig, corpus: Corpus, *, check: CoordinateCheck | None, verdict: Verdict, directory: Path
+    plan: Plan,
+    config: StudyConfig,
+    corpus: Corpus,
+    *,
+    check: CoordinateCheck | None,
+    leaks: LeakCheck | None,
+    verdict: Verdict,
+    directory: Path,
 ) -> DryRun:
     """Evaluate the gate and the launch; nothing is launched or written.
 
@@ -180,6 +189,7 @@ def dry_run(
             check_line(check),
             forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
+            leak_line(leaks),
             hyperparameters_line(plan.provenance),
             batch_line(plan.batch),
             by_law_line(departures(plan, config)),

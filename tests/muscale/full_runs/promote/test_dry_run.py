@@ -55,7 +55,13 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
         plan: Plan = Planner(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0).plan()
         before = sorted(directory.rglob("*"))
         found = dry_run(
-            plan, with_layout(plan, config, corpus), corpus, check=check, verdict=verdict, directory=directory
+            plan,
+            with_layout(plan, config, corpus),
+            corpus,
+            check=check,
+            leaks=None,
+            verdict=verdict,
+            directory=directory,
         )
         assert sorted(directory.rglob("*")) == before
         return found
@@ -74,6 +80,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "coordinate check": "unknown",
         "forecast": "passed",
         "data": "passed",
+        "leaks": "unknown",
         "hyperparameters": "passed",
         "batch": "passed",
         "by law": "passed",
@@ -183,6 +190,7 @@ def test_a_family_of_ones_own_is_planned_by_its_members_and_its_memory_is_traced
     known = statuses(found)
     assert {name for name, status in known.items() if status == "unknown"} == {
         "coordinate check",
+        "leaks",
         "communication",
     }
     assert (known["layout"], known["context"]) == ("passed", "passed")

@@ -1,0 +1,75 @@
+"""A study compares its held-out text with its training text once, and its gate closes if the training text holds too much of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muscale import Study
+from muscale.plans.gate import leak_line
+from muscale.proxies.leak_check import known_leaks
+from proxy_models.data.documents import in_validation
+
+MakeStudy = Callable[..., Path]
+
+
+def sentence(draw: random.Random) -> str:
+    return " ".join("".join(draw.choices("abcdefghijklmnop", k=6)) for _ in range(12)) + ".\n"
+
+
+def with_leak(path: Path, *, leaked: bool) -> tuple[str, str]:
+    """Give the study a folder of 40 files, in one of which a held-out file also stands; return the names of both."""
+    draw = random.Random(0)
+    folder = path.parent / "files"
+    folder.mkdir()
+    texts = {f"{number}.txt": "".join(sentence(draw) for _ in range(60)) for number in range(40)}
+    held_out = next(name for name in texts if in_validation(name, 0.1))
+    training = next(name for name in texts if not in_validation(name, 0.1))
+    if leaked:
+        texts[training] = texts[training] + texts[held_out]
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    path.write_text(path.read_text().replace('source = "text"', 'source = "files"'))
+    assert 'source = "files"' in path.read_text()
+    return held_out, training
+
+
+@pytest.mark.parametrize("leaked", [True, False])
+def test_the_gate_closes_on_a_held_out_file_in_the_training_text_and_names_both(
+    leaked: bool, make_study: MakeStudy
+) -> None:
+    path = make_study()
+    held_out, training = with_leak(path, leaked=leaked)
+    study = Study.open(path, quiet=True)
+    found = study.check_data()
+    assert found.passed is not leaked
+    line = leak_line(found)
+    assert (line.status == "failed") is leaked
+    if leaked:
+        (leak,) = found.report.leaks
+        assert (leak.file, leak.line, leak.held_out_file, leak.held_out_line, leak.share) == (
+            training,
+            61,
+            held_out,
+            1,
+            1.0,
+        )
+        assert f"{training}:61" in line.compared
+        assert f"{held_out}:1" in line.compared
+    assert known_leaks(study.config, study.ledger, study.corpus) == found
+    raised = Study.open(path, ["corpus.most_leaked=1"], quiet=True)
+    assert raised.check_data().passed
+
+
+def test_the_check_is_made_once_for_a_corpus(make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_study()
+    first = Study.open(path, quiet=True).check_data()
+    monkeypatch.setattr("muscale.proxies.leak_check.find_leaks", None)
+    assert Study.open(path, quiet=True).check_data() == first
+
+
+def test_a_corpus_that_was_not_compared_does_not_block() -> None:
+    assert leak_line(None).status == "unknown"
