@@ -33,7 +33,7 @@ from scaling.comparisons.noise import SeedNoise, seed_noise
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.decisions.decide import decide
 from scaling.decisions.decision import Decision
-from scaling.decisions.memory_limit import MemoryLimit
+from scaling.decisions.limits import Limits, MemoryLimit
 from scaling.decisions.next_runs import NextRuns, candidate_runs, next_runs
 from scaling.decisions.simulation import Simulation, isoflop_design, ladder_design, simulate
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
@@ -83,6 +83,7 @@ __all__ = [
     "Joint",
     "Kaplan",
     "Law",
+    "Limits",
     "MemoryLimit",
     "MixtureFit",
     "NextMixtures",

@@ -4,23 +4,23 @@
     decide(fit, Budget.of_dollars(2e6, "H100 SXM"))                    … for dollars, device-hours, days on so many devices
     decide(fit, loss=2.05)                                             least compute for a loss
     decide(fit, budget, served_tokens=2e13)                            training and serving out of one budget
-    decide(fit, budget, unique_tokens=5e11)                            … with so much data
-    decide(fit, budget, memory=MemoryLimit.serving("H100 SXM"))        … within a memory
-    decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
-    decide(fit, budget, sizes=configs)                                 … among shapes that can be built
     decide(fit, budget, tokens_per_param=20)                           … at this D/N, if the runs do not identify the best D/N
+    decide(fit, budget, limits=Limits(…))                              within limits, which combine:
+        unique_tokens=5e11                                             … with so much data
+        memory=[MemoryLimit.serving("H100 SXM")]                       … within a memory
+        deadline=Budget.of_days(30, "H100 SXM", 512)                   … in time
+        sizes=configs                                                  … among shapes that can be built
 
-Limits combine. The answer prints the decision, its intervals, and its assumptions.
+The answer prints the decision, its intervals, and its assumptions.
 
 A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders the mean errs less
 than the fitted form alone, and decision and forecast agree. `decide(fit.law, …)` decides by the fitted form alone.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,7 @@ from scaling.arrays import Array
 from scaling.decisions.accelerators import Budget, require_positive
 from scaling.decisions.decision import Decision
 from scaling.decisions.intervals import by_forecast, by_refits
-from scaling.decisions.memory_limit import MemoryLimit
+from scaling.decisions.limits import Limits, as_number
 from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
@@ -42,6 +42,7 @@ SANE_RATIO = (0.5, 2e4)
 """Range of tokens per parameter outside which a law alone warns (assumed)."""
 USEFUL_EPOCHS = 40.0
 """Epochs from which a further repeat was found to be useless (Muennighoff et al. 2305.16264, fig. 1)."""
+NO_LIMITS = Limits()
 PLATEAU = 0.25
 """Share of the budget; if less already comes within the tolerance of the loss, most of the compute is wasted (assumed)."""
 
@@ -53,12 +54,8 @@ def decide(
     loss: float | None = None,
     served_tokens: float = 0.0,
     serving_price: float = 1.0,
-    unique_tokens: float | None = None,
-    max_epochs: float | None = None,
-    memory: MemoryLimit | Iterable[MemoryLimit] | None = None,
-    sizes: Iterable[Any] | None = None,
+    limits: Limits = NO_LIMITS,
     tokens_per_param: float | None = None,
-    deadline: Budget | None = None,
     tolerance: float = 0.005,
     level: float = 0.9,
     **columns: float,
@@ -72,12 +69,8 @@ def decide(
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
         serving_price: cost of a FLOP of serving in FLOPs of training: the ratio of price over MFU, above 1 if answers are
             generated token by token.
-        unique_tokens: unique tokens in the corpus. Under a law without repeats each is seen once: D is at most this number.
-        max_epochs: most times that each token is seen, for a law with the column `unique_tokens`.
-        memory: limits that the model must fit into.
-        sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
-        tokens_per_param: D/N, stated rather than decided; with `sizes`, the nearest size is taken. This needs a budget.
-        deadline: limit of the training alone, without serving: `Budget.of_days`.
+        limits: data, memory, time, and the sizes that can be built.
+        tokens_per_param: D/N, stated rather than decided; with `Limits.sizes`, the nearest size is taken. This needs a budget.
         tolerance: width of the band of near-optimal sizes, as a share of the loss.
 
     Raises:
@@ -95,35 +88,32 @@ def decide(
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
     tails(level)
     require_positive("serving_price", serving_price)
-    memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory or ())
     fit = law if isinstance(law, ScalingFit) else None
     point = law if isinstance(law, Law) else law.best_law
-    chosen = _sizes(sizes)
     if tokens_per_param is not None:
         if budget is None:
             raise ValueError(
                 f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
             )
         require_positive("tokens_per_param", tokens_per_param)
-    spending = _spending(
-        point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
-    )
+    spending = limits.spending(point.form, served_tokens, serving_price, columns)
     values = _stacked(point)
     if budget is None:
         given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
     else:
-        given = budget if isinstance(budget, Budget) else Budget(compute_flops=_number("budget", budget))
+        given = budget if isinstance(budget, Budget) else Budget(compute_flops=as_number("budget", budget))
     if tokens_per_param is not None:
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
-    elif fit and (chosen is None or len(chosen) > 1) and (doubt := fit.unidentified(given.compute_flops)):
+    elif (
+        fit and (limits.choices is None or len(limits.choices) > 1) and (doubt := fit.unidentified(given.compute_flops))
+    ):
         raise ScalingError(f"{doubt}; or state it: tokens_per_param={doubt.tokens_per_param:.3g}")
     case = _Case(
         law=law,
         spending=spending,
         values=values,
         budget=given.compute_flops,
-        memory=memory,
-        deadline=deadline,
+        limits=limits,
         tolerance=tolerance,
         level=level,
     )
@@ -135,10 +125,10 @@ def decide(
         loss=float(case.answer["loss"]),
         served_tokens=served_tokens,
         serving_price=serving_price,
-        unique_tokens=unique_tokens,
+        unique_tokens=limits.unique_tokens,
         budget=given,
         target_loss=loss,
-        config=None if chosen is None else chosen[case.n_params],
+        config=None if limits.choices is None else limits.choices[case.n_params],
         stated_ratio=tokens_per_param,
         near=case.near(),
         tolerance=tolerance,
@@ -146,74 +136,9 @@ def decide(
         size_by_fit=None if tokens_per_param else case.size_by_fit(),
         level=level,
         forecast=case.forecast,
-        limits=tuple(case.limits()),
+        limits=tuple(case.binding()),
         warnings=(*stated, *case.warnings()),
         assumptions=tuple(case.assumptions()),
-    )
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a number, got {value!r}") from error
-
-
-def _sizes(sizes: Iterable[Any] | None) -> dict[float, Any] | None:
-    """Choices by their parameters N."""
-    if sizes is None:
-        return None
-    given = [sizes] if isinstance(sizes, int | float) else [*sizes]
-    if not given:
-        raise ValueError("sizes must hold at least one size, got none")
-    by_size = {
-        _number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)
-    }  # the first of equal sizes wins
-    for size in by_size:
-        require_positive("sizes", size)
-    return by_size
-
-
-def _spending(
-    law: Law,
-    served_tokens: float,
-    serving_price: float,
-    unique_tokens: float | None,
-    max_epochs: float | None,
-    memory: Sequence[MemoryLimit],
-    chosen: Mapping[float, Any] | None,
-    deadline: Budget | None,
-    columns: Mapping[str, float],
-) -> Spending:
-    for name, value in (("unique_tokens", unique_tokens), ("max_epochs", max_epochs)):
-        if value is not None:
-            require_positive(name, value)
-    repeats = UNIQUE in law.form.columns
-    if max_epochs is not None and not repeats:
-        raise ValueError(f"max_epochs needs a law of {UNIQUE}, got {law.form.name}, in which each token is seen once")
-    if max_epochs is not None and unique_tokens is None:
-        raise ValueError(f"max_epochs needs unique_tokens, got max_epochs={max_epochs!r} alone")
-    expected = {*law.form.columns} - {"n_params", "n_tokens", UNIQUE}
-    if expected != {*columns}:
-        named = ", ".join(sorted(expected)) or "no further columns"
-        raise ValueError(f"{law.form.name} needs {named}, got {', '.join(columns) or 'none'}")
-    max_params = min((limit.max_params for limit in memory), default=math.inf)
-    unique = math.inf if unique_tokens is None else unique_tokens
-    fitting = None if chosen is None else np.array(sorted(size for size in chosen if size <= max_params))
-    if chosen and fitting is not None and not fitting.size:
-        raise ScalingError(
-            f"sizes must fit the {max_params:.4g} parameters of the memory limit, got {min(chosen):.4g} as the smallest"
-        )
-    return Spending(
-        form=law.form,
-        served_tokens=served_tokens,
-        serving_price=serving_price,
-        unique_tokens=unique,
-        max_tokens=unique * (max_epochs or math.inf) if repeats else unique,
-        max_params=max_params,
-        max_training_flops=deadline.compute_flops if deadline else math.inf,
-        sizes=fitting,
-        columns=columns,
     )
 
 
@@ -250,8 +175,7 @@ class _Case:
     spending: Spending
     values: Mapping[str, Array]
     budget: float
-    memory: tuple[MemoryLimit, ...]
-    deadline: Budget | None
+    limits: Limits
     tolerance: float
     level: float
 
@@ -314,18 +238,18 @@ class _Case:
         found = [replace(self.spending, form=law.form).best(_stacked(law), budget) for law in laws.values()]
         return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
 
-    def limits(self) -> Iterator[str]:
+    def binding(self) -> Iterator[str]:
         """Yield the limits that bind the answer."""
         spending = self.spending
         if self.n_tokens >= spending.max_tokens * (1 - 1e-6):
             epochs = spending.max_tokens / spending.unique_tokens
             yield f"data: all {spending.unique_tokens:.4g} unique tokens are used, {epochs:.3g} times each"
-        tightest = min(self.memory, key=lambda limit: limit.max_params, default=None)
+        tightest = min(self.limits.memory, key=lambda limit: limit.max_params, default=None)
         if tightest is not None and self.n_params >= tightest.max_params * (1 - 1e-6):
             yield f"memory of {tightest}"
         training = FLOPS_PER_PARAM_TOKEN * self.n_params * self.n_tokens
-        if self.deadline is not None and training >= self.deadline.compute_flops * (1 - 1e-6):
-            yield f"the deadline: {self.deadline.terms or self.deadline.worth}"
+        if self.limits.deadline is not None and training >= self.limits.deadline.compute_flops * (1 - 1e-6):
+            yield f"the deadline: {self.limits.deadline.terms or self.limits.deadline.worth}"
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about the answer itself; the forecast has further reasons."""
@@ -365,8 +289,8 @@ class _Case:
                 if repeats
                 else "no token is seen twice: the law has no term for repeats"
             )
-        if self.memory:
-            yield from (f"memory of {limit}" for limit in self.memory)
+        if self.limits.memory:
+            yield from (f"memory of {limit}" for limit in self.limits.memory)
             yield "memory holds every parameter, also those that N may not count"
         if self.forecast:
             yield "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"

@@ -11,7 +11,7 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.drawing import Figure
-from scaling.mixtures.mixture_bounds import STEPS, Limits, minimise, nearest, weight_limits
+from scaling.mixtures.mixture_bounds import STEPS, MixtureLimits, minimise, nearest, weight_limits
 from scaling.mixtures.mixture_figures import draw_best
 from scaling.mixtures.mixture_law import MixtureLaw
 from scaling.mixtures.mixture_law import Objective as Wanted
@@ -133,7 +133,7 @@ class Search:
     point: Array
 
     @classmethod
-    def of(cls, fit: MixtureLaw, wanted: Wanted, given: Limits) -> Search:
+    def of(cls, fit: MixtureLaw, wanted: Wanted, given: MixtureLimits) -> Search:
         """Minimise the objective within the limits, as `best_mixture` describes."""
         coefficients = fit.coefficients(wanted)
         low, high = weight_limits(fit.domains, given)
@@ -167,7 +167,7 @@ class Search:
 
 @single_threaded
 def best_mixture(
-    fit: MixtureLaw, objective: Wanted, *, level: float, seed: int, **limits: Unpack[Limits]
+    fit: MixtureLaw, objective: Wanted, *, level: float, seed: int, **limits: Unpack[MixtureLimits]
 ) -> BestMixture:
     """Find the mixture within the limits with the least expected objective.
 

@@ -16,7 +16,7 @@ from scaling.fits.runs import Table
 from scaling.mixtures.best import BestMixture, best_mixture
 from scaling.mixtures.domain_process import DomainProcess
 from scaling.mixtures.following import NextMixtures, following_mixtures
-from scaling.mixtures.mixture_bounds import Limits
+from scaling.mixtures.mixture_bounds import MixtureLimits
 from scaling.mixtures.mixture_figures import draw_effects
 from scaling.mixtures.mixture_law import MixtureLaw, Objective, inputs
 from scaling.mixtures.table import LOSS, WEIGHT, read_mixtures
@@ -68,7 +68,7 @@ class MixtureFit(MixtureLaw):
         return pd.DataFrame(values[1:] / values[0] - 1, index=self.domains, columns=self.targets).T
 
     def best(
-        self, objective: Objective = None, *, level: float = 0.9, seed: int = 0, **limits: Unpack[Limits]
+        self, objective: Objective = None, *, level: float = 0.9, seed: int = 0, **limits: Unpack[MixtureLimits]
     ) -> BestMixture:
         """Find the mixture of least objective within limits (`scaling.mixtures.best.best_mixture`, also for the errors raised).
 
@@ -76,12 +76,12 @@ class MixtureFit(MixtureLaw):
             objective: one target, weights of several, or None for the mean of all targets' losses.
             level: probability of the intervals.
             seed: seed of the draws.
-            limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.mixture_bounds.Limits`).
+            limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.mixture_bounds.MixtureLimits`).
         """
         return best_mixture(self, objective, level=level, seed=seed, **limits)
 
     def next_mixtures(
-        self, n: int = 4, objective: Objective = None, *, seed: int = 0, **limits: Unpack[Limits]
+        self, n: int = 4, objective: Objective = None, *, seed: int = 0, **limits: Unpack[MixtureLimits]
     ) -> NextMixtures:
         """Choose the n mixtures to train next (`scaling.mixtures.following.following_mixtures`, also for the errors raised).
 

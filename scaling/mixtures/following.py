@@ -11,7 +11,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.forms.law import compute_flops
 from scaling.mixtures.best import Search
-from scaling.mixtures.mixture_bounds import Limits
+from scaling.mixtures.mixture_bounds import MixtureLimits
 from scaling.mixtures.mixture_law import MixtureLaw
 from scaling.mixtures.mixture_law import Objective as Wanted
 from scaling.presentation import lines
@@ -64,7 +64,7 @@ class NextMixtures(JsonResult):
 
 @single_threaded
 def following_mixtures(
-    fit: MixtureLaw, n: int, objective: Wanted, *, seed: int, **limits: Unpack[Limits]
+    fit: MixtureLaw, n: int, objective: Wanted, *, seed: int, **limits: Unpack[MixtureLimits]
 ) -> NextMixtures:
     """Choose the n runs that should improve the best mixture most, by the knowledge gradient for correlated beliefs.
 

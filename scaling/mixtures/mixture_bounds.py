@@ -21,7 +21,7 @@ COMBINED = 8
 _BISECTIONS = 60
 
 
-class Limits(TypedDict, total=False):
+class MixtureLimits(TypedDict, total=False):
     """The planned run of a mixture, and limits of the mixture.
 
     Attributes:
@@ -39,7 +39,7 @@ class Limits(TypedDict, total=False):
     n_params: float | None
 
 
-def weight_limits(domains: tuple[str, ...], given: Limits) -> tuple[Array, Array]:
+def weight_limits(domains: tuple[str, ...], given: MixtureLimits) -> tuple[Array, Array]:
     """Least and largest weight of each domain, [m] each.
 
     Raises:

@@ -10,7 +10,7 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
-from scaling import Decision, Law, ScalingError, ScalingFit, decide
+from scaling import Decision, Law, Limits, ScalingError, ScalingFit, decide
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.repeated import RepeatedTokens
 
@@ -50,14 +50,17 @@ def size_for(
     wanted = float((budget.compute_flops / FLOPS_PER_PARAM_TOKEN / ratio) ** 0.5) if ratio else best
 
     def decided(law: Law | ScalingFit, reach: float, unique: float | None = None) -> Decision:
+        limits = Limits(
+            sizes=named or family.between(wanted / REACH, wanted * reach),
+            unique_tokens=unique,
+            max_epochs=settings.max_epochs if unique else None,
+        )
         try:
             return decide(
                 law,
                 budget,
-                sizes=named or family.between(wanted / REACH, wanted * reach),
                 served_tokens=settings.served_tokens,
-                unique_tokens=unique,
-                max_epochs=settings.max_epochs if unique else None,
+                limits=limits,
                 tokens_per_param=ratio,
                 tolerance=settings.tolerance,
                 level=settings.level,

@@ -18,6 +18,7 @@ from scaling import (
     Joint,
     Kaplan,
     Law,
+    Limits,
     MemoryLimit,
     RepeatedData,
     ScalingError,
@@ -86,8 +87,10 @@ def test_serving_moves_sizes_as_published() -> None:
     [(1e12, math.inf, math.inf), (0, 2e11, math.inf), (0, math.inf, 3e9), (3e11, 1e11, 2e10)],
 )
 def test_every_limit_meets_brute_force(law: Law, served: float, tokens: float, params: float) -> None:
-    memory = MemoryLimit(what="serving", memory_bytes=params * 2, bytes_per_param=2, share=1) if params < 1e15 else ()
-    found = decide(law, 1e23, served_tokens=served, unique_tokens=None if tokens == math.inf else tokens, memory=memory)
+    given = [] if params == math.inf else [params]
+    memory = [MemoryLimit(what="serving", memory_bytes=most, bytes_per_param=1, share=1) for most in given]
+    limits = Limits(unique_tokens=None if tokens == math.inf else tokens, memory=memory)
+    found = decide(law, 1e23, served_tokens=served, limits=limits)
     n_params, n_tokens, loss = brute(law, 1e23, served, tokens, params)
     assert found.loss <= loss * (1 + 1e-12)
     assert found.loss == pytest.approx(loss, rel=1e-5)
@@ -110,7 +113,11 @@ def test_ends_of_the_band_lose_what_was_tolerated() -> None:
     for end in (low, high):
         assert HOFFMANN.loss(end, 1e23 / 6 / end) == pytest.approx(1.01 * found.loss, rel=1e-9)
     assert found.near["loss_above_best"].tolist() == pytest.approx([0.01, 0, 0.01], abs=1e-9)
-    limited = decide(HOFFMANN, 1e23, memory=MemoryLimit(what="training", memory_bytes=1e10, bytes_per_param=1, share=1))
+    limited = decide(
+        HOFFMANN,
+        1e23,
+        limits=Limits(memory=[MemoryLimit(what="training", memory_bytes=1e10, bytes_per_param=1, share=1)]),
+    )
     assert limited.near["n_params"].max() == pytest.approx(limited.n_params)
     assert limited.limits[0].startswith("memory of training: at most 1e+10 parameters")
 
@@ -123,16 +130,16 @@ class Config:
 
 def test_shapes_that_can_be_built() -> None:
     configs = [Config(1e9, 16), Config(7e9, 32), Config(2e10, 48), Config(7e10, 80)]
-    found = decide(HOFFMANN, 1e23, sizes=configs, tolerance=0.02)
+    found = decide(HOFFMANN, 1e23, tolerance=0.02, limits=Limits(sizes=configs))
     losses = [HOFFMANN.loss(c.n_params, 1e23 / 6 / c.n_params) for c in configs]
     assert found.config is configs[int(np.argmin(losses))]
     assert found.n_params == found.config.n_params
     near = [c.n_params for c, loss in zip(configs, losses, strict=True) if loss <= 1.02 * min(losses)]
     assert found.near["n_params"].tolist() == near
     assert "depth=48" in str(found)
-    within = decide(HOFFMANN, 1e23, sizes=configs, memory=MemoryLimit.serving("H100 SXM", share=0.2))
+    within = decide(HOFFMANN, 1e23, limits=Limits(sizes=configs, memory=[MemoryLimit.serving("H100 SXM", share=0.2)]))
     assert within.n_params == 7e9
-    assert decide(HOFFMANN, loss=2.2, sizes=[1e9, 7e9]).n_params == 7e9
+    assert decide(HOFFMANN, loss=2.2, limits=Limits(sizes=[1e9, 7e9])).n_params == 7e9
 
 
 class Repeats(Form):
@@ -153,25 +160,25 @@ class Repeats(Form):
 
 def test_repeated_data_where_the_law_knows_of_it() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
-    plenty, scarce = decide(law, 1e23), decide(law, 1e23, unique_tokens=1e11)
+    plenty, scarce = decide(law, 1e23), decide(law, 1e23, limits=Limits(unique_tokens=1e11))
     assert plenty.n_params == pytest.approx(HOFFMANN.allocate(1e23).n_params, rel=1e-5)
     assert scarce.n_tokens > 1e11, "the law pays for some repeats"
-    once = decide(HOFFMANN, 1e23, unique_tokens=1e11)
+    once = decide(HOFFMANN, 1e23, limits=Limits(unique_tokens=1e11))
     assert plenty.loss < scarce.loss < once.loss
     n = np.exp(np.linspace(math.log(1e9), math.log(1e12), 100_001))
     assert scarce.loss == pytest.approx(law.loss(n, 1e23 / 6 / n, unique_tokens=1e11).min(), rel=1e-8)
-    twice = decide(law, 1e23, unique_tokens=1e11, max_epochs=2)
+    twice = decide(law, 1e23, limits=Limits(unique_tokens=1e11, max_epochs=2))
     assert twice.n_tokens == pytest.approx(2e11)
     assert twice.epochs == pytest.approx(2)
     assert "2 epochs of 1e+11 unique tokens" in str(twice)
     assert twice.limits == ("data: all 1e+11 unique tokens are used, 2 times each",)
     with pytest.raises(ValueError, match="max_epochs .*got chinchilla"):
-        decide(HOFFMANN, 1e23, unique_tokens=1e11, max_epochs=4)
+        decide(HOFFMANN, 1e23, limits=Limits(unique_tokens=1e11, max_epochs=4))
 
 
 def test_dollars_and_deadlines_are_budgets() -> None:
     budget = Budget.of_dollars(2e6, "H100 SXM", n_devices=1024)
-    found = decide(HOFFMANN, budget, unique_tokens=2e11)
+    found = decide(HOFFMANN, budget, limits=Limits(unique_tokens=2e11))
     assert found.total_flops <= budget.compute_flops
     assert found.cost.dollars == pytest.approx(2e6, rel=1e-6)
     assert "no token is seen twice" in str(found)
@@ -195,7 +202,7 @@ def test_a_decision_and_its_forecast_are_of_one_mind(fitted: ScalingFit) -> None
 def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
     deadline = Budget.of_days(1, "H100 SXM", 8)
     budget = Budget.of_dollars(1e5, "A100 80GB")
-    late = decide(fitted, budget, served_tokens=1e12, deadline=deadline)
+    late = decide(fitted, budget, served_tokens=1e12, limits=Limits(deadline=deadline))
     assert late.training_flops == pytest.approx(deadline.compute_flops, rel=1e-6)
     assert late.serving_flops > 0
     assert "held by" in str(late)
@@ -203,11 +210,11 @@ def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
     free = decide(fitted, budget, served_tokens=1e12)
     assert free.loss < late.loss
     assert free.tokens_per_param == free.n_tokens / free.n_params
-    slack = decide(fitted, budget, served_tokens=1e12, deadline=Budget.of_days(1e4, "H100 SXM", 8))
+    slack = decide(fitted, budget, served_tokens=1e12, limits=Limits(deadline=Budget.of_days(1e4, "H100 SXM", 8)))
     assert slack.limits == ()
     assert slack.loss == pytest.approx(free.loss, rel=1e-6)
     with pytest.raises(ScalingError, match="never reach 2.0500"):
-        decide(fitted, loss=2.05, deadline=deadline)
+        decide(fitted, loss=2.05, limits=Limits(deadline=deadline))
 
 
 def test_a_law_of_repeats_decides_by_its_refits() -> None:
@@ -217,12 +224,12 @@ def test_a_law_of_repeats_decides_by_its_refits() -> None:
     runs = pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "unique_tokens": size * ratio / epochs})
     runs["loss"] = law.loss(**runs) * np.exp(0.001 * rng.standard_normal(len(runs)))
     fitted = fit(runs, n_params_convention="total", form=RepeatedData(), n_bootstrap=20)
-    found = decide(fitted, 1e21, unique_tokens=1e9, level=0.8)
+    found = decide(fitted, 1e21, level=0.8, limits=Limits(unique_tokens=1e9))
     refits = [
         decide(
             fitted.law.form.law(**dict(zip(fitted.law.parameters, map(float, draw), strict=True))),
             1e21,
-            unique_tokens=1e9,
+            limits=Limits(unique_tokens=1e9),
         )
         for draw in fitted.draws
     ]
@@ -235,21 +242,23 @@ def test_a_law_of_repeats_decides_by_its_refits() -> None:
 
 def test_spending_on_a_plateau_raises_a_warning() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
-    found = decide(law, 1e27, unique_tokens=1e8)
+    found = decide(law, 1e27, limits=Limits(unique_tokens=1e8))
     warnings = "; ".join(found.warnings)
     assert "epochs: repeats were found to be worth nothing at 40" in warnings
     enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", warnings)[0])
-    assert decide(law, enough, unique_tokens=1e8).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
-    assert not decide(law, 1e22, unique_tokens=1e12).warnings
-    assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).warnings)
-    dear = decide(law, 1e27, unique_tokens=1e8, tolerance=0)
+    assert decide(law, enough, limits=Limits(unique_tokens=1e8)).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
+    assert not decide(law, 1e22, limits=Limits(unique_tokens=1e12)).warnings
+    assert "3.75e-05 tokens per parameter" in "; ".join(
+        decide(HOFFMANN, 1e26, limits=Limits(unique_tokens=2.5e10)).warnings
+    )
+    dear = decide(law, 1e27, tolerance=0, limits=Limits(unique_tokens=1e8))
     assert not any("buys next to nothing" in warning for warning in dear.warnings), "no tolerance was given"
-    shapes = decide(law, 1e27, unique_tokens=1e8, sizes=[1e9, 1e10])
+    shapes = decide(law, 1e27, limits=Limits(unique_tokens=1e8, sizes=[1e9, 1e10]))
     assert not any("buys next to nothing" in warning for warning in shapes.warnings)
 
 
 def test_a_memory_that_is_large_enough_changes_nothing() -> None:
-    large = decide(HOFFMANN, 1e21, memory=[MemoryLimit.serving("A100 40GB")])
+    large = decide(HOFFMANN, 1e21, limits=Limits(memory=[MemoryLimit.serving("A100 40GB")]))
     assert not large.limits
     assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
     assert "memory holds every parameter, also those that N may not count" in large.assumptions
@@ -264,7 +273,7 @@ def test_on_other_devices_the_old_price_is_not_shown(fitted: ScalingFit) -> None
 
 def test_decisions_say_everything(fitted: ScalingFit) -> None:
     budget = Budget.of_dollars(5e4, "A100 80GB", n_devices=64)
-    found = decide(fitted, budget, served_tokens=1e11, memory=[MemoryLimit.serving("A100 40GB")])
+    found = decide(fitted, budget, served_tokens=1e11, limits=Limits(memory=[MemoryLimit.serving("A100 40GB")]))
     text = str(found)
     for words in (
         "$50,000 for A100 80GB",
@@ -320,15 +329,17 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
             "serving 1e.12 tokens alone costs more",
         ),
         (
-            {"budget": 1e20, "sizes": [1e12], "memory": MemoryLimit.serving("H100 SXM")},
+            {"budget": 1e20, "sizes": [1e12], "memory": [MemoryLimit.serving("H100 SXM")]},
             ScalingError,
             r"sizes .* 2.8e\+10 .*got 1e\+12",
         ),
     ],
 )
 def test_errors_name_the_rule_and_the_value(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    limits = {name: value for name, value in arguments.items() if name in ("unique_tokens", "sizes", "memory")}
+    others = {name: value for name, value in arguments.items() if name not in limits}
     with pytest.raises(error, match=message):
-        decide(HOFFMANN, **arguments)
+        decide(HOFFMANN, **others, limits=Limits(**limits))
 
 
 def test_the_planted_law_is_named(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import brentq
 
-from scaling import Joint, Law, MemoryLimit, ScalingFit, decide, fit
+from scaling import Joint, Law, Limits, MemoryLimit, ScalingFit, decide, fit
 from scaling.forms.law import Allocation
 
 
@@ -31,7 +31,7 @@ def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit
     for name, variant in fitted.ensemble.variants.items():
         assert found.size_by_fit[name] == pytest.approx(variant.allocate(1e21).n_params, rel=1e-5)
     assert found.size_by_fit["chinchilla alone"] == pytest.approx(fitted.law.allocate(1e21).n_params, rel=1e-5)
-    shapes = decide(fitted, 1e21, sizes=[1e8, 1e9, 1e10, 1e11])
+    shapes = decide(fitted, 1e21, limits=Limits(sizes=[1e8, 1e9, 1e10, 1e11]))
     assert shapes.intervals is not None
     assert set(shapes.intervals.loc["n_params"]) <= {1e8, 1e9, 1e10, 1e11}
 
@@ -61,14 +61,14 @@ def test_the_interval_of_the_best_size_covers_at_its_level(planted: Law, ladder:
 
 def test_among_given_sizes_and_under_a_memory_the_ends_are_the_nearest_that_there_are(fitted: ScalingFit) -> None:
     def ends(**limits: Any) -> pd.DataFrame:
-        found = decide(fitted, 1e21, **limits).intervals
+        found = decide(fitted, 1e21, limits=Limits(**limits)).intervals
         assert found is not None
         return found
 
     free, sizes = ends(), np.geomspace(1e8, 1e11, 61)
     shapes = ends(sizes=sizes)
     memory = MemoryLimit(what="serving", memory_bytes=free.loc["n_params", "estimate"], bytes_per_param=1, share=1)
-    held = ends(memory=memory)
+    held = ends(memory=[memory])
     assert set(shapes.loc["n_params"]) <= set(sizes)
     one_step = math.log(sizes[1] / sizes[0])
     for end in ("low", "high"):

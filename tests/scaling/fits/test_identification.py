@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Law, ScalingError, ScalingFit, decide, fit
+from scaling import Chinchilla, Law, Limits, ScalingError, ScalingFit, decide, fit
 from scaling.fits.identification import MOST_FACTOR, unidentified
 from scaling.fits.law_prior import PRIOR
 from scaling.forms.law import compute_flops
@@ -99,8 +99,8 @@ def test_the_deviation_is_that_of_the_formula() -> None:
 
 def test_one_size_leaves_nothing_to_identify(line: ScalingFit) -> None:
     line = line
-    assert decide(line, 1e22, sizes=[5e9]).n_params == 5e9
-    nearest = decide(line, 1e22, sizes=[1e9, 8e9, 4e10], tokens_per_param=20)
+    assert decide(line, 1e22, limits=Limits(sizes=[5e9])).n_params == 5e9
+    nearest = decide(line, 1e22, tokens_per_param=20, limits=Limits(sizes=[1e9, 8e9, 4e10]))
     assert nearest.n_params == 8e9
     served = decide(line, 1e22, tokens_per_param=20, served_tokens=1e12)
     assert served.tokens_per_param == pytest.approx(20)

@@ -13,6 +13,7 @@ from scaling import (
     Joint,
     Kaplan,
     Law,
+    Limits,
     RepeatedData,
     ScalingFit,
     TiedChinchilla,
@@ -217,7 +218,7 @@ def test_repeated_tokens_are_no_more_than_are_seen() -> None:
     assert (seen == 2e10).any()
     assert (seen < 2e10).any()
     np.testing.assert_allclose(law.loss(data["n_params"], data["n_tokens"], unique_tokens=seen), data["loss"])
-    near = decide(law, 1e20, unique_tokens=2e10).near["n_params"]
+    near = decide(law, 1e20, limits=Limits(unique_tokens=2e10)).near["n_params"]
     np.testing.assert_allclose(of(data, "band")["n_params"].iloc[[0, -1]], near.iloc[[0, -1]])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, RepeatedData, ScalingError, ScalingFit, decide, fit
+from scaling import Chinchilla, Limits, RepeatedData, ScalingError, ScalingFit, decide, fit
 from scaling.forms.repeated import RepeatedTokens
 
 NUMBERS = {"E": 1.8, "A": 700.0, "B": 2000.0, "alpha": 0.37, "beta": 0.36}
@@ -99,7 +99,7 @@ def test_with_little_data_more_compute_goes_to_epochs_and_the_loss_has_a_floor()
     assert little.loss > enough.loss
     assert little.n_tokens > enough.n_tokens
     with pytest.raises(ScalingError, match="never reach"):
-        decide(PLANTED, loss=enough.loss, unique_tokens=1e9)
+        decide(PLANTED, loss=enough.loss, limits=Limits(unique_tokens=1e9))
 
 
 def test_the_public_runs_give_the_published_decay(public_table: Callable[[str], pd.DataFrame]) -> None:

@@ -1,0 +1,177 @@
+"""Limits of a decision next to its budget: data, memory, time, and the sizes that can be built."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from scaling.decisions.accelerators import Accelerator, Budget, accelerator, require_positive
+from scaling.errors import ScalingError
+from scaling.forms.law import Form
+from scaling.forms.spending import UNIQUE, Spending
+from scaling.presentation import Result
+
+TRAINING_BYTES = 16.0
+"""Bytes per parameter under Adam in mixed precision: 2 for the parameter, 2 for its gradient, 12 for its fp32 copy and two moments
+(Rajbhandari et al. 1910.02054, sec. 3.1)."""
+SERVING_BYTES = 2.0
+"""Bytes per parameter in bf16."""
+SHARE = 0.7
+"""Share of a device's memory that the model may take (assumed); the rest is for activations, or the cache of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit(Result):
+    """Limit by the bytes that each parameter needs, spread evenly over devices.
+
+    Attributes:
+        what: use of the model, such as "training".
+        memory_bytes: memory of one device.
+        bytes_per_param: bytes of a parameter with its gradient and state.
+        n_devices: devices that share one copy.
+        share: share of the memory that the model may take, above 0, at most 1.
+
+    Raises:
+        ValueError: a number breaks its rule.
+    """
+
+    what: str
+    memory_bytes: float
+    bytes_per_param: float
+    n_devices: int = 1
+    share: float = SHARE
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "bytes_per_param", "n_devices"):
+            require_positive(name, getattr(self, name))
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share!r}")
+
+    @classmethod
+    def training(
+        cls, device: Accelerator | str, *, n_devices: int, bytes_per_param: float = TRAINING_BYTES, share: float = SHARE
+    ) -> "MemoryLimit":
+        """Limit in training: parameters, gradients and optimiser state, all sharded over the devices (ZeRO-3, FSDP)."""
+        memory = accelerator(device).memory_bytes
+        return cls(
+            what="training", memory_bytes=memory, bytes_per_param=bytes_per_param, n_devices=n_devices, share=share
+        )
+
+    @classmethod
+    def serving(
+        cls,
+        device: Accelerator | str,
+        *,
+        n_devices: int = 1,
+        bytes_per_param: float = SERVING_BYTES,
+        share: float = SHARE,
+    ) -> "MemoryLimit":
+        """Limit in serving: parameters alone, on the devices of one replica."""
+        memory = accelerator(device).memory_bytes
+        return cls(
+            what="serving", memory_bytes=memory, bytes_per_param=bytes_per_param, n_devices=n_devices, share=share
+        )
+
+    @property
+    def max_params(self) -> float:
+        """Parameters of the largest model that fits, with every parameter counted."""
+        return self.share * self.memory_bytes * self.n_devices / self.bytes_per_param
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: at most {self.max_params:.4g} parameters at {self.bytes_per_param:g} bytes each in {self.share:.0%} "
+            f"of {self.n_devices:,} × {self.memory_bytes / 1e9:.4g} GB"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits that a decision must keep in addition to its budget; they combine.
+
+    Attributes:
+        unique_tokens: unique tokens in the corpus. Under a law without repeats each is seen once: D is at most this number.
+        max_epochs: most times that each token is seen, for a law with the column `unique_tokens`.
+        memory: limits that the model must fit into.
+        sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        deadline: limit of the training alone, without serving: `Budget.of_days`.
+
+    Raises:
+        ValueError: a limit breaks its rule.
+    """
+
+    unique_tokens: float | None = None
+    max_epochs: float | None = None
+    memory: Iterable[MemoryLimit] = ()
+    sizes: Iterable[Any] | None = None
+    deadline: Budget | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("unique_tokens", "max_epochs"):
+            if (value := getattr(self, name)) is not None:
+                require_positive(name, value)
+        if self.max_epochs is not None and self.unique_tokens is None:
+            raise ValueError(f"max_epochs needs unique_tokens, got max_epochs={self.max_epochs!r} alone")
+        object.__setattr__(self, "memory", tuple(self.memory))
+        for size in self.choices or ():
+            require_positive("sizes", size)
+
+    @cached_property
+    def choices(self) -> dict[float, Any] | None:
+        """The allowed sizes by their parameters N; the first of equal sizes wins."""
+        if self.sizes is None:
+            return None
+        if not (given := [*self.sizes]):
+            raise ValueError("sizes must hold at least one size, got none")
+        return {as_number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)}
+
+    def spending(
+        self, form: Form, served_tokens: float, serving_price: float, columns: Mapping[str, float]
+    ) -> Spending:
+        """Return the uses of compute within these limits, under a form with its further columns.
+
+        Raises:
+            ValueError: the form knows no repeats and `max_epochs` is given, or a column is missing or unknown.
+            ScalingError: no allowed size fits into the memory.
+        """
+        repeats = UNIQUE in form.columns
+        if self.max_epochs is not None and not repeats:
+            raise ValueError(f"max_epochs needs a law of {UNIQUE}, got {form.name}, in which each token is seen once")
+        expected = {*form.columns} - {"n_params", "n_tokens", UNIQUE}
+        if expected != {*columns}:
+            named = ", ".join(sorted(expected)) or "no further columns"
+            raise ValueError(f"{form.name} needs {named}, got {', '.join(columns) or 'none'}")
+        most = min((limit.max_params for limit in self.memory), default=math.inf)
+        choices = self.choices
+        fitting = None if choices is None else np.array(sorted(size for size in choices if size <= most))
+        if choices and fitting is not None and not fitting.size:
+            smallest = min(choices)
+            raise ScalingError(
+                f"sizes must fit the {most:.4g} parameters of the memory limit, got {smallest:.4g} as the smallest"
+            )
+        unique = math.inf if self.unique_tokens is None else self.unique_tokens
+        return Spending(
+            form=form,
+            served_tokens=served_tokens,
+            serving_price=serving_price,
+            unique_tokens=unique,
+            max_tokens=unique * (self.max_epochs or math.inf) if repeats else unique,
+            max_params=most,
+            max_training_flops=self.deadline.compute_flops if self.deadline else math.inf,
+            sizes=fitting,
+            columns=columns,
+        )
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return the value as a number.
+
+    Raises:
+        ValueError: the value is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a number, got {value!r}") from error
