@@ -76,11 +76,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def require_free(path: Path) -> None:
-    """Require that nothing or an empty folder exists at a path.
-
-    Raises:
-        FileExistsError: If anything else exists there.
-    """
+    """Require that nothing or an empty folder exists at a path; raise FileExistsError if anything else exists there."""
     if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FileExistsError(f"{path}: must not exist or be an empty folder; name another folder, or remove this one")
 

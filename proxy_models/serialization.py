@@ -37,11 +37,7 @@ class Serializable:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ValueError: Naming each path, its rule and its value.
-        """
+        """Read what `to_dict` wrote; raise ValueError naming each path, its rule and its value."""
         if not isinstance(values, Mapping):
             raise ValueError(f"must be a table, got {values!r}")
         try:

@@ -55,11 +55,7 @@ def require_filled(rows: pd.DataFrame, column: str) -> None:
 
 
 def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
-    """Return the column as strings.
-
-    Raises:
-        ValueError: a value is missing.
-    """
+    """Return the column as strings; raise ValueError if a value is missing."""
     require_filled(rows, column)
     return np.array([str(name) for name in rows[column]], dtype=object)
 

@@ -4,11 +4,7 @@ import math
 
 
 def tails(level: float) -> tuple[float, float]:
-    """Probabilities below the two bounds of an equal-tailed interval.
-
-    Raises:
-        ValueError: the level is not between 0 and 1.
-    """
+    """Probabilities below the two bounds of an equal-tailed interval; raises ValueError if the level is not between 0 and 1."""
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     return (1 - level) / 2, (1 + level) / 2

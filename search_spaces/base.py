@@ -87,11 +87,7 @@ class Distribution(ABC):
         """Return the support in a few characters."""
 
     def encode(self, value: object) -> tuple[float, ...]:
-        """Return the places of `value` in [0, 1], one for each dimension.
-
-        Raises:
-            SpaceError: If `value` is not in the support.
-        """
+        """Return the places of `value` in [0, 1], one for each dimension; raise SpaceError if `value` is not in the support."""
         if not self.contains(value):
             raise SpaceError(f"{value!r} is not in {self.kind} {self._support()}")
         return self._encode(value)

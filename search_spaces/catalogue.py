@@ -224,11 +224,7 @@ CATALOGUE: dict[str, Callable[[], Space]] = {
 
 
 def ready_made(name: str) -> Space:
-    """Return the space of the catalogue with this name.
-
-    Raises:
-        SpaceError: If the catalogue has no such name.
-    """
+    """Return the space of the catalogue with this name; raise SpaceError if the catalogue has no such name."""
     if name not in CATALOGUE:
         raise SpaceError(unknown("space", name, CATALOGUE))
     return CATALOGUE[name]()

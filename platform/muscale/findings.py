@@ -141,21 +141,13 @@ class Stages:
         return transfer.horizon_of(self.transfer())
 
     def ladder(self) -> pd.DataFrame:
-        """Every annealed run, as `ladder.law_rows` gives them.
-
-        Raises:
-            StageError: As `horizon`.
-        """
+        """Every annealed run, as `ladder.law_rows` gives them; raises StageError like `horizon`."""
         config, best, horizon = self._contents.config, self.sweep().best, self.horizon()
         self._finish("ladder", ladder.ladder_jobs(config, self.numerics, best, horizon))
         return ladder.law_rows(self._contents.ledger.runs(), best, config.sweep.space, horizon, self.numerics)
 
     def fit(self) -> ScalingFit:
-        """The law L(N, D) of the ladder.
-
-        Raises:
-            StageError: As `ladder`, or if no law can be fitted.
-        """
+        """The law L(N, D) of the ladder; raises StageError like `ladder`, or if no law can be fitted."""
         if found := self.known.fit:
             return found
         config, rows = self._contents.config, self.ladder()

@@ -121,11 +121,7 @@ class ConfigFamily(Family):
         self.config(self.width_step, 1)
 
     def _require_sizes(self) -> None:
-        """Refuse arguments that no model can have, since some classes do not check them.
-
-        Raises:
-            FamilyError: Naming the argument.
-        """
+        """Refuse arguments that no model can have, since some classes do not check them; raise FamilyError naming the argument."""
         for name in map(self._own, ("hidden_size", "head_dim", *_IN_PROPORTION)):
             if (size := self.arguments.get(name, 1)) < 1:
                 raise FamilyError(f"{name} must be at least 1, got {size}")
@@ -208,11 +204,7 @@ class ConfigFamily(Family):
             return math.lcm(*(share.denominator for share in self._proportions.values()))
 
     def config(self, width: int, depth: int) -> Any:
-        """Return the config of a member.
-
-        Raises:
-            FamilyError: If the class does not allow these sizes.
-        """
+        """Return the config of a member; raise FamilyError if the class does not allow these sizes."""
         with self._refusing(d_model=width, n_layers=depth):
             sizes: dict[str, Any] = {name: int(share * width) for name, share in self._proportions.items()}
             if "head_dim" in self._types:

@@ -159,11 +159,7 @@ class DecoderFamily(Family):
         share_products(cast("Decoder", model), mesh)
 
     def member(self, width: int, depth: int) -> ModelConfig:
-        """Return the decoder of this width and depth.
-
-        Raises:
-            ValueError: If the shape breaks a rule of `ModelConfig`.
-        """
+        """Return the decoder of this width and depth; raise ValueError if the shape breaks a rule of `ModelConfig`."""
         return replace(self.config, d_model=width, n_layers=depth)
 
     def widths(self) -> Iterator[int]:

@@ -341,11 +341,7 @@ def qualified_name(family: type[Family]) -> str:
 
 @cache
 def source_hash(family: type[Family]) -> str:
-    """Return the SHA-256 of the source of a family.
-
-    Raises:
-        ValueError: If the source can't be read.
-    """
+    """Return the SHA-256 of the source of a family; raise ValueError if the source can't be read."""
     try:
         files = family.source()
     except (TypeError, OSError) as error:

@@ -209,11 +209,7 @@ class Parametrization(Serializable):
     multipliers: ForwardMultipliers
 
     def require(self, saved: Parametrization) -> None:
-        """Refuse a state that was trained under another table.
-
-        Raises:
-            ValueError: Naming the parameters and fields that differ.
-        """
+        """Refuse a state that was trained under another table; raise ValueError naming the parameters and fields that differ."""
         here, there = self._entries(), saved._entries()
         odd = [name for name in here | there if here.get(name) != there.get(name)]
         if odd:

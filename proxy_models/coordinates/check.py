@@ -324,10 +324,6 @@ def require_sizes(axis: Axis, sizes: Sequence[int]) -> None:
 
 
 def require_seeds(seeds: Sequence[int]) -> None:
-    """Require enough seeds to average over.
-
-    Raises:
-        ValueError: If there are too few.
-    """
+    """Require enough seeds to average over; raise ValueError if there are too few."""
     if len(set(seeds)) < MIN_SEEDS:
         raise ValueError(f"the coordinate check averages over at least {MIN_SEEDS} seeds, got {list(seeds)}")

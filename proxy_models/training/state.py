@@ -36,11 +36,7 @@ class TrainState:
     tensors: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write the state to `path` atomically.
-
-        Raises:
-            OSError: If the disk is full or not writable.
-        """
+        """Write the state to `path` atomically; raise OSError if the disk is full or not writable."""
         path.parent.mkdir(parents=True, exist_ok=True)
         table = self.parametrization.to_dict()
         with atomic_write(path) as unfinished, _ErrorKeepingWriter(io.FileIO(unfinished, "w")) as file:

@@ -39,11 +39,7 @@ SECONDS_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
 
 
 def require_positive(name: str, value: float) -> float:
-    """Return the value if it is finite and above 0.
-
-    Raises:
-        ValueError: the value is not finite and above 0, or is no number.
-    """
+    """Return the value if it is finite and above 0; raise ValueError if the value is not finite and above 0, or is no number."""
     positive(name, value)
     return value
 

@@ -166,11 +166,7 @@ class Limits:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return the value as a number.
-
-    Raises:
-        ValueError: the value is no number.
-    """
+    """Return the value as a number; raise ValueError if the value is no number."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:

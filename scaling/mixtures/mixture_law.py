@@ -205,11 +205,7 @@ def varying(scales: pd.DataFrame) -> tuple[str, ...]:
 
 
 def quantile_of(z: Array, level: float) -> float:
-    """Return the (n + 1)·level-th of n absolute values, or the largest.
-
-    Raises:
-        ValueError: `level` does not lie between 0 and 1.
-    """
+    """Return the (n + 1)·level-th of n absolute values, or the largest; raise ValueError if `level` does not lie between 0 and 1."""
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     return float(np.quantile(z, min(1.0, level * (len(z) + 1) / len(z)), method="inverted_cdf"))

@@ -65,11 +65,7 @@ class VariantComparison(JsonResult):
         return [str(name) for name in self.table.loc[self.table["verdict"] == "undecided", "variant"]]
 
     def verdict(self, variant: str) -> Outcome:
-        """Verdict of one variant.
-
-        Raises:
-            KeyError: no variant has this name.
-        """
+        """Verdict of one variant; raises KeyError if no variant has this name."""
         outcome: Outcome = self.table.set_index("variant").loc[variant, "verdict"]
         return outcome
 

@@ -105,11 +105,7 @@ class Followers:
     def training(
         self, corpus: Path, numerics: Numerics, segment: Segment, state: TrainState | None, *, averaged: bool
     ) -> Iterator[None]:
-        """Have them train while the block trains the same as the first rank.
-
-        Raises:
-            WorkerLostError: If one of them died.
-        """
+        """Have them train while the block trains the same as the first rank; raise WorkerLostError if one of them died."""
         kept = ray.put(state)
         with self._all_calling(
             [actor.train.remote(corpus, numerics, segment, kept, averaged=averaged) for actor in self._actors]

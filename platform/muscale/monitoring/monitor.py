@@ -60,11 +60,7 @@ class Monitor:
         self._records = RunRecords(self.directory)
 
     def look(self) -> RunStatus:
-        """The current status of the run.
-
-        Raises:
-            StageError: As `ExternalRun.update`.
-        """
+        """The current status of the run; raises StageError like `ExternalRun.update`."""
         if self._external:
             self._external.update()
         steps = self._records.steps()

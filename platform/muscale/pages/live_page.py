@@ -158,11 +158,7 @@ class LivePage:
         return found
 
     def cancel_trial(self, trial: int, reason: str) -> None:
-        """Request that a running trial of the sweep ends.
-
-        Raises:
-            StageError: If the trial is not running.
-        """
+        """Request that a running trial of the sweep ends; raise StageError if the trial is not running."""
         so_far = search_so_far(self.study.ledger, self.study.config.rung_tokens())
         if so_far is None or trial not in so_far.running:
             raise StageError(f"cancel: trial {trial} is not at work")

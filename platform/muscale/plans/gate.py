@@ -80,11 +80,7 @@ class Gate(Recorded):
         return replace(self, lines=tuple(replace(one, advice=commands.completed(one.advice)) for one in self.lines))
 
     def require(self, *, force: bool) -> None:
-        """Return if the launch may proceed.
-
-        Raises:
-            StageError: If a line failed and the promotion is not forced.
-        """
+        """Return if the launch may proceed; raise StageError if a line failed and the promotion is not forced."""
         if force or self.passed:
             return
         failures = "\n".join(

@@ -20,11 +20,7 @@ _STRAIGHT = 1e-9  # in units of the factor: points this near to the line between
 
 
 def job_of(numerics: Numerics, segments: Sequence[Segment]) -> TrainerJob:
-    """The job that trains consecutive segments under one recipe.
-
-    Raises:
-        ValueError: If the recipe changes among the segments.
-    """
+    """The job that trains consecutive segments under one recipe; raises ValueError if the recipe changes among the segments."""
     first, last = segments[0], segments[-1]
     if any(segment.recipe != first.recipe for segment in segments):
         raise ValueError("a trainer's job has one recipe, got several: train each segment as a separate job")

@@ -88,11 +88,7 @@ class Program(Family):
 
     @property
     def directory(self) -> Path:
-        """Folder in which the program is run.
-
-        Raises:
-            ValueError: If this process may not run the program.
-        """
+        """Folder in which the program is run; raises ValueError if this process may not run the program."""
         if self not in _allowed:
             raise ValueError(f"the trainer {self.command} is not run here")
         return _allowed[self]

@@ -64,11 +64,7 @@ class TrainerJob:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a job's JSON.
-
-        Raises:
-            TrainerError: If the file is not a job.
-        """
+        """Read a job's JSON; raise TrainerError if the file is not a job."""
         try:
             found = json.loads(path.read_text())
             return cls(

@@ -20,11 +20,7 @@ MIN_PRIOR_RUNS = 5
 
 
 def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
-    """Return the scheduler of a sweep over a space.
-
-    Raises:
-        StageError: If a class of Ray Tune's can't be made from the study file.
-    """
+    """Return the scheduler of a sweep over a space; raise StageError if a class of Ray Tune's can't be made from the study file."""
     top = settings.rungs - 1
     match settings.scheduler:
         case "none":

@@ -343,11 +343,7 @@ class Sweep:
         return distinct(record, best)[: settings.n_finalists]
 
     def result(self, record: Record | None = None) -> SweepResult:
-        """Return the result from the ledger, best first, without training.
-
-        Raises:
-            StageError: If no trial has a loss after annealing.
-        """
+        """Return the result from the ledger, best first, without training; raise StageError if no trial has a loss after annealing."""
         record = record or self.record()
         annealed = self.annealed_runs(record)
         repetitions = self.repetitions(record, self.finalists(record, annealed))

@@ -129,11 +129,7 @@ def _arguments(kind: type) -> set[str]:
 
 
 def domain(where: str, distribution: Distribution) -> Any:
-    """Return a distribution as Tune's spaces express it.
-
-    Raises:
-        StageError: If Tune's spaces can't express it.
-    """
+    """Return a distribution as Tune's spaces express it; raise StageError if Tune's spaces can't express it."""
     from ray import tune
 
     match distribution:

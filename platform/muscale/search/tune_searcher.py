@@ -39,11 +39,7 @@ class TuneSearcher:
         self._begin(())
 
     def propose(self, number: int, known: Known) -> Config:
-        """Return the searcher's suggestion for a trial.
-
-        Raises:
-            StageError: If it has none.
-        """
+        """Return the searcher's suggestion for a trial; raise StageError if it has none."""
         known = cast(RecordView, known)  # as the engine gives it
         if self._events is not known.events:
             self._begin(known.events)

@@ -71,11 +71,7 @@ class ContinuationFile(StrictTable):
 
     @classmethod
     def read(cls, path: Path, *, vocab_size: int) -> Self:
-        """Read a file for a model of this vocabulary.
-
-        Raises:
-            StudyFileError: Naming file, key, rule and value of each error.
-        """
+        """Read a file for a model of this vocabulary; raise StudyFileError naming file, key, rule and value of each error."""
         try:
             file = cls(**lists_to_tuples(read_toml(path, StudyFileError)))
         except pydantic.ValidationError as error:

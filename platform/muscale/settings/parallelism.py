@@ -62,11 +62,7 @@ class Parallelism:
         yield from (f"tensor_parallel must be 1 {reason}, got {n}" for reason in family.sharing_errors(model))
 
     def require(self, model: Member) -> None:
-        """Refuse a model that does not fit this layout.
-
-        Raises:
-            ValueError: Naming every broken rule.
-        """
+        """Refuse a model that does not fit this layout; raise ValueError naming every broken rule."""
         if reasons := list(self.layout_errors(model)):
             raise ValueError("; ".join(reasons))
 

@@ -34,11 +34,7 @@ class Shape(StrictTable):
     depth: PositiveInt | None = None  # none: the base's
 
     def of(self, family: ModelFamily[M]) -> M:
-        """The member of the family with this shape.
-
-        Raises:
-            ValueError: If the family has no such member.
-        """
+        """The member of the family with this shape; raises ValueError if the family has no such member."""
         return family.at(width=self.width, depth=self.depth)
 
     def __str__(self) -> str:
@@ -117,11 +113,7 @@ class PlanSettings(StrictTable):
         return Budget.of_days(self.days or 0.0, device, self.n_devices or 0)
 
     def at(self, compute_flops: float) -> Self:
-        """The same settings with another budget.
-
-        Raises:
-            ValueError: If it is not finite, above 0 and at most `MOST_FLOPS`.
-        """
+        """The same settings with another budget; raises ValueError if it is not finite, above 0 and at most `MOST_FLOPS`."""
         _require_possible(Budget(compute_flops=compute_flops))
         return self.model_copy(update=dict.fromkeys(BUDGETS) | {"compute_flops": float(compute_flops)})
 
@@ -133,11 +125,7 @@ def _require_possible(budget: Budget) -> None:
 
 
 def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of [plan.explicit], converted to the types of their hyperparameters.
-
-    Raises:
-        ValueError: Naming key, rule and value.
-    """
+    """The values of [plan.explicit], converted to the types of their hyperparameters; raises ValueError naming key, rule and value."""
     hints = get_type_hints(Hyperparameters) | OF_MODEL
     found = {}
     for name, value in explicit.items():

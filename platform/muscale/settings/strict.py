@@ -133,11 +133,7 @@ def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[s
 
 
 def build_strictly(build: type[T], table: Mapping[str, Any], where: str) -> T:
-    """Build a library's dataclass from a table, as strictly as the rest of the file.
-
-    Raises:
-        TableError: With a line for each error.
-    """
+    """Build a library's dataclass from a table, as strictly as the rest of the file; raise TableError with a line for each error."""
     hints, table, problems = get_type_hints(build), dict(table), list[str]()
     for name, hint in hints.items():
         entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)

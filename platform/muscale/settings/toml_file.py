@@ -36,11 +36,7 @@ def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Parse the tables of a text.
-
-    Raises:
-        ValueError: If the text is not UTF-8 or not TOML, whose integers have 64 bits.
-    """
+    """Parse the tables of a text; raise ValueError if the text is not UTF-8 or not TOML, whose integers have 64 bits."""
     try:
         values = tomllib.loads(text if isinstance(text, str) else text.decode())
         _require_64_bits(values)

@@ -40,11 +40,7 @@ class TrainerSettings(StrictTable):
         return command
 
     def write_corpus(self, folder: Path) -> Corpus:
-        """A corpus that represents the program's data.
-
-        Raises:
-            CorpusError: If the folder holds another corpus.
-        """
+        """A corpus that represents the program's data; raises CorpusError if the folder holds another corpus."""
         return write_own_data(folder, self.data)
 
 

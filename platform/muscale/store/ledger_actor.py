@@ -91,11 +91,7 @@ class ActorStorage(Storage):
             ) from None
 
     def actor(self) -> Any:
-        """The actor's handle.
-
-        Raises:
-            StudyDirectoryError: If no node of the cluster holds the file.
-        """
+        """The actor's handle; raises StudyDirectoryError if no node of the cluster holds the file."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

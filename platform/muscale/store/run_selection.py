@@ -80,11 +80,7 @@ def widened(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
-    """The run whose key begins with `prefix`.
-
-    Raises:
-        RunSelectionError: If no run, or more than one, matches.
-    """
+    """The run whose key begins with `prefix`; raises RunSelectionError if no run, or more than one, matches."""
     found = runs[runs["key"].str.startswith(prefix)] if prefix else runs.iloc[:0]
     if len(found) == 1:
         return found.iloc[0]

@@ -188,11 +188,7 @@ def sqlite_schema(connection: sa.Connection) -> int:
 
 
 def require_schema(name: str, found: int) -> None:
-    """Refuse a ledger of another schema.
-
-    Raises:
-        StudyDirectoryError: With both numbers and advice.
-    """
+    """Refuse a ledger of another schema; raise StudyDirectoryError with both numbers and advice."""
     if found != SCHEMA:
         raise StudyDirectoryError(
             f"{name}: the ledger has schema {found}, this version of muscale reads schema {SCHEMA}; open it with the version "

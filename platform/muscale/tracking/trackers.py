@@ -36,11 +36,7 @@ def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
 
 
 class Tracking:
-    """Shows a study's work in its trackers.
-
-    Raises:
-        StudyFileError: As `make_mirror`.
-    """
+    """Shows a study's work in its trackers; raises StudyFileError like `make_mirror`."""
 
     def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
         self._config, self._ledger = config, ledger

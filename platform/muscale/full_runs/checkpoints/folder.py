@@ -65,11 +65,7 @@ def manifest_hash(checkpoint: Path) -> str | None:
 
 
 def tokens_of(checkpoint: Path) -> int:
-    """Tokens trained at a checkpoint, from the folder's name.
-
-    Raises:
-        StageError: If the name is not that of a checkpoint.
-    """
+    """Tokens trained at a checkpoint, from the folder's name; raises StageError if the name is not that of a checkpoint."""
     tokens = checkpoint.name.removeprefix("tokens=")
     if not checkpoint.name.startswith("tokens=") or not tokens.isdecimal():
         raise StageError(f"{checkpoint}: is neither a full run's directory nor its checkpoint, tokens=<number>")

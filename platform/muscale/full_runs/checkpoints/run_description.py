@@ -53,11 +53,7 @@ class RunDescription:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the description from a run's directory.
-
-        Raises:
-            StageError: If the directory has no description, or it can't be read.
-        """
+        """Read the description from a run's directory; raise StageError if the directory has no description, or it can't be read."""
         path = directory / RUN
         try:
             values = json.loads(path.read_text())

@@ -189,11 +189,7 @@ def staging_options(device: torch.device) -> StagingOptions:
 
 
 def read_table(checkpoint: Path) -> Parametrization:
-    """The parametrization table of a checkpoint.
-
-    Raises:
-        StageError: If the table can't be read.
-    """
+    """The parametrization table of a checkpoint; raises StageError if the table can't be read."""
     path = checkpoint / PARAMETRIZATION
     try:
         return Parametrization.from_dict(json.loads(path.read_text()))

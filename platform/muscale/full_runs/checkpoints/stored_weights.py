@@ -94,11 +94,7 @@ class RecordReader(FileSystemReader):
     _index: Metadata | None = None
 
     def shapes(self) -> dict[str, Tensor]:
-        """All tensors by their names in the checkpoint, on the meta device.
-
-        Raises:
-            StageError: If the index can't be read.
-        """
+        """All tensors by their names in the checkpoint, on the meta device; raises StageError if the index can't be read."""
         with self._readable():
             return {
                 name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
@@ -107,11 +103,7 @@ class RecordReader(FileSystemReader):
             }
 
     def n_weights(self) -> int:
-        """Number of weights of the model.
-
-        Raises:
-            StageError: If the index can't be read.
-        """
+        """Number of weights of the model; raises StageError if the index can't be read."""
         return sum(shape.numel() for name, shape in self.shapes().items() if name.startswith(f"{MODEL}."))
 
     def require_weights(self, shapes: Mapping[str, Tensor]) -> None:
@@ -130,11 +122,7 @@ class RecordReader(FileSystemReader):
                 )
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read tensors in place, by their names in the checkpoint.
-
-        Raises:
-            StageError: If the tensors can't be read.
-        """
+        """Read tensors in place, by their names in the checkpoint; raise StageError if the tensors can't be read."""
         with self._readable(), alone():
             load_sharded(dict(tensors), storage_reader=self)
 
@@ -158,11 +146,7 @@ class RecordReader(FileSystemReader):
             raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def names(self) -> Set[str]:
-        """All names in the checkpoint.
-
-        Raises:
-            StageError: If the index can't be read.
-        """
+        """All names in the checkpoint; raises StageError if the index can't be read."""
         with self._readable():
             return self.read_metadata().state_dict_metadata.keys()
 

@@ -119,11 +119,7 @@ class _Reservation:
         }
 
     def wait(self) -> None:
-        """Wait for the reservation.
-
-        Raises:
-            StageError: If others occupy the resources.
-        """
+        """Wait for the reservation; raise StageError if others occupy the resources."""
         if not self._group.wait(_ROOM_SECONDS):
             raise StageError(
                 f'promote: evaluation = "async" needs {format_resources(self.taken)}, which stayed occupied for '
@@ -143,11 +139,7 @@ class _Reservation:
         return room_for(left, resources.full_run_worker)
 
     def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
-        """Check that the training fits.
-
-        Raises:
-            StageError: If its smallest number of workers would wait forever.
-        """
+        """Check that the training fits; raise StageError if its smallest number of workers would wait forever."""
         least, room = settings.workers_min or settings.workers, self.room(resources)
         if room < least:
             raise StageError(

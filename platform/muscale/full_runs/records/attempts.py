@@ -58,11 +58,7 @@ class Attempt:
         return [record.get("attempt") for record in records if record["event"] == "start"][-1:] == [self.key]
 
     def require_last(self) -> None:
-        """Check the claim before a write to the folder.
-
-        Raises:
-            LeaseLostError: If another attempt has begun since.
-        """
+        """Check the claim before a write to the folder; raise LeaseLostError if another attempt has begun since."""
         if not self.is_last:
             raise LeaseLostError(f"{self.directory}: another attempt at this run has begun; this one writes no more")
 

@@ -146,11 +146,7 @@ class StepLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows, on rank 0.
-
-        Raises:
-            LeaseLostError: If another attempt has begun since.
-        """
+        """Write the rows, on rank 0; raise LeaseLostError if another attempt has begun since."""
         if rank() == 0:
             self._attempt.require_last()
             if self.rows:
