@@ -89,11 +89,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        *,
-        quiet: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        completed: Callable[[str], str] = str,
+        self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic, completed: Callable[[str], str] = str
     ) -> None:
         self._quiet, self._completed = quiet, completed
         self._clock = clock

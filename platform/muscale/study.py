@@ -439,13 +439,7 @@ class Study(Result):
         if self.ledger.result(ResultKind.PROMOTION, plan.key):
             raise StageError(f"promote: plan {plan.key} was trained to its end already; `muscale promote` shows it")
         seen = self._admitted(plan, config, force=force)
-        promotion.begin(
-            plan,
-            config,
-            self.ledger,
-            verdict=self._gate_verdict.verdict,
-            gate=seen.gate,
-        )
+        promotion.begin(plan, config, self.ledger, verdict=self._gate_verdict.verdict, gate=seen.gate)
         folder = self.directory / FULL_RUNS / plan.key
         return prepare(plan, config, self._numerics, folder, self.contents.commands)
 

@@ -184,14 +184,7 @@ class Family(ABC):
         return [*blocks, *tables, readout]
 
     def fitting(
-        self,
-        member: Member,
-        sequences: int,
-        *,
-        limit: int,
-        precision: Precision,
-        optimizer: str,
-        ranks: int,
+        self, member: Member, sequences: int, *, limit: int, precision: Precision, optimizer: str, ranks: int
     ) -> tuple[int | None, Checkpointing]:
         """Return how many sequences of one pass fit in `limit` bytes of a rank (None: all of them), and the checkpointing.
 

@@ -44,11 +44,7 @@ def share_products(model: Decoder, mesh: DeviceMesh) -> None:
                 for name in ("query_norm", "key_norm")
             }
         parallelize_module(block, mesh, plan)
-    rest: dict[str, ParallelStyle] = {
-        "embedding": _ByRows(),
-        "final_norm": _Gathered(local=True),
-        "readout": _ByRows(),
-    }
+    rest: dict[str, ParallelStyle] = {"embedding": _ByRows(), "final_norm": _Gathered(local=True), "readout": _ByRows()}
     if model.config.positions == "learned":
         rest["position"] = _ByRows()
     parallelize_module(model, mesh, rest)

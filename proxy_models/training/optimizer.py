@@ -90,9 +90,7 @@ def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
 def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardMultipliers:
     """Return the forward multipliers of the table times the tuned ones of the recipe."""
     return parametrization.multipliers.tuned(
-        embedding=recipe.embedding_multiplier,
-        readout=recipe.output_multiplier,
-        attention=recipe.attention_multiplier,
+        embedding=recipe.embedding_multiplier, readout=recipe.output_multiplier, attention=recipe.attention_multiplier
     )
 
 

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon import (
-    DEFAULT_A,
-    DEFAULT_B,
-    DEFAULT_C,
-    DEFAULT_NS_STEPS,
-    EPS,
-    _zeropower_via_newtonschulz,
-)
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

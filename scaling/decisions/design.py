@@ -94,12 +94,7 @@ class Design:
         return replace(self, covariance=(covariance + covariance.T) / 2)
 
     def greedy(
-        self,
-        n_params: Array,
-        n_tokens: Array,
-        cost: Array,
-        affordable: float,
-        criterion: Criterion = "variance",
+        self, n_params: Array, n_tokens: Array, cost: Array, affordable: float, criterion: Criterion = "variance"
     ) -> Iterator[tuple[int, "Design"]]:
         """Choose among K runs one by one while a run is affordable; yield its index, and the design with that run."""
         gradient = gradient_of(self.law, self.theta, n_params, n_tokens)

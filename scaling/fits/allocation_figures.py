@@ -139,11 +139,7 @@ def allocation_data(
 
 def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> Figure:
     """Draw a panel for each quantity: the best value against compute with its interval, dashed beyond the runs."""
-    titles = {
-        "n_params": params_title(n_params_convention, 24),
-        "n_tokens": TOKENS,
-        "tokens_per_param": RATIO,
-    }
+    titles = {"n_params": params_title(n_params_convention, 24), "n_tokens": TOKENS, "tokens_per_param": RATIO}
     quantities = data["quantity"].unique()
     figure = stacked(len(quantities), shared_xaxes=True)
     for row, quantity in enumerate(quantities, start=1):

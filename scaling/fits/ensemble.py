@@ -214,10 +214,7 @@ class BaseFits:
     def law(self, theta: Array) -> Law:
         numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
         return Law(
-            form=Joint(),
-            parameters=numbers,
-            n_params_convention=self.n_params_convention,
-            loss_unit=self.loss_unit,
+            form=Joint(), parameters=numbers, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
         )
 
 

@@ -102,13 +102,7 @@ class Forecast(JsonResult):
 
 
 def forecast(
-    law: Law,
-    ensemble: Ensemble,
-    n_params: float,
-    n_tokens: float,
-    *,
-    level: float,
-    reasons: Sequence[str],
+    law: Law, ensemble: Ensemble, n_params: float, n_tokens: float, *, level: float, reasons: Sequence[str]
 ) -> Forecast:
     """Make the forecast of `ScalingFit.forecast`.
 

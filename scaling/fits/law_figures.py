@@ -110,10 +110,7 @@ def draw_backtest(data: pd.DataFrame) -> Figure:
         max(1, len(cuts)), shared_xaxes="all", shared_yaxes="all", subplot_titles=titles, vertical_spacing=0.12
     )
     level = f"{100 * data['level'].iloc[0]:g} % interval" if len(data) else "interval"
-    looks = {
-        True: {"color": COLOURS[2], "symbol": "circle"},
-        False: {"color": COLOURS[5], "symbol": "x"},
-    }
+    looks = {True: {"color": COLOURS[2], "symbol": "circle"}, False: {"color": COLOURS[5], "symbol": "x"}}
     shown: set[str] = set()
     for row, part in enumerate(cuts, start=1):
         ends = {"array": part["error_high"], "arrayminus": -part["error_low"]}

@@ -25,13 +25,7 @@ GRID = np.geomspace(0.05, 2.0, 24)
 SHAPE_BOUNDS = (0.2, 5.0)
 """Bounds of the joint form's g: towards 0 the loss above E is the larger of the two terms, and the data do not determine g."""
 _POSITIVE = (1e-300, 1e300)
-_NUMBERS = {
-    "E": _POSITIVE,
-    "A": _POSITIVE,
-    "B": _POSITIVE,
-    "alpha": EXPONENT_BOUNDS,
-    "beta": EXPONENT_BOUNDS,
-}
+_NUMBERS = {"E": _POSITIVE, "A": _POSITIVE, "B": _POSITIVE, "alpha": EXPONENT_BOUNDS, "beta": EXPONENT_BOUNDS}
 
 
 class Chinchilla(Form):

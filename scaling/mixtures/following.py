@@ -98,10 +98,7 @@ def following_mixtures(
         row = {f"weight_{name}": w for name, w in zip(fit.domains, mixtures[number[pick]], strict=True)}
         row |= {str(name): float(x) for name, x in sizes.iloc[size[pick]].items()}
         row |= {"flops": float(flops[pick])} if _has_compute(fit) else {}
-        row |= {
-            "gain": max(float(gains[pick]), 0.0),
-            "spread": float(wanted.deviation(points[:1], of_run=False)[0]),
-        }
+        row |= {"gain": max(float(gains[pick]), 0.0), "spread": float(wanted.deviation(points[:1], of_run=False)[0])}
         chosen.append(row)
     return NextMixtures(
         objective={n: float(c) for n, c in zip(fit.targets, wanted.coefficients, strict=True) if c > 0},

@@ -115,12 +115,7 @@ class MixtureLaw(JsonResult):
 
     @single_threaded
     def predict(
-        self,
-        weights: Weights,
-        n_params: float | None = None,
-        n_tokens: float | None = None,
-        *,
-        level: float = 0.9,
+        self, weights: Weights, n_params: float | None = None, n_tokens: float | None = None, *, level: float = 0.9
     ) -> pd.DataFrame:
         """Loss of one run of each mixture on each target: mixture (number), domain, loss, low, high, unsupported (reasons, or empty).
 

@@ -213,12 +213,7 @@ def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along:
 
 
 def _judge(
-    optima: dict[float, Optimum],
-    drift: float,
-    interval: tuple[float, float],
-    worse: str | None,
-    along: str,
-    over: str,
+    optima: dict[float, Optimum], drift: float, interval: tuple[float, float], worse: str | None, along: str, over: str
 ) -> tuple[Judgement, tuple[str, ...]]:
     failures = []
     if interval[0] > MAX_DRIFT or interval[1] < -MAX_DRIFT:

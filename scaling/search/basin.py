@@ -80,12 +80,7 @@ class InputLayout:
         length = math.log(LENGTH * math.sqrt(self.n_lengths / 2))
         drifts = np.array(self.drifts, np.float64).reshape(-1, 2)
         mean = np.concatenate([scales, np.full(self.n_lengths, length), [math.log(REACH)], drifts[:, 0]])
-        spread = [
-            np.array(spreads),
-            np.full(self.n_lengths, LENGTH_SPREAD),
-            np.array([REACH_SPREAD]),
-            drifts[:, 1],
-        ]
+        spread = [np.array(spreads), np.full(self.n_lengths, LENGTH_SPREAD), np.array([REACH_SPREAD]), drifts[:, 1]]
         return mean, np.concatenate(spread)
 
     @cached_property

@@ -59,10 +59,7 @@ def problem_of(error: BaseException | None) -> tuple[str, str]:
             return (
                 ("refuse", f"a worker can't start: {last_line(error)}")
                 if error.actor_init_failed
-                else (
-                    "lost",
-                    last_line(error),
-                )
+                else ("lost", last_line(error))
             )
         case WorkerLostError():
             return "lost", str(error)

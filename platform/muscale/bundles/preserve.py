@@ -107,12 +107,7 @@ def _continued_run(study: StudyContents, started: dict[str, Any], done: Continue
         outcome=(CONTINUED, done.to_dict()),
         facts={"continuation": done.key, "finished_at": done.finished_at},
         card=partial(
-            continuation_card,
-            study=study.config.name,
-            done=done,
-            numerics=numerics,
-            corpus=corpus,
-            n_tokens=n_tokens,
+            continuation_card, study=study.config.name, done=done, numerics=numerics, corpus=corpus, n_tokens=n_tokens
         ),
         config=study.config.to_dict(),
         lineage={"segments": plain(done.lineage), "plan": registered and registered["payload"]},

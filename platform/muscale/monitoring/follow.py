@@ -33,12 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def follow_run(
-    monitor: Monitor,
-    *,
-    until: Until,
-    every: float,
-    settings: PromoteSettings,
-    console: Console | None = None,
+    monitor: Monitor, *, until: Until, every: float, settings: PromoteSettings, console: Console | None = None
 ) -> RunStatus:
     """Check the run repeatedly and raise alarms until the run ends, with "alarm" until its loss alarms, with "now" once.
 

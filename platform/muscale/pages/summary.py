@@ -161,11 +161,7 @@ def lineage(contents: ReportContents) -> list[Step]:
     corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
     plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
     return [
-        _step(
-            "Corpus",
-            "the-corpus",
-            *((_tokens(corpus), f"key {corpus.key[:8]}") if corpus else _OPEN),
-        ),
+        _step("Corpus", "the-corpus", *((_tokens(corpus), f"key {corpus.key[:8]}") if corpus else _OPEN)),
         _searched(contents),
         _step(
             "Transfer",

@@ -44,11 +44,7 @@ def write_fit_page(
         plan = {
             "forecast": decision.forecast.to_dict(),
             "compute_flops": decision.total_flops,
-            "decision": {
-                "budget_flops": decision.total_flops,
-                "near": decision.near,
-                "tolerance": decision.tolerance,
-            },
+            "decision": {"budget_flops": decision.total_flops, "near": decision.near, "tolerance": decision.tolerance},
         }
     sections = [*decided, *noted, *sections_of_fit(fit, plan), _backtest(fit), *_following(fit, decision)]
     written = f"written {moment(now())} · {len(fit.rows)} runs fitted, {len(fit.left_out)} left out"

@@ -65,10 +65,7 @@ class BatchChoice(Recorded):
         """Whether the batch and the first batch of a ramp are each within `FAR` of the proxies' or of a law's best batch."""
         return all(
             min(_apart(tokens, known) for known in (tuned, self.best_tokens) if known) <= FAR
-            for tokens, tuned in (
-                (self.tokens, self.tuned_tokens),
-                (self.first_tokens, self.tuned_first_tokens),
-            )
+            for tokens, tuned in ((self.tokens, self.tuned_tokens), (self.first_tokens, self.tuned_first_tokens))
         )
 
     @property

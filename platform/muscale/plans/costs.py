@@ -91,10 +91,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     both = replace(first, trials=2 * first.trials, n_finalists=2 * first.n_finalists)
     rows: list[tuple[str, int, Any, float]] = [
         (stage, first.trials, n_tokens, 6.0 * model.n_params * n_tokens)
-        for stage, n_tokens in (
-            ("sweep", first.most_tokens),
-            ("sweep --narrow", both.most_tokens - first.most_tokens),
-        )
+        for stage, n_tokens in (("sweep", first.most_tokens), ("sweep --narrow", both.most_tokens - first.most_tokens))
     ]
     grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
     rows.append(("transfer", len(grid), *_trained(grid)))

@@ -107,13 +107,7 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 
-def layout_line(
-    shared: Mapping[str, int],
-    *,
-    sequences: int,
-    workers: int,
-    parallelism: Parallelism,
-) -> GateLine:
+def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, parallelism: Parallelism) -> GateLine:
     """Whether the workers form the layout, they can divide its products, and each of them gets a sequence of every batch.
 
     Uneven shares are only reported: they do not change the loss, but ranks with fewer sequences wait.

@@ -68,12 +68,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
     # Keep six digits: another machine's exponential may differ in the last one.
     points = [{name: n if name == "tokens" else float(f"{n:.6g}") for name, n in point.items()} for point in along]
     hyperparameters = {
-        one.name: {
-            "value": one.value,
-            "rules": list(one.rules),
-            "source": one.source,
-            "rule": plan.rules.get(one.name),
-        }
+        one.name: {"value": one.value, "rules": list(one.rules), "source": one.source, "rule": plan.rules.get(one.name)}
         for one in plan.provenance
     }
     tables = {

@@ -110,11 +110,7 @@ def provenance_of(
             rules.append("batch law")
         found.append(
             HyperparameterProvenance(
-                name=name,
-                value=value,
-                rules=tuple(rules) or ("fixed",),
-                source=source,
-                searched=name in searched,
+                name=name, value=value, rules=tuple(rules) or ("fixed",), source=source, searched=name in searched
             )
         )
     return tuple(found)

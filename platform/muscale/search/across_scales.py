@@ -154,10 +154,7 @@ class AcrossScales:
 
         for attempt in range(MAX_ATTEMPTS):
             point = surface.suggest(
-                scale,
-                pending=pending,
-                prior=log_prior if has_prior else None,
-                seed=self.seed + attempt,
+                scale, pending=pending, prior=log_prior if has_prior else None, seed=self.seed + attempt
             )
             if space.contains(config := config_at(space, point)):
                 return config

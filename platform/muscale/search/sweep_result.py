@@ -81,12 +81,7 @@ class SweepResult(Result):
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the search's bounds, the winner, and how it was searched."""
-        return (
-            *self.notes,
-            *self._near_ties(),
-            *edge_messages(self.fitted.longest(), self.space),
-            *self._misses(),
-        )
+        return (*self.notes, *self._near_ties(), *edge_messages(self.fitted.longest(), self.space), *self._misses())
 
     def importance(self) -> Importance:
         """Importance of each hyperparameter for the loss at the last rung, from every trial, stopped ones corrected to that rung.

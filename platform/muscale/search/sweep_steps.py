@@ -44,13 +44,7 @@ class SweepSteps:
 
 
 def rung_loss(
-    plan: TrialPlan,
-    path: ConfigHistory,
-    rung: int,
-    outcome: Outcome,
-    *,
-    rank_by: RankBy,
-    reach: Reach,
+    plan: TrialPlan, path: ConfigHistory, rung: int, outcome: Outcome, *, rank_by: RankBy, reach: Reach
 ) -> float | None:
     """Loss by which a trial with this outcome is ranked at a rung, None after a divergence; `reach` trains an annealed end."""
     if outcome.diverged:

@@ -11,13 +11,7 @@ from proxy_models.architecture.families import family_of
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Fixed, Ordinal, Space
 
-_FIXED_IN_A_SWEEP = (
-    "batch_doublings",
-    "batch_ramp_tokens",
-    "schedule",
-    "cooldown_fraction",
-    "stages",
-)
+_FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction", "stages")
 _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
 
 

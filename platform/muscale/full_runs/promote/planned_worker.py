@@ -14,12 +14,7 @@ import psutil
 from muscale.plans.planning import Plan
 from muscale.plans.step_time import LINKS
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.memory import (
-    MEMORY_SHARE,
-    MemoryEstimate,
-    largest_micro_batch,
-    least_memory,
-)
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, least_memory
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

@@ -149,13 +149,7 @@ def _after(registered_at: str) -> str:
 
 
 def promote(
-    plan: Plan,
-    config: StudyConfig,
-    ledger: Ledger,
-    numerics: Numerics,
-    *,
-    verdict: str,
-    gate: Gate,
+    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, verdict: str, gate: Gate
 ) -> Promotion:
     """Train the plan to its end, from its last checkpoint if there is one, and record the outcome with the gate.
 

@@ -206,9 +206,7 @@ def beginning(segments: Sequence[Segment], end: int) -> tuple[Segment, ...]:
     """The segments up to `end` tokens, at the full batch from the first step on."""
     whole = [
         replace(
-            segment,
-            recipe=replace(segment.recipe, batch_doublings=0, batch_ramp_tokens=0),
-            end=min(segment.end, end),
+            segment, recipe=replace(segment.recipe, batch_doublings=0, batch_ramp_tokens=0), end=min(segment.end, end)
         )
         for segment in segments
         if segment.start < end

@@ -75,9 +75,7 @@ class FullRunModule(L.LightningModule):
         every = run.checkpoint_every_minutes
         self.garbage = Garbage()
         self._flags = RankFlags(
-            every_seconds=every and 60 * every,
-            notice=self._notice,
-            timeout=timedelta(minutes=run.step_timeout_minutes),
+            every_seconds=every and 60 * every, notice=self._notice, timeout=timedelta(minutes=run.step_timeout_minutes)
         )
 
     def configure_model(self) -> None:
@@ -178,12 +176,7 @@ class FullRunModule(L.LightningModule):
             run.numerics,
             run.recipe_before(tokens),
             micro_batch=run.micro_batch
-            or fitting_micro_batch(
-                run.numerics,
-                run.segments[0].recipe,
-                run.parallelism,
-                device=self.device,
-            ),
+            or fitting_micro_batch(run.numerics, run.segments[0].recipe, run.parallelism, device=self.device),
             rank=self.data_rank,
             ranks=self.data_ranks,
             mean=rank_mean,
