@@ -36,7 +36,6 @@ class TensorFiles(Mapping[str, Tensor]):
 
     Attributes:
         path: The file; if there are several files, the name to which their index belongs.
-        shapes: Shape of each tensor, by name.
     """
 
     def __init__(self, path: Path) -> None:

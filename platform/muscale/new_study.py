@@ -41,7 +41,6 @@ class NewStudy:
 
     Attributes:
         source: Source of the corpus; None if the study file's default was kept.
-        n_files: Number of files with text.
         n_bytes: Bytes in these files.
         training_tokens: Tokens at one byte each, without the held-out part; None if only reading the files would show them.
         uneven: Advice if the size of the held-out part is far from the setting; else empty.

@@ -54,7 +54,6 @@ def attend(
 
     Args:
         query: Queries; as many heads as `key` and `value`, or a multiple.
-        key, value: Keys and values.
         bias: Bias on the logits, (heads, time, time) with -inf on the future; None: causal attention without a bias.
         dropout: Probability of dropping a weight; 0 within documents.
         documents: Documents as `documents.attend_within` takes them; None: attention reaches over the whole sequence.

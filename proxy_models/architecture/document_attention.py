@@ -64,7 +64,6 @@ def attend_within(
     """Mix values by causal attention within documents, without a scale; shapes are (batch, time, heads, head_dim).
 
     Args:
-        query, key, value: As `attention.attend` takes them.
         documents: Result of `number_documents` on a CPU, of `document_blocks` on a GPU.
         bias: Bias on the logits, (heads, time, time) with -inf on the future, equal for equal distances; None: no bias.
     """

@@ -93,7 +93,6 @@ class StepSizes:
     """Sizes of a member from which the time of its training step is predicted.
 
     Attributes:
-        block_entries: Entries of a block's matrices.
         block_moves: Numbers that a block's other operations read and write per token in a forward pass, fused as by a compiler.
         attention_width: Width of all attention heads of a block together; 0 without attention.
         table_params: Parameters outside the blocks: embeddings and readout.

@@ -198,7 +198,6 @@ class Parametrization(Serializable):
 
     Attributes:
         scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
-        optimizer: The optimizer that the rules are for.
         rules: Rule of each parameter, by name.
         multipliers: Multipliers of the forward pass, before the tuned ones are applied.
     """
@@ -371,7 +370,6 @@ def parametrization_of(
         attention: Scale of the attention logits.
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
-        optimizer: The optimizer that the rules are for.
         decay_scaling: Rule for the decay of hidden matrices across width; "sublayer_gain" is for AdamW only.
 
     Raises:

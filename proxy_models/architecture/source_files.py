@@ -17,10 +17,6 @@ def source_files(module: str, file: Path) -> dict[str, bytes]:
 
     If the module is in no package, files in its folder count as the package. The module's file comes first, the others by path.
 
-    Args:
-        module: Name of the module, "package.module".
-        file: File of the module.
-
     Raises:
         OSError: If a file can't be read.
     """

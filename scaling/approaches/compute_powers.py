@@ -35,7 +35,6 @@ class ComputePowers(FittedResult):
 
     Attributes:
         approach: `envelope` (approach 1) or `isoflops` (approach 2).
-        params_exponent, tokens_exponent: exponents a and b.
         n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
         compute_ref: geometric mean of the points' compute, FLOPs.
         draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; draws of isoFLOPs are widened,

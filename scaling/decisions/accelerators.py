@@ -50,7 +50,6 @@ class Accelerator(Result):
 
     Attributes:
         peak_flops: dense FLOP/s by precision.
-        memory_bytes: memory of one device.
         dollars_per_hour: price of one device; assumed for `ACCELERATORS`.
         mfu: share of the peak that training reaches, above 0, at most 1.
         precision: training precision, a key of `peak_flops`.

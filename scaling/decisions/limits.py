@@ -29,7 +29,6 @@ class MemoryLimit(Result):
 
     Attributes:
         what: use of the model, such as "training".
-        memory_bytes: memory of one device.
         bytes_per_param: bytes of a parameter with its gradient and state.
         n_devices: devices that share one copy.
         share: share of the memory that the model may take, above 0, at most 1.

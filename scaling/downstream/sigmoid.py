@@ -43,7 +43,6 @@ class DownstreamLaw(FittedResult):
     """A sigmoid of loss.
 
     Attributes:
-        metric: name of the metric.
         floor, ceiling: values at high and at low loss, in the metric's unit.
         midpoint, width: loss at half-way, and width of the transition, in the loss's unit.
         held: names of the numbers that were given, not fitted.

@@ -53,7 +53,6 @@ class Ensemble:
             the draws without this factor.
         residual: recency-weighted rms of the base's log residuals.
         n_runs: independent runs (stems).
-        largest_flops: compute of the largest run.
     """
 
     variants: Mapping[str, Law]
@@ -110,7 +109,6 @@ def fit_ensemble(
 
     Args:
         rows: n_params, n_tokens, loss, stem; with a column `noise` rows are weighted by 1/noise².
-        seed: seed of the resampling.
         n_params_convention, loss_unit: what N counts, and the unit of the loss.
 
     Raises:

@@ -51,9 +51,7 @@ class Forecast(JsonResult):
     """The predicted final loss of one run.
 
     Attributes:
-        n_params: parameters N.
         n_tokens: training tokens D.
-        loss: point forecast.
         low: lower bound of the interval.
         high: upper bound of the interval.
         level: nominal coverage of the interval; it holds across ladders, not for several targets of one ladder.
@@ -109,7 +107,6 @@ def forecast(
     Args:
         law: the fitted law, for comparison.
         ensemble: the fits behind the forecast.
-        n_params, n_tokens: the run.
         level: nominal coverage of the interval.
         reasons: why the forecast is unsupported (`scaling.fits.support`).
     """

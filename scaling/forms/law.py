@@ -59,8 +59,6 @@ class Form(ABC):
     """A law's formula.
 
     Attributes:
-        name: name of the form in saved fits.
-        formula: formula as text.
         source: paper and section.
         parameters: lowest and highest value of each parameter, both above 0, by name.
         columns: columns of a run that the loss depends on.

@@ -75,7 +75,6 @@ class MixtureFit(MixtureLaw):
         Args:
             objective: one target, weights of several, or None for the mean of all targets' losses.
             level: probability of the intervals.
-            seed: seed of the draws.
             limits: bounds, available_tokens, n_tokens, max_epochs, n_params (`scaling.mixtures.mixture_bounds.MixtureLimits`).
         """
         return best_mixture(self, objective, level=level, seed=seed, **limits)

@@ -35,7 +35,6 @@ class Look:
         rows: runs of the baseline and the variants: variant, size, flops, loss (NaN: diverged), and seed if the table has it.
         target: compute of the run that the verdicts are about, FLOPs.
         level: probability of the intervals.
-        law: the baseline's law.
         gains: gains of each variant with a finished run and losses above the floor of the baseline's law.
         unmeasured: reason why a variant has finished runs but no gains.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.

@@ -27,7 +27,6 @@ class VariantComparison(JsonResult):
         worth: least gain in compute, as a share, that a change must bring.
         level: probability of the intervals.
         error: probability that any promotion is wrong, over all variants and looks; the same holds for rejections.
-        n_looks: number of planned looks.
         n_sizes: sizes of the baseline; with one size the prior gives its slope.
         noise: standard deviation of one run's log loss, pooled over variants; the posterior's median at the last look.
         baseline_loss: loss of the baseline at the target, by a power law with a floor.

@@ -55,7 +55,6 @@ class FinishedRun:
         n_tokens: Tokens that the run read from the corpus.
         loss: Validation loss at the end.
         outcome: Name and content of the outcome's file.
-        facts: Facts for the manifest.
         card: Function that writes the model card, given the losses of an average of checkpoints, or None without an average.
         config: The resolved study file.
         lineage: Origin of the run, by stage or by segment.

@@ -51,7 +51,6 @@ class FullRun:
 
     Attributes:
         numerics: Model, data, seed.
-        segments: Segments to train.
         directory: Folder for checkpoints, metrics and result; visible to every worker.
         corpus: Folder of the corpus.
         checkpoint_every_tokens, evaluate_every_tokens: Act at the first step that passes a multiple; evaluate also at the end, and

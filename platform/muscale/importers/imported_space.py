@@ -30,8 +30,6 @@ class ImportedSpace:
     """Settings for a study file from another tool.
 
     Attributes:
-        source: Source of the search.
-        space: Search space.
         settings: Further keys of [sweep].
         notes: Parts without a counterpart, and changes, a line each.
     """

@@ -38,8 +38,6 @@ class OptunaStudy:
     """One study of a storage.
 
     Attributes:
-        name: The study's name.
-        trials: All trials.
         maximises: Whether the study's larger values are better.
     """
 

@@ -47,7 +47,6 @@ class Band(Recorded):
 
     Attributes:
         loss, low, high, level: Forecast of the final loss.
-        n_tokens: Tokens of the run, D.
         shares: u at each point, ascending; the last is 1.
         log_ratio: Mean of log r at each point.
         log_reach: Half the interval in log loss at each point.

@@ -34,7 +34,6 @@ def draw_curve(
     """Draw training loss along the full run, its band, the forecast with its interval, and the measured loss.
 
     Args:
-        data: Data of `curve_data`.
         forecast: loss, low, high, level.
         measured: Held-out loss at the end, or None before it.
         end: Tokens of the complete run; default: those of the last step.

@@ -41,7 +41,6 @@ class Drawing:
 
     Attributes:
         data: Data and layout as JSON that is safe inside an element `script`.
-        alternative: Alternative text.
         height: Height in pixels.
     """
 
@@ -61,10 +60,8 @@ class Section:
         group: Heading in the page's contents.
         result: Printed result, without its tables.
         drawings: Figures.
-        table: Markup of a table.
         missing: Reason why there is nothing to show, if the command alone would not help.
         template: Name of a separate template for the section, rendered with `values`.
-        values: Values for the template.
     """
 
     title: str

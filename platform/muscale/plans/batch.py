@@ -31,7 +31,6 @@ class BatchChoice(Recorded):
         first_tokens: Batch of the first step, before the ramp.
         tuned_tokens, tuned_first_tokens: The same for the sweep and the ladder.
         best_tokens: Best batch at the run's length by a law; None if no law covers the length.
-        source: Source of the batch.
         rate_exponent: r, where the best rate at equal tokens is ∝ batch^r, with its standard error.
         curvature: Second derivative of log loss in log2 of the batch, with the rate tuned.
     """

@@ -41,7 +41,6 @@ class GateLine:
 
     Attributes:
         status: "unknown" if the condition can't be evaluated here, which does not block.
-        compared: The values compared.
         advice: Action to take; empty for a passed line, or a possible improvement.
     """
 

@@ -77,7 +77,6 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
     """Write plan.json, tensors.csv, schedule.csv and a README into a folder, and return it.
 
     Args:
-        plan: Registered plan.
         folder: Output folder; created if missing.
         completed: Completes the commands that the README names.
     """
@@ -125,7 +124,6 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
     """Write the full run's job for a study's [trainer] program, and return its file.
 
     Args:
-        plan: Registered plan.
         folder: Output folder; created if missing, with the empty folder `state` for the program.
 
     Raises:

@@ -122,7 +122,6 @@ def write(
     """Write the plan's file into a study's directory, or update an existing one.
 
     Args:
-        plan: Registered plan.
         completed: Completes the commands that the file names.
 
     Raises:

@@ -36,10 +36,8 @@ class HyperparameterProvenance:
     """One value of the full run, at the base shape.
 
     Attributes:
-        value: JSON value.
         rules: Rules that transferred the value.
         source: Trial or file that the value comes from.
-        searched: Whether the sweep searched this hyperparameter.
     """
 
     name: str

@@ -37,7 +37,6 @@ class ProgramTrainer:
     """Trains segments with the program that their models name; the program chooses its devices.
 
     Args:
-        corpus: Corpus with the name of the program's data.
         directory: The study's folder, in which the program runs and keeps unfinished states.
         stall_seconds: Longest time between two rows.
     """

@@ -33,7 +33,6 @@ class Variant:
 
     Attributes:
         name: Name in the study file; `BASELINE` for the study.
-        numerics: Numerics at the variant's base shape.
         best: Hyperparameters at the base shape; the rate is the centre of its grid.
         log2_rate: Best rate of its grid at the base shape; None before tuning.
         at_end: Whether the best rate lies at an end of the widened grid.

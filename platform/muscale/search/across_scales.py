@@ -87,7 +87,6 @@ class AcrossScales:
     """Suggests what the surface of `scaling.fit_response` takes to be worth trying next.
 
     Attributes:
-        n_params: N of the proxy.
         n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
             averaged weights and annealed ones are not compared with each other.
         prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss and source ("": this

@@ -73,7 +73,6 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
     """A row for each trial, best first; the columns are those of `SweepResult.trials`.
 
     Args:
-        annealed: As `annealed_table` gives it.
         repeated: Runs of the finalists under other seeds: trial, seed, loss.
     """
     finished = annealed.dropna(subset="loss")

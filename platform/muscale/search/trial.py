@@ -25,7 +25,6 @@ class TrialPlan:
     Attributes:
         numerics: Model, data and precision, with the seed of the search.
         defaults: The study's hyperparameters, under the schedule of the search.
-        n_tokens: Tokens of a trial to its end.
         rung_tokens: Tokens at each rung: of the stem if the schedule has a cooldown, else of the run itself.
     """
 

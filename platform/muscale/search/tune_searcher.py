@@ -25,7 +25,6 @@ class TuneSearcher:
     divergence, or once another trial is asked for while this one waits.
 
     Args:
-        name: Name of the searcher in the study file.
         first_trial: First trial of the round; the searcher sees only trials of its round.
         top: The last rung.
     """

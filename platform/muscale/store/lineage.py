@@ -24,7 +24,6 @@ class Chain:
     """A training from its initial values to the end of its last segment.
 
     Attributes:
-        numerics, segments: Numerics and segments of the training.
         spike_handling: Interventions in a full run's steps; None without a policy about spikes, as for proxies.
     """
 

@@ -61,7 +61,6 @@ class PostgresStorage(Storage):
 
     Args:
         url: URL of the database; None: the URL in the environment.
-        schema: Schema of the study.
         must_exist: Refuse to begin a new ledger.
         read_only: Refuse to write.
     """

@@ -92,7 +92,6 @@ def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> 
     """The reason why an untrusted SQLite file must not be read; "" if it may be read.
 
     Args:
-        connection: A connection of `connect`.
         triggers: SQL of the triggers that the file may have, as SQLite stores it.
 
     Raises:

@@ -41,8 +41,6 @@ class TrackedRun:
 
     Attributes:
         key: Permanent key, by which a tracker resumes the run.
-        name: Display name.
-        kind: Kind of the run.
         group: Name that the runs of one study share.
         config: Settings as plain values without secrets.
         rows: Streams of rows by name, each ascending; one may be ahead of another.

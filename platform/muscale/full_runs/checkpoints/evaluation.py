@@ -14,7 +14,6 @@ class Sample:
     Attributes:
         prompt: Start of a document.
         text: Text generated after the prompt.
-        temperature, seed: Temperature and seed of the sampling.
     """
 
     prompt: str

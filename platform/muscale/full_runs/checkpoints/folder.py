@@ -25,11 +25,7 @@ _MOST_NAMES = 5  # most names in a message
 
 
 class CheckpointFolder:
-    """The checkpoints of one run.
-
-    Attributes:
-        folder: Folder that all ranks share.
-    """
+    """The checkpoints of one run, in a folder that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -22,7 +22,6 @@ class RunDescription:
     """The model of a run, and its held-out text.
 
     Attributes:
-        numerics: Numerics of the run.
         multipliers: Multipliers of the forward pass, including tuned ones.
         corpus: Folder of the corpus; relative to the run's directory in the file, since both may be moved together.
         n_tokens: Tokens of the complete run, D.

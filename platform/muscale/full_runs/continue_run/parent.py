@@ -76,7 +76,6 @@ class Parent:
     Attributes:
         checkpoint: Path of the checkpoint, which may be gone.
         recipe: Recipe of the last step before the checkpoint.
-        numerics: Numerics of the checkpoint's run.
         lineage: Segments, oldest first; the last segment belongs to the checkpoint's run.
     """
 

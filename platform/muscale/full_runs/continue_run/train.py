@@ -47,7 +47,6 @@ class Continued(Recorded):
     """A finished continuation.
 
     Attributes:
-        key, name: Key and name of the continuation.
         lineage: Segments from the promoted run to this continuation.
         before, after: Losses at its start and end.
         started_at, finished_at: Times in UTC.

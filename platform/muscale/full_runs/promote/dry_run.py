@@ -60,15 +60,10 @@ class Launch:
 
     Attributes:
         workers: Processes of the run.
-        cpus_per_worker, gpus_per_worker: CPUs and GPUs of each worker.
-        device: Device of each worker.
         sharding: Layout over the workers.
         micro_batch: Sequences per pass on a worker.
-        n_steps, n_tokens: Steps and tokens of the run.
         cadence: Intervals of saves and evaluations.
         resumed_from: Tokens of the newest checkpoint; 0: a new run.
-        checkpoint_bytes: Bytes of one checkpoint.
-        directory: Folder of the run.
         proposed: The layout with the best predicted step among those that fit; empty if unknown.
     """
 

@@ -48,7 +48,6 @@ class SmokeTest(Recorded):
         at: Time in UTC.
         world_size: Workers.
         device: Device of the first worker.
-        steps: Steps of each launch.
         batch_tokens: Tokens of a step.
         step_seconds: Median of the undisturbed steps.
         evaluation_seconds, save_seconds: Time that training waited for an evaluation, and for a save.
@@ -57,7 +56,6 @@ class SmokeTest(Recorded):
         peak_bytes: Peak memory of each rank: allocated on its GPU, or of the whole process on a CPU.
         estimated_bytes: Estimated memory of a rank, for the training alone; None if unknown.
         losses: Training loss of each step, nats per token.
-        n_tokens: Tokens of the whole run.
         evaluations, saves: Their numbers in the whole run, at multiples of their tokens and at its end.
         save_minutes: Longest time between two saves of the whole run; None: not by time.
     """

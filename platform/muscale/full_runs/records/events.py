@@ -26,7 +26,6 @@ class Event(Recorded):
     Attributes:
         at: Time in UTC, ISO 8601.
         kind: "alarm", or the action after an incident: "skip", "rollback", "restart".
-        message: Text of the event.
     """
 
     at: str
