@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from muscale import json_lines
+from muscale.background import in_background
 from muscale.formatting import format_duration
 
 _WORTH_TELLING_SECONDS = 10
@@ -165,19 +166,13 @@ class Display:
 @contextmanager
 def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
     """Show the progress of a run in other processes from the last line of its metrics file."""
-    done = threading.Event()
     update((json_lines.last(metrics) or {}).get("tokens", 0), n_tokens, "tokens; waiting for workers")
 
-    def follow() -> None:
+    def follow(done: threading.Event) -> None:
         while not done.wait(1.0):
             row = json_lines.last(metrics) or {}
             if "train_loss" in row:  # the last batches of a run may be left out
                 update(row["tokens"], n_tokens, f"tokens, training loss {row['train_loss']:.4f}")
 
-    thread = threading.Thread(target=follow, name="follow full run", daemon=True)
-    thread.start()
-    try:
+    with in_background(follow, "follow full run"):
         yield
-    finally:
-        done.set()
-        thread.join()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from muscale.background import in_background
 from muscale.errors import StageError, first_line
 from muscale.interrupts import defer_sigint
 
@@ -156,17 +157,11 @@ def _leave(*, own: bool) -> None:
     """Disconnect, or stop a local cluster, within `_LEAVING_SECONDS` and `_KILLED_SECONDS`."""
     import ray
 
-    left = threading.Event()
-    watcher = threading.Thread(target=_hurry, args=(left, own), name="leaving Ray", daemon=True)
-    watcher.start()
-    try:
+    with in_background(partial(_hurry, own), "leaving Ray"):
         ray.shutdown()
-    finally:
-        left.set()
-        watcher.join()
 
 
-def _hurry(left: threading.Event, own: bool) -> None:
+def _hurry(own: bool, left: threading.Event) -> None:
     """Stop a disconnection that takes too long: Ray's last calls to its head have no time limit.
 
     Ray's own limit covers only the time before these calls. Without this function a head that hangs or dies during a call would

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from muscale.background import in_background
 from muscale.layout import STALLS
 
 _TICKS = 20  # looks in the time allowed
@@ -30,10 +31,10 @@ def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Calla
         path: File for the stack of each thread at that time.
         seconds: Time allowed between two signs of progress; infinite: the process is never killed.
     """
-    moved, done = threading.Event(), threading.Event()
+    moved = threading.Event()
     tick = min(seconds / _TICKS, _LONGEST_TICK)
 
-    def watch() -> None:
+    def watch(done: threading.Event) -> None:
         idle, before = 0.0, time.monotonic()
         while not done.wait(tick):
             now = time.monotonic()
@@ -51,13 +52,8 @@ def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Calla
     if math.isinf(seconds):
         yield moved.set
         return
-    watcher = threading.Thread(target=watch, name="stalls", daemon=True)
-    watcher.start()
-    try:
+    with in_background(watch, "stalls"):
         yield moved.set
-    finally:
-        done.set()
-        watcher.join()
 
 
 def hint(directory: Path, since: float) -> str:

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from muscale.background import in_background
 from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
 from muscale.full_runs.records.alarms import Alarm, known_alarms, raise_alarms
 from muscale.interrupts import enable_sigint
@@ -126,9 +127,9 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
     Raises:
         StageError: If the run was stopped.
     """
-    done, stopped = threading.Event(), list[Alarm]()
+    stopped = list[Alarm]()
 
-    def guard() -> None:
+    def guard(done: threading.Event) -> None:
         monitor, old = None, set[str]()
         while not done.wait(_GUARD_SECONDS):
             try:
@@ -149,10 +150,8 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
             except (LedgerUnavailableError, OSError) as error:  # training matters more than monitoring
                 _log.warning("the run can't be monitored for now: %s", error)
 
-    thread = threading.Thread(target=guard, name="guard full run", daemon=True)
-    thread.start()
     try:
-        with enable_sigint():
+        with in_background(guard, "guard full run"), enable_sigint():
             yield
     except (KeyboardInterrupt, PreemptedError):  # PreemptedError if the workers were preempted and have saved
         if stopped:
@@ -161,6 +160,3 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
                 "last checkpoint"
             ) from None
         raise
-    finally:
-        done.set()
-        thread.join()

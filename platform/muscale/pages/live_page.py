@@ -17,6 +17,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from muscale.background import in_background
 from muscale.errors import MuscaleError, StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
@@ -77,7 +78,6 @@ class LivePage:
     _pulse: tuple[object, ...] = field(default=(None,), init=False)
     _found: Findings | None = field(default=None, init=False)
     _memo: dict[str, Any] = field(default_factory=dict, init=False)
-    _done: threading.Event = field(default_factory=threading.Event, init=False)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -104,17 +104,12 @@ class LivePage:
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Render changes of the ledger repeatedly while the block runs."""
-        thread = threading.Thread(target=self._look_on, name="live page", daemon=True)
-        thread.start()
-        try:
+        with in_background(self._look_on, "live page"):
             yield
-        finally:
-            self._done.set()
-            thread.join()
 
-    def _look_on(self) -> None:
+    def _look_on(self, done: threading.Event) -> None:
         pause = LOOK_SECONDS
-        while not self._done.wait(pause):
+        while not done.wait(pause):
             begun = time.monotonic()
             try:
                 self.look()

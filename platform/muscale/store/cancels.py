@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from muscale.background import in_background
 from muscale.errors import MuscaleError, StageError
 from muscale.interrupts import enable_sigint
 from muscale.store.ledger import Ledger
@@ -69,9 +70,8 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
         yield
         return
     seen = set(_requests(ledger))
-    done = threading.Event()
 
-    def listen() -> None:
+    def listen(done: threading.Event) -> None:
         while not done.wait(POLL_SECONDS):
             try:
                 asked = _requests(ledger)
@@ -82,16 +82,12 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
                 _log.warning("the study was cancelled: %s", asked[new[-1]])
                 os.kill(os.getpid(), signal.SIGINT)
 
-    ear = threading.Thread(target=listen, name="cancels", daemon=True)
     _listening.add(name)
-    ear.start()
     try:
-        with enable_sigint():
+        with in_background(listen, "cancels"), enable_sigint():
             yield
     finally:
-        done.set()
         _listening.discard(name)
-        ear.join()
 
 
 def _requests(ledger: Ledger) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import psutil
 import sqlalchemy as sa
 
+from muscale.background import in_background
 from muscale.errors import LeaseHeldError, MuscaleError
 from muscale.store.ledger import Ledger, stamped
 from muscale.store.ledger_tables import leases, segments
@@ -55,22 +56,18 @@ def lease(ledger: Ledger, name: str, *, wait: bool = True) -> Iterator[int]:
         LeaseHeldError: If another owner lives and `wait` is False.
     """
     token = _acquire(ledger, name, wait=wait)
-    done = threading.Event()
 
-    def beat() -> None:
+    def beat(done: threading.Event) -> None:
         while not done.wait(BEAT_SECONDS):
             try:
                 ledger.write(_beat, name, token)
             except MuscaleError as error:  # recording fails later; until then the training continues
                 _log.warning("lease %s: no heartbeat: %s", name, error)
 
-    heart = threading.Thread(target=beat, name=f"lease {name}", daemon=True)
-    heart.start()
     try:
-        yield token
+        with in_background(beat, f"lease {name}"):
+            yield token
     finally:
-        done.set()
-        heart.join()
         ledger.write(_release, name, token)
 
 
