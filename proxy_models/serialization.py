@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import cattrs
 from cattrs.v import format_exception
@@ -28,12 +28,15 @@ converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
 
 
 class Serializable:
-    """A dataclass that the converter writes and reads field by field."""
+    """A dataclass that a converter writes and reads field by field; `DERIVED` names properties that are written for readers."""
+
+    CONVERTER: ClassVar[cattrs.Converter] = converter
+    DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `from_dict` makes an equal object."""
-        plain: dict[str, Any] = converter.unstructure(self)
-        return plain
+        fields: dict[str, Any] = self.CONVERTER.unstructure(self)
+        return fields | {name: self.CONVERTER.unstructure(getattr(self, name)) for name in self.DERIVED}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -41,7 +44,7 @@ class Serializable:
         if not isinstance(values, Mapping):
             raise ValueError(f"must be a table, got {values!r}")
         try:
-            return converter.structure(values, cls)
+            return cls.CONVERTER.structure(values, cls)
         except cattrs.BaseValidationError as error:
             raise ValueError("; ".join(cattrs.transform_error(error, format_exception=_describe))) from error
 

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import cattrs
-
+from proxy_models.serialization import Serializable
 from proxy_models.serialization import converter as models
 from scaling.presentation import Result
 
 converter = models.copy(forbid_extra_keys=False, unstruct_collection_overrides={tuple: list})
 
 
-class Recorded(Result):
-    """Base class of results in the ledger; `DERIVED` names the properties that `to_dict` adds for readers."""
+class Recorded(Serializable, Result):
+    """Base class of results in the ledger, which later versions may extend by fields."""
 
-    DERIVED: ClassVar[tuple[str, ...]] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, including the derived ones."""
-        fields: dict[str, Any] = converter.unstructure(self)
-        return fields | {name: converter.unstructure(getattr(self, name)) for name in self.DERIVED}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read the values of `to_dict`.
-
-        Raises:
-            ValueError: If values are invalid; the message names each location, its rule and its value.
-        """
-        try:
-            return converter.structure(values, cls)
-        except cattrs.BaseValidationError as error:
-            raise ValueError("; ".join(cattrs.transform_error(error))) from error
+    CONVERTER = converter
 
 
 def dotted(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
