@@ -12,7 +12,7 @@ from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
     from scaling import MixtureFit
-    from scaling.mixtures.mixture_bounds import Limits
+    from scaling.mixtures.mixture_bounds import MixtureLimits
 
 
 @command(LAW, example="muscale mixture runs.csv --objective pile_cc=1 --at-most github=0.3 --next 4")
@@ -61,7 +61,7 @@ def mixture(
     if html and not html.absolute().parent.is_dir():
         raise StudyFileError(f"mixture: --html {html}: there is no folder {html.absolute().parent}")
     low, high = _numbers("at-least", at_least), _numbers("at-most", at_most)
-    limits: Limits = {
+    limits: MixtureLimits = {
         "bounds": {name: (low.get(name, 0.0), high.get(name, 1.0)) for name in {**low, **high}},
         "available_tokens": _numbers("available-tokens", available_tokens),
         "n_tokens": n_tokens,

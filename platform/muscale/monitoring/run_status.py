@@ -107,21 +107,9 @@ class RunStatus(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        names = (
-            "plan",
-            "n_tokens",
-            "tokens",
-            "tokens_per_second",
-            "mfu",
-            "seconds_left",
-            "idle_seconds",
-            "failure",
-            "asserted",
-        )
+        known = ("plan", "n_tokens", "tokens", "tokens_per_second", "mfu", "seconds_left", "idle_seconds")
         return {
-            **{name: getattr(self, name) for name in names},
-            "inside": self.inside,
-            "ended": self.ended,
+            **{name: getattr(self, name) for name in (*known, "failure", "asserted", "inside", "ended")},
             "band": self.band.to_dict(),
             "evaluations": self.evaluations.to_dict("records"),
             "alarms": [alarm.to_dict() for alarm in self.alarms],

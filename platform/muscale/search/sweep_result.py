@@ -220,10 +220,7 @@ class SweepResult(Result):
             "optima": converter.unstructure(self.optima),
             "importance": {"missing": found} if isinstance(found, str) else found.to_dict(),
             "front": converter.unstructure(self.front()),
-            "trials": converter.unstructure(self.trials),
-            "rungs": converter.unstructure(self.rungs),
-            "annealed": converter.unstructure(self.annealed),
-            "copies": converter.unstructure(self.copies),
+            **{name: converter.unstructure(getattr(self, name)) for name in ("trials", "rungs", "annealed", "copies")},
             "narrowings": list(self.narrowings),
         }
 
