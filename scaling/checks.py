@@ -28,11 +28,7 @@ LEAVE_OUT = DROP + ", or give the reason in a column left_out"
 
 
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    """Return the values in float64.
-
-    Raises:
-        ValueError: a value is no number, or not finite and above 0; the message names the first.
-    """
+    """Return the values in float64; raise ValueError naming the first that is no number, or not finite and above 0."""
     given = np.asarray(values)
     try:
         array = np.asarray(given, np.float64) if given.dtype.kind not in "SU" else np.full(given.shape, np.nan)
@@ -97,11 +93,7 @@ def plain(name: str) -> str:
 def numbers(
     rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False, remedy: str = DROP
 ) -> NDArray[np.float64]:
-    """Return the column in float64; `remedy` is the error's advice on empty values.
-
-    Raises:
-        ValueError: a value is no finite number, or not above `minimum` (if `inclusive`: below `minimum`).
-    """
+    """Return the column in float64; raise ValueError, with `remedy`, for a value that is not finite and above (or at) `minimum`."""
     values = _floats(rows, column)
     above = values >= minimum if inclusive else values > minimum
     bad = ~(np.isfinite(values) & above)
@@ -116,11 +108,7 @@ def numbers(
 
 
 def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
-    """Return the column `loss` of a sweep in float64, NaN for diverged runs (null, NaN or infinite).
-
-    Raises:
-        ValueError: a finite loss is not above 0.
-    """
+    """Return a sweep's column `loss` in float64, NaN for diverged runs; raise ValueError if a finite loss is not above 0."""
     values = _floats(rows, "loss")
     values = np.where(np.isfinite(values), values, np.nan)
     if (values <= 0).any():

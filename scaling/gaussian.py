@@ -23,11 +23,7 @@ class NormalDensity:
 
     @classmethod
     def of(cls, values: Array, covariance: Array) -> "NormalDensity":
-        """Density of the values by one Cholesky factor and one inverse.
-
-        Raises:
-            LinAlgError: rounding made the covariance indefinite.
-        """
+        """Density of the values by one Cholesky factor and inverse; raises LinAlgError if the covariance is rounded to indefinite."""
         from scipy.linalg.lapack import dpotrf, dpotri
 
         factor, failed = dpotrf(covariance, lower=1)

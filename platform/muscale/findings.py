@@ -133,11 +133,7 @@ class Stages:
         return found
 
     def horizon(self) -> HorizonLaw:
-        """The law of the best rate in the tokens.
-
-        Raises:
-            StageError: If the transfer check gives none; the message names what would.
-        """
+        """The law of the best rate in the tokens; raises StageError that names what would determine it."""
         return transfer.horizon_of(self.transfer())
 
     def ladder(self) -> pd.DataFrame:

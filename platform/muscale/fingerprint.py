@@ -47,11 +47,7 @@ def package_fingerprint() -> str:
 
 
 def require_same_package(driver: str) -> None:
-    """Refuse to work for a driver whose package differs.
-
-    Raises:
-        PackageMismatchError: If it does; the message names both packages and the remedy.
-    """
+    """Refuse to work for a driver whose package differs: raise PackageMismatchError with both packages and the remedy."""
     if (own := package_fingerprint()) != driver:
         raise PackageMismatchError(
             f"this process runs muscale {own}, the driver runs {driver}: ship the driver's own to every node, "
@@ -61,11 +57,7 @@ def require_same_package(driver: str) -> None:
 
 
 def write_wheel(folder: Path) -> Path:
-    """Write the wheel into a folder, which is created if missing, and return its path.
-
-    Raises:
-        MuscaleError: If the folder is not writable.
-    """
+    """Write the wheel into a folder, created if missing, and return its path; raise MuscaleError if the folder is not writable."""
     version = package_fingerprint()
     info = f"muscale-{version}.dist-info"
     contents = {name: path.read_bytes() for name, path in package_files()}

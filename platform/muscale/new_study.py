@@ -181,11 +181,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _kind(source: Path) -> Kind:
-    """Return the kind of the source's files, by their names; documentation next to data does not count.
-
-    Raises:
-        StageError: If other files lie next to data.
-    """
+    """Return the kind of the source's files by their names, without documentation; raise StageError if others lie next to data."""
     from proxy_models.data.sources import is_hidden
 
     source = source.expanduser()

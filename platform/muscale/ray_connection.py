@@ -39,11 +39,7 @@ _KILLED_SECONDS = 60.0  # further seconds after the head is killed: on a busy ma
 
 @contextmanager
 def connected(resources: ResourceSettings) -> Iterator[None]:
-    """Keep Ray connected within the block, through `join` if needed; an existing connection of this process stays open.
-
-    Raises:
-        StageError: If Ray can't be started, or the cluster can't be joined.
-    """
+    """Keep Ray connected within the block, by `join` if needed; leave an existing connection open. Raise StageError if it fails."""
     with defer_sigint():
         import ray
 
@@ -58,11 +54,7 @@ def connected(resources: ResourceSettings) -> Iterator[None]:
 
 
 def join(resources: ResourceSettings) -> bool:
-    """Join the cluster that RAY_ADDRESS names, or start a local one on this machine; return whether it is local.
-
-    Raises:
-        StageError: If Ray can't be started, or the cluster can't be joined.
-    """
+    """Join the cluster of RAY_ADDRESS, or start a local one and return True; raise StageError if Ray can't be started or joined."""
     local: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         n_ranks = resources.workers * resources.ranks_per_trial

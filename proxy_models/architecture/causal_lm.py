@@ -28,11 +28,7 @@ class CausalLM(nn.Module):
     readout_multiplier: Tensor
 
     def __init__(self, network: nn.Module) -> None:
-        """Wrap a model and register the multipliers where they apply.
-
-        Raises:
-            FamilyError: If the model has no embedding, no readout, or no list of its blocks.
-        """
+        """Wrap a model and register its multipliers; raise FamilyError if it has no embedding, no readout, or no list of blocks."""
         super().__init__()
         self.network = network
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):

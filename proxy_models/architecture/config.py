@@ -214,11 +214,7 @@ converter.register_unstructure_hook(
 
 
 def as_decoder(member: Member) -> ModelConfig:
-    """Return the member as the shape of a decoder, for code that supports only decoders.
-
-    Raises:
-        ValueError: If the member belongs to another family.
-    """
+    """Return the member as a decoder's shape, for code that supports only decoders; raise ValueError if its family is another."""
     if not isinstance(member, ModelConfig):
         raise ValueError(f"this is for the built-in decoder alone, got {member}")
     return member

@@ -53,11 +53,7 @@ def is_config(found: Any) -> bool:
 
 
 def make_family(name: str, config_class: type[Any]) -> type[Family]:
-    """Make the family of a configuration class; its arguments are the fields of the class with single values.
-
-    Raises:
-        ValueError: If the class does not configure a causal language model.
-    """
+    """Make the family of a configuration class, whose fields are its arguments; raise ValueError if it configures no causal model."""
     from transformers import AutoModelForCausalLM
 
     if name in _made:
@@ -96,11 +92,7 @@ def allows_none(config_class: type[Any], name: str) -> bool:
 
 @cache
 def _require_forward(family: ConfigFamily) -> None:
-    """Compute the logits of a few tokens with the smallest model, on the CPU because attention masks need values.
-
-    Raises:
-        FamilyError: If the forward pass fails.
-    """
+    """Compute the logits of a few tokens with the smallest model, on the CPU as masks need values; raise FamilyError if that fails."""
     import torch
 
     width = family.width_step
@@ -221,11 +213,7 @@ class ConfigFamily(Family):
             return self.config_class(**{**tokens, **longest, **self.arguments, **sizes})
 
     def build(self, width: int, depth: int) -> CausalLM:
-        """Build a model of transformers with its multipliers, on torch's default device; training overwrites the initial values.
-
-        Raises:
-            FamilyError: If the class does not allow these sizes.
-        """
+        """Build a model of transformers with its multipliers on torch's default device; raise FamilyError if sizes are not allowed."""
         from transformers import AutoModelForCausalLM
 
         from proxy_models.architecture.causal_lm import CausalLM
@@ -272,11 +260,7 @@ class ConfigFamily(Family):
         return 12.0 * depth * self.context_length * heads * head_dim
 
     def set_checkpointing(self, model: nn.Module, checkpointing: Checkpointing) -> None:
-        """Make transformers recompute whole blocks.
-
-        Raises:
-            ValueError: If `checkpointing` is "selective", or the model can't recompute.
-        """
+        """Make transformers recompute whole blocks; raise ValueError if the model can't, or `checkpointing` is "selective"."""
         from torch.utils.checkpoint import checkpoint
 
         for block in self.blocks_of(model):

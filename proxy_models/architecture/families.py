@@ -108,11 +108,7 @@ def _imported(found: type[Family], member: ModuleConfig) -> Family:
 
 
 def import_family(member: Member) -> Family:
-    """Import the code of a member's family and return the family. Training calls this; readers do not.
-
-    Raises:
-        ValueError: If the family does not exist here or has another source.
-    """
+    """Import the code of a member's family, to train, and return the family; raise ValueError if it is missing or differs."""
     return _imported(load(member.family), member) if isinstance(member, ModuleConfig) else family_of(member)
 
 

@@ -406,11 +406,7 @@ def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]
 
 @cache
 def count_member(family: Family, width: int, depth: int) -> Counts:
-    """Return the counts of a member; n_params excludes embeddings, which are looked up, and entries that a token does not use.
-
-    Raises:
-        FamilyError: If an active share is not a share, or belongs to no parameter.
-    """
+    """Return the counts of a member, n_params without looked-up and inactive entries; raise FamilyError for an invalid share."""
     import torch
 
     with torch.device("meta"):

@@ -101,11 +101,7 @@ def continue_text(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return the text that follows a prompt, which begins a document; the text ends with the document or after `n_tokens`.
-
-    Raises:
-        ValueError: As `generate`.
-    """
+    """Return the text after a prompt that begins a document, up to its end or `n_tokens`; raise ValueError like `generate`."""
     end = tokenizer.end_of_document
     (ids,) = tokenizer.encode([prompt.encode()])
     new = generate(

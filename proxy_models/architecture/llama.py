@@ -128,11 +128,7 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
 
 
 def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[str, Place]:
-    """Return the source of each of Llama's tensors, by its name; a tied table appears once.
-
-    Raises:
-        NotLlamaError: As `require_llama`.
-    """
+    """Return the source of each of Llama's tensors by name, a tied table once; raise NotLlamaError like `require_llama`."""
     require_llama(config)
     factors = {
         "embedding": multipliers.embedding,

@@ -126,11 +126,7 @@ def training_memory(
 
 
 def state_bytes(model: Member, optimizer: str) -> int:
-    """Return the bytes of weights and moments of a whole model, or an upper bound for a family without an estimate.
-
-    Raises:
-        ValueError: If the optimizer is unknown.
-    """
+    """Return the bytes of a whole model's weights and moments, or an upper bound; raise ValueError if the optimizer is unknown."""
     if isinstance(model, ModelConfig):
         estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
         return estimate.parameters + estimate.optimizer

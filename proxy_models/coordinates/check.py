@@ -309,11 +309,7 @@ def _slope(sizes: pd.Series[int], rms: pd.Series[float]) -> float:
 
 
 def require_sizes(axis: Axis, sizes: Sequence[int]) -> None:
-    """Require widths or depths from which a slope can be fitted.
-
-    Raises:
-        ValueError: If there are too few sizes, or their span is too small.
-    """
+    """Require widths or depths from which a slope can be fitted; raise ValueError if they are too few, or their span too small."""
     if len(set(sizes)) < MIN_SIZES:
         raise ValueError(f"the coordinate check needs at least {MIN_SIZES} {axis}s, got {sorted(set(sizes))}")
     if max(sizes) < MIN_SPAN * min(sizes):

@@ -206,11 +206,7 @@ class Hyperparameters(Serializable):
         return BatchRamp(batch_tokens=self.batch_tokens, doublings=doublings, ramp_tokens=ramp)
 
     def resolve(self, n_tokens: int) -> Recipe:
-        """Return the absolute values of a run of `n_tokens`; a branch of the run keeps them.
-
-        Raises:
-            ValueError: If the warmup or the batch ramp does not fit into the run.
-        """
+        """Return the absolute values of a run of `n_tokens`; raise ValueError if warmup or batch ramp do not fit into it."""
         warmup = self.whole_batches(max(self.warmup_floor_tokens, self.warmup_fraction * n_tokens))
         for name, length in (("warmup", warmup), ("batch ramp", self._ramp.ramp_tokens)):
             if length >= (before := n_tokens * (1 - self.cooldown_fraction)):

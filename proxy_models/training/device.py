@@ -30,11 +30,7 @@ for sparse matrices."""
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """Resolve a device; "cuda" without an index is torch's current device.
-
-    Raises:
-        ValueError: If the device is neither the CPU nor a CUDA device that torch finds here.
-    """
+    """Resolve a device, "cuda" to torch's current one; raise ValueError if it is neither the CPU nor a CUDA device found here."""
     try:
         meant = torch.device(device)
     except RuntimeError as error:

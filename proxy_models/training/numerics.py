@@ -67,11 +67,7 @@ class Numerics(Serializable):
         return replace(self, run_tokens=n_tokens) if self.stages_by_fraction else self
 
     def require_length(self, end: int) -> None:
-        """Require that training may continue to `end` tokens.
-
-        Raises:
-            ValueError: If the run's length has to be known, and is unknown or shorter.
-        """
+        """Require that training may continue to `end` tokens; raise ValueError if the run's known length is needed, and is shorter."""
         if not self.stages_by_fraction:
             return
         if self.run_tokens is None:

@@ -70,11 +70,7 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
 
 @torch.no_grad()
 def set_multipliers(model: nn.Module, multipliers: ForwardMultipliers) -> None:
-    """Write the forward multipliers into the model's buffers `MULTIPLIERS`.
-
-    Raises:
-        FamilyError: If a multiplier other than 1 has no buffer.
-    """
+    """Write the forward multipliers into the buffers `MULTIPLIERS`; raise FamilyError if one other than 1 has no buffer."""
     buffers = dict(model.named_buffers())
     for name, buffer in MULTIPLIERS.items():
         value = getattr(multipliers, name)

@@ -124,11 +124,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator(device: Accelerator | str) -> Accelerator:
-    """Return the accelerator of this name in `ACCELERATORS`, or the accelerator given.
-
-    Raises:
-        ValueError: the name is unknown; the message suggests similar names.
-    """
+    """Return the accelerator of this name, or the one given; raise ValueError, with similar names, if the name is unknown."""
     if isinstance(device, Accelerator):
         return device
     if device not in ACCELERATORS:

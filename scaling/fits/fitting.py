@@ -132,11 +132,7 @@ def fit(
 
 
 def require_form(form: object) -> Form:
-    """Return the form, after a check of its type.
-
-    Raises:
-        TypeError: `form` is no form; for a class or a name the message suggests the form.
-    """
+    """Return the form if it is one; raise TypeError otherwise, which for a class or a name suggests the form."""
     if isinstance(form, Form):
         return form
     name = form if isinstance(form, str) else getattr(form, "name", None)

@@ -91,11 +91,7 @@ class Runs:
 
 
 def read_table(runs: Table) -> pd.DataFrame:
-    """Return the table itself, or the contents of its file.
-
-    Raises:
-        ValueError: the file is of no known kind, does not exist, or can't be read.
-    """
+    """Return the table, or the contents of its file; raise ValueError if the file is missing, unreadable or of no known kind."""
     if isinstance(runs, pd.DataFrame):
         return runs
     if (
@@ -195,11 +191,7 @@ def unit_name(loss_unit: str) -> str:
 
 
 def counts(rows: pd.DataFrame, column: str) -> Array:
-    """The column of parameters or tokens in float64.
-
-    Raises:
-        ValueError: a value is no finite number above 0, or too small or too large to be a count.
-    """
+    """The column of parameters or tokens in float64; raises ValueError if a value is no finite number of a count's size."""
     values = numbers(rows, column, remedy=LEAVE_OUT)
     if (many := values > MOST_COUNT).any():
         first = int(np.argmax(many))

@@ -24,11 +24,7 @@ __all__ = [
 
 
 def form_named(name: str) -> Form:
-    """Return the form of this name: one of the library's, or a custom form that was defined before.
-
-    Raises:
-        ValueError: no form has this name.
-    """
+    """Return the library's form of this name, or a custom form that was defined before; raise ValueError if there is none."""
     known = Form.own | ALL_FORMS
     if name not in known:
         raise ValueError(

@@ -109,11 +109,7 @@ class Form(ABC):
         return None
 
     def columns_of(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """The form's columns in float64.
-
-        Raises:
-            ValueError: a column is missing or unknown to the form, or holds a value that is not finite and above 0.
-        """
+        """The form's columns in float64; raises ValueError if one is missing or unknown, or a value is not finite and above 0."""
         wanted, depends = {*self.columns}, f"{self.name} depends on {', '.join(self.columns)}"
         if missing := wanted - rows.keys():
             raise ValueError(f"{depends}: {', '.join(sorted(missing))} missing")

@@ -73,11 +73,7 @@ def multistart(
 def screened(
     problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int, prior: NormalPrior | None = None
 ) -> Array:
-    """Best starts with a loss above 0 at every row, at most [n_starts, P], for log_loss [K] and row weights [K].
-
-    Raises:
-        ScalingError: no start has such a loss.
-    """
+    """Best starts with a positive loss at every row, [n_starts, P], for log_loss [K] and weights [K]; raises ScalingError if none."""
     some, few = some_rows(len(log_loss), MANY_ROWS), some_rows(len(log_loss), SCREENED_ROWS)
     starts = problem.part(some).starts(log_loss[some])
     values = objective(problem.part(few), log_loss[few], weights[few], starts, delta, prior)

@@ -164,11 +164,7 @@ class MixtureLaw(JsonResult):
         return quantile_of(z.to_numpy(), level)
 
     def coefficients(self, objective: Objective) -> Array:
-        """Weight of each target in the objective, [k].
-
-        Raises:
-            ValueError: a target is unknown, a coefficient is negative or not finite, or all are 0.
-        """
+        """Weight of each target in the objective, [k]; raises ValueError if one is unknown, negative or not finite, or all are 0."""
         if objective is None:
             return np.full(len(self.targets), 1 / len(self.targets))
         given = {objective: 1.0} if isinstance(objective, str) else dict(objective)

@@ -102,11 +102,7 @@ def read_mixtures(
 
 
 def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") -> Array:
-    """Weights of each row, [n, m], divided by their sum, which may be off by rounding.
-
-    Raises:
-        ValueError: a domain has no column, a weight is negative or no number, or a row's weights do not sum to 1.
-    """
+    """Weights of each row, [n, m], divided by their sum near 1; raises ValueError if a column is missing or a weight is invalid."""
     require_columns(rows, tuple(prefix + name for name in domains))
     weights = np.column_stack([numbers(rows, prefix + name, minimum=0, inclusive=True) for name in domains])
     total = weights.sum(axis=1)
@@ -122,11 +118,7 @@ def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") 
 
 
 def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
-    """Convert mixtures to an array in the law's order of domains, [mixtures, m].
-
-    Raises:
-        ValueError: for the reasons of `mixtures_of`, or a domain is unknown to the law; the message names it.
-    """
+    """Convert mixtures to an array in the law's order of domains, [mixtures, m]; raise ValueError like `mixtures_of`."""
     if isinstance(weights, pd.DataFrame):
         prefixed = any(str(name).startswith(WEIGHT) for name in weights)
         return mixtures_of(weights, domains, WEIGHT if prefixed else "")

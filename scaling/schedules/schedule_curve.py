@@ -90,11 +90,7 @@ class ScheduleCurve:
 
 
 def peak_and_depth(rates: Array) -> tuple[float, float]:
-    """Return the highest rate of a curve, and the least rate as a share of the highest.
-
-    Raises:
-        ValueError: the rate is 0 in every row.
-    """
+    """Return a curve's highest rate, and its least rate as a share of that; raise ValueError if the rate is 0 in every row."""
     if not (peak := float(rates.max())) > 0:
         raise ValueError("lr must be above 0 in some row of a schedule, got 0 in all of them")
     return peak, float(rates.min()) / peak

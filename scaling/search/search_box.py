@@ -140,11 +140,7 @@ class SearchBox:
         return np.hstack(parts)
 
     def octaves(self, rows: pd.DataFrame) -> Array:
-        """log2 of the scales, and `APART` for the rows of each source, [n, k].
-
-        Raises:
-            ValueError: a column is missing, a scale is not above 0, or a source is unknown to the box.
-        """
+        """log2 of the scales, and `APART` for rows of each source, [n, k]; raises ValueError if a column is missing or unknown."""
         require_columns(rows, self.scales)
         given = rows[SOURCE] if SOURCE in rows else pd.Series("", index=rows.index)
         if strange := set(given) - {"", *self.sources}:

@@ -121,11 +121,7 @@ class Gains:
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str) -> Gains:
-        """Measure m: the compute at which the baseline has the variant's loss, over the variant's compute.
-
-        Raises:
-            ScalingError: a loss is below the floor of the baseline's law.
-        """
+        """Measure m: baseline's compute at the variant's loss over the variant's compute; raises ScalingError below the floor."""
         x = np.log(cells["flops"].to_numpy())
         weights = law.between(x, tuple(cells["size"]))
         y = cells["y"].to_numpy() - weights @ law.residual

@@ -39,11 +39,7 @@ def staying_cluster() -> Iterator[Cluster]:
 
 @contextmanager
 def cluster(resources: ResourceSettings) -> Iterator[Cluster]:
-    """A cluster that is connected: that of the `staying_cluster` around it, else one for the block.
-
-    Raises:
-        StageError: If Ray can't be started, or the cluster not be joined.
-    """
+    """Connect to the cluster of the `staying_cluster` around the block, or to one for the block; raise StageError if that fails."""
     with staying_cluster() as found:
         found.connect(resources)
         yield found

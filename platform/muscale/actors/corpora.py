@@ -22,11 +22,7 @@ def noted(directory: Path, key: str) -> bool:
 
 
 def open_corpus(directory: Path, key: str) -> Corpus | None:
-    """The corpus of a key: the study's own, or one that was noted; None of a key that the study does not know.
-
-    Raises:
-        CorpusError: If its files are gone or damaged.
-    """
+    """The corpus of a key, the study's or a recorded one, or None; raises CorpusError if its files are gone or damaged."""
     own = Corpus.open(directory / CORPUS)
     if key == own.key:
         return own

@@ -16,11 +16,7 @@ _unchanged: set[tuple[Path, str]] = set()  # folders and keys that this process 
 
 
 def require_unchanged(folder: Path) -> None:
-    """Hold a corpus's files against the hashes of its manifest, once in each process, unless they are larger than `MOST_HASHED`.
-
-    Raises:
-        StageError: Naming those that changed.
-    """
+    """Check a corpus against the hashes of its manifest, once a process and up to `MOST_HASHED`; raise StageError if files changed."""
     corpus = Corpus.open(folder)
     if (folder, corpus.key) in _unchanged:
         return

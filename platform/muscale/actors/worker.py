@@ -157,11 +157,7 @@ class Worker:
                 return
 
     def _state(self, chain: Chain) -> TrainState:
-        """The state at the end of a chain that was reached; one that was pruned is trained again.
-
-        Raises:
-            RuntimeError: If it does not come out with the recorded loss.
-        """
+        """The state at the end of a chain that was reached, retrained if pruned; raises RuntimeError if the loss differs."""
         row = self.ledger.segment(chain.key) or {}
         if state := self._load(row):
             return state

@@ -71,11 +71,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def verify(path: str | Path) -> Verification:
-    """Check every file of a bundle against its manifest.
-
-    Raises:
-        BundleError: If there is no usable manifest, or the manifest names a file outside its folder.
-    """
+    """Check a bundle's files against its manifest; raise BundleError if that is unusable or names a file outside the folder."""
     folder = Path(path)
     content, files = _read_manifest(folder)
     present = _present(folder)

@@ -105,11 +105,7 @@ class FullRun:
         corpus: Path,
         initial_state: InitialState | None = None,
     ) -> Self:
-        """Make a run with the [promote] and [resources] of a study file.
-
-        Raises:
-            ValueError: If the settings don't fit the model, or the segments don't fit the numerics.
-        """
+        """Make a run with the [promote] and [resources] of a study file; raise ValueError if they don't fit model or segments."""
         settings, resources = config.promote, config.resources
         cadence = Cadence.of(
             settings,

@@ -81,11 +81,7 @@ def place_of(source: str) -> tuple[str, str]:
 
 
 def space_from(source: str, distributions: Mapping[str, Distribution], names: Mapping[str, str]) -> Space:
-    """Return a space with renamed hyperparameters.
-
-    Raises:
-        StageError: If a name to replace does not exist, two names become the same, or the space is invalid.
-    """
+    """Return a space with renamed hyperparameters; raise StageError if a name is missing or taken, or the space is invalid."""
     if missing := [name for name in names if name not in distributions]:
         raise StageError(
             f"import-space: {source}: --rename {missing[0]}: no such parameter; there are {', '.join(distributions)}"
@@ -122,11 +118,7 @@ def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, 
 
 
 def multiples_within(low: float, high: float, step: float) -> tuple[float, float]:
-    """Return the least and the greatest multiple of a step within bounds; Tune and W&B round to multiples.
-
-    Raises:
-        SpaceError: If the step is not above 0.
-    """
+    """Return the least and greatest multiple of a step in bounds, as Tune and W&B round; raise SpaceError unless it is above 0."""
     if step <= 0:
         raise SpaceError(f"q must be above 0, got {step:g}")
     return math.ceil(low / step - 1e-9) * step, math.floor(high / step + 1e-9) * step

@@ -124,11 +124,7 @@ def _require_plain(trials: Sequence[FrozenTrial]) -> None:
 
 
 def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> ImportedSpace:
-    """Return every parameter of the study's trials, with its latest distribution.
-
-    Raises:
-        StageError: If the study has no parameters, or a distribution has no counterpart.
-    """
+    """Return every parameter of the trials with its latest distribution; raise StageError if there is none or no counterpart."""
     found: dict[str, BaseDistribution] = {}
     changed: set[str] = set()
     trials = study.trials

@@ -59,11 +59,7 @@ def describe_speed(config: StudyConfig, tokens_per_second: float) -> Finding:
 
 
 def measured_speed(config: StudyConfig) -> float:
-    """Tokens per second of one worker at the base shape, not compiled, on random tokens.
-
-    Raises:
-        ValueError: If this device can't train in the study's precision.
-    """
+    """Tokens per second of one worker at the base shape, not compiled; raises ValueError if the device lacks the study's precision."""
     model, h, resources = config.model, config.hyperparameters, config.resources
     with tempfile.TemporaryDirectory(prefix="muscale-speed-") as folder:
         ids = np.random.default_rng(0).integers(model.vocab_size, size=16 * (model.context_length + 1))

@@ -61,11 +61,7 @@ class ExternalRun:
         self._band = registered_band(self.plan.key, ledger)
 
     def update(self) -> None:
-        """Copy all losses so far into the study, and record the residual if the run has ended.
-
-        Raises:
-            StageError: If the source can't be read, or exceeds the plan's tokens.
-        """
+        """Copy all losses so far, and record the residual if the run has ended; raise StageError if the source can't be read."""
         rows = self.source.read()
         if self.ledger.result(ResultKind.EXTERNAL_RUN, self.plan.key):
             return  # final
@@ -89,11 +85,7 @@ class ExternalRun:
             self._record_residual(end["val_loss"])
 
     def records(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """One record per number of tokens, ascending; after a rollback the later losses count.
-
-        Raises:
-            StageError: If the rows exceed the plan's tokens.
-        """
+        """One record per number of tokens, ascending, later losses counting; raises StageError if they exceed the plan's tokens."""
         n_tokens, kept = self.plan.n_tokens, list[dict[str, Any]]()
         for row in rows:
             tokens = row["tokens"] if "tokens" in row else self._tokens_at(min(row["step"], n_tokens + 1))

@@ -49,11 +49,7 @@ class LossSource:
         return str(self.losses) if str(self.losses).startswith(WANDB) else str(Path(self.losses).absolute())
 
     def read(self) -> list[Row]:
-        """The rows in source order; records without a loss are skipped.
-
-        Raises:
-            StageError: If the source can't be read; the message names source, row and column.
-        """
+        """The rows in source order, without records that have no loss; raises StageError naming source, row and column."""
         if isinstance(self.losses, pd.DataFrame):
             known = self.losses.astype(object).where(self.losses.notna(), None).to_dict("records")
             return self._rows(list(map(str, self.losses.columns)), _numbered(known))

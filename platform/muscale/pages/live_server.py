@@ -123,11 +123,7 @@ def _written(now: Snapshot) -> str:
 
 
 def serve(study: StudyContents, *, port: int, allow_actions: bool) -> None:
-    """Serve the page until this process is interrupted; print its address, and the token if actions are allowed.
-
-    Raises:
-        StageError: If the port is taken.
-    """
+    """Serve the page until interrupted, and print its address and the token of actions; raise StageError if the port is taken."""
     try:
         bound = socket.create_server((HOST, port))
     except OSError as error:

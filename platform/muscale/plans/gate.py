@@ -145,11 +145,7 @@ def check_line(check: CoordinateCheck | None) -> GateLine:
 
 
 def require_check(check: CoordinateCheck, *, force: bool) -> None:
-    """Return if a family may proceed, before there is a plan: its coordinate check passed, or the promotion is forced.
-
-    Raises:
-        StageError: If the check failed and the promotion is not forced.
-    """
+    """Raise StageError if the coordinate check failed, before there is a plan, unless the promotion is forced."""
     Gate(plan="", lines=(check_line(check),)).require(force=force)
 
 

@@ -157,11 +157,7 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
 
 
 def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
-    """Return the study with a choice for each layout setting of [promote] that is "auto"; explicit settings stay.
-
-    Raises:
-        StageError: If the device's links or the model are unknown, or no such layout fits.
-    """
+    """Return the study with a choice for each layout setting that is "auto"; raise StageError if none fits or links are unknown."""
     settings = config.promote
     if not settings.open_layout:
         return config

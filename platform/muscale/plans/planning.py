@@ -192,11 +192,7 @@ class Planner:
     winner: int | None = None
 
     def plan(self) -> Plan:
-        """Return the plan, which is not registered yet.
-
-        Raises:
-            StageError: If the budget can't be spent: see `sizing.size_for`; or does not pay for a batch.
-        """
+        """Return the plan, not registered yet; raise StageError if the budget can't be spent (`size_for`) or pays for no batch."""
         config, decision = self.config, self.decision
         by_law = self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
         return Plan(

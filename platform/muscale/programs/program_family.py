@@ -67,11 +67,7 @@ class Program(Family):
         return {}
 
     def allow(self, directory: Path) -> None:
-        """Let this process run the program in a study's folder, and report that on standard error, once.
-
-        Raises:
-            TrainerError: If the program's files differ from those that the study names.
-        """
+        """Let this process run the program, and report that once; raise TrainerError if its files differ from the study's."""
         if (found := digest_of(self.words, directory)) != self.digest:
             raise TrainerError(
                 f"the files of {self.command} in {directory} have the hash {found}, the study's {self.digest}"
@@ -159,22 +155,14 @@ class Program(Family):
         return min((at(low), at(high)), key=lambda member: abs(math.log(member.n_params / n_params)))
 
     def parametrization(self, member: Member, base: Member, **rules: Any) -> Parametrization:
-        """The table of the tensors that the program names; empty if the program names none.
-
-        Raises:
-            TrainerError: If a tensor has no rule.
-        """
+        """The table of the tensors that the program names, or an empty one; raises TrainerError if a tensor has no rule."""
         sizes = (member.d_model, base.d_model, 2 * base.d_model)
         target, at_base, wider = (described(self, width, member.n_layers) for width in sizes)
         return table_of(target, at_base, wider, depth_mult=member.n_layers / base.n_layers, **rules)
 
 
 def digest_of(words: tuple[str, ...], directory: Path) -> str:
-    """Hash of the files below a folder that a command names; "" if it names none.
-
-    Raises:
-        OSError: If a file can't be read.
-    """
+    """Hash of the files below a folder that a command names; "" if it names none; raises OSError if a file can't be read."""
     within = files_of(words, directory)
     return content_key({word: file_sha256(path) for word, path in within.items()}) if within else ""
 

@@ -132,11 +132,7 @@ def read_files(folder: Path) -> dict[str, Tensor]:
 
 
 def write_files(state: TrainState | None, folder: Path) -> None:
-    """Write the files of a state into a new folder; without a state (None) it stays empty.
-
-    Raises:
-        ValueError: If a file lies outside the folder.
-    """
+    """Write the files of a state, if any, into a new folder; raise ValueError if a file lies outside the folder."""
     folder.mkdir()
     for name, content in (state.tensors if state else {}).items():
         path = (folder / name).resolve()

@@ -104,11 +104,7 @@ class Description:
 
     @classmethod
     def parse(cls, output: str) -> Self:
-        """Return the description in the last line of a program's output that is JSON with n_params.
-
-        Raises:
-            TrainerError: If no line is a description.
-        """
+        """Return the description in the last line that is JSON with n_params; raise TrainerError if there is no such line."""
         lines = [line for line in output.split("\n") if line.strip()]
         last = next(filter(_has_counts, reversed(lines)), lines[-1] if lines else "")
         try:
@@ -185,11 +181,7 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
 
 
 def _loss_unit(found: Mapping[str, Any]) -> str:
-    """The unit of a description's losses; never a bare "bits per token", which laws would convert.
-
-    Raises:
-        TrainerError: If `metric` or `unit` is not a text.
-    """
+    """The unit of a description's losses, never a bare "bits per token"; raises TrainerError if `metric` or `unit` is no text."""
     for name in ("metric", "unit"):
         if name in found and not (isinstance(found[name], str) and found[name].strip()):
             raise TrainerError(
@@ -218,11 +210,7 @@ def _loss(value: Any) -> float:
 
 
 def fill(command: tuple[str, ...], config: Path, state: Path) -> list[str]:
-    """Return a command with its paths filled in; no shell sees it.
-
-    Raises:
-        TrainerError: If the command names no program, no {config} or no {state}.
-    """
+    """Return a command with its paths filled in, for no shell; raise TrainerError if it lacks program, {config} or {state}."""
     for name in (CONFIG, STATE):
         if not any(name in word for word in command[1:]):
             raise TrainerError(f"a trainer's command must have an argument with {name}, got {list(command)}")

@@ -190,11 +190,7 @@ def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, A
 
 
 def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> VariantComparison:
-    """Compare the variants trained so far; variants keep the verdict of the look that decided them.
-
-    Raises:
-        StageError: If the runs can't be compared.
-    """
+    """Compare the variants so far, with the verdicts of the looks that decided them; raise StageError if that is impossible."""
     settings = config.compare
     try:
         return compare_variants(

@@ -147,11 +147,7 @@ def law_rows(
 
 
 def fit_law(rows: pd.DataFrame, settings: FitSettings, loss_unit: str) -> ScalingFit:
-    """Fit the law L(N, D) to the ladder's rows from `law_rows`, with losses in the given unit.
-
-    Raises:
-        StageError: If no law can be fitted to the runs.
-    """
+    """Fit the law L(N, D) to the rows of `law_rows`, with losses in this unit; raise StageError if no law can be fitted."""
     try:
         return fit(
             rows,

@@ -56,11 +56,7 @@ class GridRun:
 
 
 def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[GridRun]:
-    """Return the runs of every grid that [transfer] requests, around the sweep's best.
-
-    Raises:
-        StageError: If a hyperparameter can't take a value of its grid.
-    """
+    """Return the runs of every grid of [transfer] around the sweep's best; raise StageError if a value can't be taken."""
     settings, family = config.transfer, config.family
     widths = [("width", width, family.at(width=width)) for width in settings.widths]
     depths = [("depth", depth, family.at(depth=depth)) for depth in settings.depths]
@@ -141,11 +137,7 @@ def widest_verdict(sweep: SweepResult, config: StudyConfig, numerics: Numerics, 
 
 
 def horizon_of(verdict: Verdict) -> HorizonLaw:
-    """Return the law by which the best rate falls with the training tokens.
-
-    Raises:
-        StageError: If the grids determine no law; the message says which runs would.
-    """
+    """Return the law by which the best rate falls with the tokens; raise StageError naming the runs that would determine it."""
     if verdict.horizon is None:
         raise StageError(
             f"transfer: no horizon law: {verdict.missing['horizon law']}; for an edge widen transfer.octaves, for a flat grid, whose "

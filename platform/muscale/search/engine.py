@@ -210,11 +210,7 @@ class Engine:
         return next((move for some in moves for move in some if self._allows(move)), None)
 
     def _moves(self, *, may_start: bool) -> Iterator[Start | Advance]:
-        """Yield the scheduler's moves, the preferred one first; a custom scheduler gives at most one.
-
-        Raises:
-            StageError: If the record does not allow a move, which only a custom scheduler can cause.
-        """
+        """Yield the scheduler's moves, the preferred first; raise StageError if a custom scheduler's move breaks the record."""
         scheduler = self._scheduler
         moves: Iterable[Start | Advance | None]
         if isinstance(scheduler, PreferenceScheduler) and type(scheduler).next is PreferenceScheduler.next:
@@ -256,11 +252,7 @@ class Engine:
         return ""
 
     def _proposed(self) -> Config:
-        """Return the searcher's configuration of the next trial.
-
-        Raises:
-            StageError: If the configuration does not lie in the space, which only a custom searcher can cause.
-        """
+        """Return the searcher's next configuration; raise StageError if a custom searcher's lies outside the space."""
         number = len(self.record.configs)
         view = RecordView(self.record, self._top)
         proposed = self._searcher.propose(number, view)

@@ -104,11 +104,7 @@ def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, n
 
 
 def runs_of(source: Path) -> pd.DataFrame:
-    """The runs of another study's ledger, which is only read.
-
-    Raises:
-        StudyDirectoryError: If there is no ledger, or one of another schema.
-    """
+    """The runs of another study's ledger, which is only read; raises StudyDirectoryError if there is none of this schema."""
     with open_read_only(source) as (name, read):
         try:
             table = runs_table(read(find_runs))

@@ -127,20 +127,12 @@ class Sweep:
 
     @classmethod
     def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
-        """Return the sweep of a study file, or the sweep with custom methods that replaced it.
-
-        Raises:
-            StageError: If the corpus holds out too little for the evaluations.
-        """
+        """Return the sweep of a study file or its custom replacement; raise StageError if the corpus holds out too little."""
         sweep = cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus))
         return replace(sweep, own_methods=noted_methods(ledger, sweep.key))
 
     def by(self, searcher: Searcher | None, scheduler: Scheduler | None) -> Self:
-        """Return the same search with a searcher, a scheduler or both in place of the methods of the study file.
-
-        Raises:
-            StageError: If one of them has no identity (`muscale.search.own_methods.identity_of`).
-        """
+        """Return the same search with another searcher or scheduler; raise StageError if one has no identity (`identity_of`)."""
         given = {"searcher": searcher, "scheduler": scheduler}
         own = {role: identity_of(role, method) for role, method in given.items() if method is not None}
         return replace(self, searcher=searcher, scheduler=scheduler, own_methods=own)

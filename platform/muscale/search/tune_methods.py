@@ -45,11 +45,7 @@ def report(settings: SweepSettings, rung: int, loss: float | None) -> dict[str, 
 
 
 def tune_scheduler(settings: SweepSettings, space: Space) -> Any:
-    """Make the scheduler that `[sweep]` names.
-
-    Raises:
-        StageError: If Tune has no scheduler of this name, or the scheduler refuses an argument.
-    """
+    """Make the scheduler that `[sweep]` names; raise StageError if Tune has no such scheduler, or it refuses an argument."""
     bounds = {name: space[name] for name in changeable(space)}
     defaults = {
         "time_attr": "training_iteration" if settings.is_population else TIME,
@@ -74,11 +70,7 @@ def tune_scheduler(settings: SweepSettings, space: Space) -> Any:
 
 
 def tune_searcher(settings: SweepSettings, name: str, space: Space) -> Any:
-    """Make the searcher of a name, with its space set.
-
-    Raises:
-        StageError: If Tune has no such searcher, its package is missing, or the searcher refuses an argument or the space.
-    """
+    """Make a searcher by name with its space; raise StageError if it or its package is missing, or refuses argument or space."""
     searcher = _made("searcher", name, settings, dict.fromkeys(_SEEDS, settings.seed))
     config = {key: domain(f"sweep.space.{key}", space[key]) for key in space.searched}
     with _as_stage_error(f"sweep.searcher: {name}"):

@@ -49,11 +49,7 @@ class VariantSettings(StrictTable):
         return changed(base, self.hyperparameters)
 
     def corpus_of(self, base: CorpusSettings) -> CorpusSettings:
-        """The variant's corpus: the study's with other keys, in the study's tokens; `write_corpus` ensures the same tokenizer.
-
-        Raises:
-            ValidationError: If a value breaks its rule.
-        """
+        """The variant's corpus: the study's with other keys, in the study's tokens; raises ValidationError for a broken rule."""
         own = base.model_dump(exclude_unset=True, exclude={"tokenizer", "end_of_document"})
         dropped = _ONE_SOURCE if "sources" in self.corpus else ("sources", "stages") if "source" in self.corpus else ()
         kept = {key: value for key, value in own.items() if key not in dropped}
@@ -83,11 +79,7 @@ class CompareSettings(StrictTable):
 
 
 def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:
-    """The base with some fields changed, checked as strictly as a study file.
-
-    Raises:
-        ValueError: With one line for each value that breaks its rule.
-    """
+    """The base with some fields changed, checked as a study file is; raises ValueError with a line for each broken rule."""
     own = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     try:
         return build_strictly(type(base), own | dict(changes), "")

@@ -115,11 +115,7 @@ def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
 
 
 def require_same_family(model: Member, base: Member) -> None:
-    """Refuse to train a model from a ledger or a checkpoint unless its family is that of the study file, which was announced.
-
-    Raises:
-        StageError: If the model is of another family.
-    """
+    """Refuse to train a model of another family than the study file's, which was announced: raise StageError."""
     found, named = (
         member.family if isinstance(member, ModuleConfig) else "the built-in decoder" for member in (model, base)
     )

@@ -150,11 +150,7 @@ def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any])
 
 
 def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
-    """Replace regularizers, context and rotary base of the model by the explicit values.
-
-    Raises:
-        ValueError: If the model's family has no such setting.
-    """
+    """Replace regularizers, context and rotary base by the explicit values; raise ValueError if the family has no such setting."""
     stated = {name: value for name, value in explicit.items() if name in OF_MODEL}
     if unknown := next((name for name in stated if not hasattr(model, name)), None):
         raise ValueError(f"{unknown}: the model's family has no such setting, got {stated[unknown]!r}")

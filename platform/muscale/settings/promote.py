@@ -164,11 +164,7 @@ class PromoteSettings(StrictTable):
 
     @property
     def parallelism(self) -> Parallelism:
-        """The layout over the workers; not part of the run's key.
-
-        Raises:
-            StageError: If a part of the layout is "auto", which only the promotion of a plan chooses.
-        """
+        """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
         sharding, tensor, checkpointing = self.sharding, self.tensor_parallel, self.activation_checkpointing
         if sharding == "auto" or tensor == "auto" or checkpointing == "auto":
             raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; state the layout here')

@@ -256,11 +256,7 @@ class StudyTables(StrictTable):
         return plain
 
     def shared_numerics(self, corpus: Corpus) -> Numerics:
-        """The numerics that all trainings of the study share, at the base shape.
-
-        Raises:
-            StageError: If the corpus holds out too little for the evaluations.
-        """
+        """The numerics that all trainings share, at the base shape; raises StageError if the corpus holds out too little."""
         wanted = self.corpus.evaluation_tokens
         for name, files in corpus.sources.items():
             if wanted // len(corpus.sources) > files.n_validation_tokens - self.model.context_length:

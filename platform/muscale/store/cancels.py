@@ -49,11 +49,7 @@ def cancelled_trials(ledger: Ledger, sweep: str) -> dict[int, str]:
 
 
 def cancel_study(ledger: Ledger, reason: str) -> None:
-    """Ask every process that trains for the study to end as at Ctrl-C; the same command continues later.
-
-    Raises:
-        StageError: If the reason is longer than `LONGEST_REASON` characters.
-    """
+    """Ask all processes that train for the study to end as at Ctrl-C; raise StageError if the reason is too long."""
     _require_short(reason)
     ledger.record_result(ResultKind.CANCEL_STUDY, secrets.token_hex(8), {"reason": reason})
 

@@ -50,11 +50,7 @@ def full_run_lease(key: str) -> str:
 
 @contextmanager
 def lease(ledger: Ledger, name: str, *, wait: bool = True) -> Iterator[int]:
-    """Hold the lease called `name`, waiting while another owner lives; yield the fencing token.
-
-    Raises:
-        LeaseHeldError: If another owner lives and `wait` is False.
-    """
+    """Hold the lease `name`, and yield its fencing token; without `wait`, raise LeaseHeldError if another owner lives."""
     token = _acquire(ledger, name, wait=wait)
 
     def beat(done: threading.Event) -> None:
@@ -77,11 +73,7 @@ def sweep_lease(sweep: str) -> str:
 
 
 def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]) -> None:
-    """Record a segment that was trained under a lease.
-
-    Raises:
-        LeaseLostError: If another owner has taken the lease since; then nothing is recorded.
-    """
+    """Record a segment trained under a lease; raise LeaseLostError, and record nothing, if another owner has taken it since."""
     ledger.write(_record, name, token, stamped(segments, row))
 
 

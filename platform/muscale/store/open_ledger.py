@@ -61,11 +61,7 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
 
 
 def read_place(directory: Path) -> dict[str, Any] | None:
-    """Location of the ledger of a study's directory; None if the directory has no such file.
-
-    Raises:
-        StudyDirectoryError: If the file can't be used.
-    """
+    """Location of a study's ledger, None if its directory has no such file; raises StudyDirectoryError if the file can't be used."""
     path = directory / LEDGER_PLACE
     if not path.exists():
         return None
@@ -126,11 +122,7 @@ def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename_first(unfinished: Path, noted: Path) -> None:
-    """Rename a file to an unused name; only the process that created the mark file may do so, others wait.
-
-    Raises:
-        StudyDirectoryError: If the process that created the mark did not finish.
-    """
+    """Rename a file to an unused name, or wait for the creator of the mark to do so; raise StudyDirectoryError if that one did not."""
     mark = noted.with_name(f"{noted.name}.begun")
     given_up = time.monotonic() + _MARK_SECONDS
     while not noted.exists():

@@ -25,11 +25,7 @@ _number = sa.Table("schema_number", sa.MetaData(), sa.Column("number", sa.Intege
 
 
 def url_from_environment() -> sa.URL:
-    """The database's URL.
-
-    Raises:
-        StudyDirectoryError: If the URL is missing or not for PostgreSQL; the message leaves it out, since it may hold a password.
-    """
+    """The database's URL; raises StudyDirectoryError if it is missing or not PostgreSQL's, without its password."""
     if not (value := os.environ.get(URL_VARIABLE)):
         raise StudyDirectoryError(
             f'storage.ledger: "postgresql" takes its URL from the environment variable {URL_VARIABLE}, such as '

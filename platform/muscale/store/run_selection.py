@@ -93,11 +93,7 @@ def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
 
 
 def save(runs: pd.DataFrame, path: Path) -> Path:
-    """Write a table atomically as .csv or .parquet, and return the path.
-
-    Raises:
-        RunSelectionError: If the suffix is another one, or the folder does not exist.
-    """
+    """Write a table atomically as .csv or .parquet, and return the path; raise RunSelectionError for others or without a folder."""
     if path.suffix not in (".csv", ".parquet"):
         raise RunSelectionError(f"--export {path}: must end in .csv or .parquet")
     if not path.absolute().parent.is_dir():

@@ -92,11 +92,7 @@ def insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any])
 
 
 def check_token(connection: sa.Connection, name: str, token: int) -> None:
-    """Refuse an outdated token of a lease, inside a writing transaction.
-
-    Raises:
-        LeaseLostError: If another owner has taken the lease since.
-    """
+    """Refuse an outdated token of a lease in a writing transaction: raise LeaseLostError if another owner has taken it."""
     current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
     if current != token:
         raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")

@@ -197,11 +197,7 @@ def require_schema(name: str, found: int) -> None:
 
 
 def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
-    """Repeat an attempt at growing intervals of up to a second, as long as its errors are transient.
-
-    Raises:
-        LedgerUnavailableError: If the ledger called `name` does not answer for `PATIENCE_SECONDS`.
-    """
+    """Repeat an attempt while its errors are transient; raise LedgerUnavailableError if `name` is silent for `PATIENCE_SECONDS`."""
     begun, pause = time.monotonic(), 0.05
     while True:
         try:

@@ -26,11 +26,7 @@ from proxy_models.data.token_files import MANIFEST
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
-    """Make the mirror of a study's trackers; all their files on this machine lie below the study's directory.
-
-    Raises:
-        StudyFileError: If the package of a named tracker is not installed.
-    """
+    """Make the mirror of a study's trackers, with files below its directory; raise StudyFileError if a package is missing."""
     folder = directory / TRACKING
     return Mirror(list(_trackers(settings, folder)), folder)
 

@@ -74,11 +74,7 @@ class StudyTrainable(tune.Trainable):
         (Path(checkpoint_dir) / _CHECKPOINT).write_text(json.dumps(history))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Go on from a trial's segments, this one's own or another's.
-
-        Raises:
-            StageError: If a value is another than the donor's and can't change in mid-run.
-        """
+        """Go on from a trial's segments, its own or a donor's; raise StageError if a value differs that can't change in mid-run."""
         saved = json.loads((Path(checkpoint) / _CHECKPOINT).read_text())
         own, donor = self._path[-1][1], history_from_json(saved["path"])
         self._rung = int(saved["rung"])

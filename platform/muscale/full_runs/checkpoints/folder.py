@@ -69,11 +69,7 @@ def tokens_of(checkpoint: Path) -> int:
 
 
 def require_intact(checkpoint: Path) -> None:
-    """Check a checkpoint before it is read.
-
-    Raises:
-        StageError: If the path is not a checkpoint, does not exist, or does not match the hashes of its manifest.
-    """
+    """Check a checkpoint before it is read; raise StageError if it does not exist or does not match the hashes of its manifest."""
     tokens_of(checkpoint)
     if not checkpoint.is_dir():
         raise StageError(f"{checkpoint}: no such checkpoint")

@@ -106,11 +106,7 @@ class Checkpoints(CheckpointFolder):
         self._write = self._thread.submit(self._complete, shards, unfinished, tokens, stepper.parametrization)
 
     def finish(self) -> None:
-        """Wait for the background write.
-
-        Raises:
-            Exception: The error of the write.
-        """
+        """Wait for the background write, and raise its error."""
         write, self._write = self._write, None
         if write:
             write.result()

@@ -107,11 +107,7 @@ class RecordReader(FileSystemReader):
         return sum(shape.numel() for name, shape in self.shapes().items() if name.startswith(f"{MODEL}."))
 
     def require_weights(self, shapes: Mapping[str, Tensor]) -> None:
-        """Check that the checkpoint has the weights of a model.
-
-        Raises:
-            StageError: If the index can't be read, or a weight is missing or has another shape.
-        """
+        """Check that the checkpoint has the weights of a model; raise StageError if a weight is missing or has another shape."""
         saved = self.shapes()
         for name, shape in shapes.items():
             found = saved.get(f"{MODEL}.{name}")

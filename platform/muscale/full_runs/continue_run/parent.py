@@ -145,11 +145,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics
 
 
 def require_checkpoint(parent: Parent) -> None:
-    """Refuse a parent whose checkpoint is gone; reads no file.
-
-    Raises:
-        StageError: Naming the checkpoints that exist.
-    """
+    """Refuse a parent whose checkpoint is gone, without reading a file: raise StageError naming the existing checkpoints."""
     if parent.checkpoint.is_dir():
         return
     kept = CheckpointFolder(parent.checkpoint.parent).kept()
@@ -161,11 +157,7 @@ def require_checkpoint(parent: Parent) -> None:
 
 
 def parent_hash(parent: Parent) -> str:
-    """The manifest hash of the parent's checkpoint, after every file was checked against the manifest.
-
-    Raises:
-        StageError: If the checkpoint is damaged.
-    """
+    """Check every file of the parent's checkpoint, and return its manifest hash; raise StageError if it is damaged."""
     if found := manifest_hash(parent.checkpoint):
         return found
     raise StageError(f"{parent.checkpoint}: does not match the hashes of its manifest; name another by parent.tokens")
@@ -179,11 +171,7 @@ def _promoted_last(ledger: Ledger) -> str:
 
 
 def find_continuation(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
-    """Key and record of the continuation with this key or name; no record if there is none.
-
-    Raises:
-        StageError: If several continuations have this name.
-    """
+    """Key and record of the continuation with this key or name, or no record; raises StageError if several have this name."""
     rows = ledger.results(ResultKind.CONTINUATION_STARTED)
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
     if run in found:

@@ -77,11 +77,7 @@ def prepare(
 
 
 def read(path: Path) -> FullRun:
-    """Read the prepared run; the study's corpus may have been moved.
-
-    Raises:
-        StageError: If `prepare` did not write the file, or a value that determines the run was changed.
-    """
+    """Read the prepared run, whose corpus may have been moved; raise StageError if a value that determines the run was changed."""
     return _read(path)[1]
 
 

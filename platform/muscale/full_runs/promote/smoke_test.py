@@ -130,11 +130,7 @@ class SmokeTest(Recorded):
 def smoke_test_on_cluster(
     plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, steps: int = 5
 ) -> SmokeTest:
-    """Run the smoke test of a plan on the cluster, and record it in the ledger.
-
-    Raises:
-        StageError: If a launch fails, or the run is too short.
-    """
+    """Run the smoke test of a plan on the cluster, and record it; raise StageError if a launch fails, or the run is too short."""
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that only the run is measured

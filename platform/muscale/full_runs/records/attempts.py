@@ -73,11 +73,7 @@ class Attempt:
             raise
 
     def conclude(self, *, blocked: float, **facts: Any) -> dict[str, Any]:
-        """Write the result of a finished run: last losses, `facts`, goodput and incidents.
-
-        Raises:
-            LeaseLostError: If another attempt has begun since.
-        """
+        """Write last losses, `facts`, goodput and incidents of a finished run; raise LeaseLostError if another attempt has begun."""
         self.require_last()
         last = json_lines.read(self.directory / METRICS)[-1]  # written before the last checkpoint
         result = {

@@ -112,11 +112,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
 
 
 def _origin(run: FullRun) -> tuple[int, Path | None]:
-    """Tokens and checkpoint at the run's start, after checking the checkpoint.
-
-    Raises:
-        StageError: On every rank, if the checkpoint has changed.
-    """
+    """Check the checkpoint at the run's start, and return its tokens and path; raise StageError on every rank if it has changed."""
     state = run.initial_state
     if state and manifest_hash_by_ranks(state.checkpoint) != state.manifest_hash:
         raise StageError(

@@ -127,11 +127,7 @@ class FullRunModule(L.LightningModule):
         return DataLoader(_Calls(self))
 
     def on_fit_start(self) -> None:
-        """Open the data and load the checkpoint.
-
-        Raises:
-            StageError: If the device does not support the run's precision, or fp16 is used with several ranks.
-        """
+        """Open the data and load the checkpoint; raise StageError if device and ranks do not support the run's precision."""
         run = self.run
         precision = run.numerics.precision
         if reason := unsupported(precision, self.device):
@@ -251,11 +247,7 @@ class FullRunModule(L.LightningModule):
         self.step_log.add(before, self.tokens, number, began=began, rate_factor=rate_factor, loss=loss, norm=norm)
 
     def _read(self) -> bool:
-        """Read the figures of the steps taken, and record those that count; False if the last step does not count.
-
-        Raises:
-            StageError: If the run diverged.
-        """
+        """Read and record the figures of the steps taken; False if the last step does not count. Raise StageError on divergence."""
         last = self.tokens
         for one, row, verdict in self.step_log.read(self._stepper):
             if verdict and self.run.on_spike:
@@ -283,11 +275,7 @@ class FullRunModule(L.LightningModule):
         self.tokens = self._recorded = step.after
 
     def _intervene(self, tokens: int, number: int, reason: str) -> bool:
-        """Skip the step after `tokens` tokens, or roll back to skip it on the way; True if rolled back.
-
-        Raises:
-            StageError: If the policy allows no further intervention.
-        """
+        """Skip the step after `tokens` tokens, or roll back (True) to skip it; raise StageError if no further one is allowed."""
         policy = self.run.on_spike
         if policy is None:
             raise RuntimeError("on_spike is not set")

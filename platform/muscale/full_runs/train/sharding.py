@@ -59,11 +59,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return self._device
 
     def setup_environment(self) -> None:
-        """Create the mesh, for which Lightning supports two dimensions only.
-
-        Raises:
-            StageError: If the number of ranks does not fit the layout.
-        """
+        """Create the mesh, for which Lightning supports two dimensions only; raise StageError if the ranks do not fit the layout."""
         self._setup_distributed()
         try:
             self._device_mesh = mesh_of(rank_grid(self._parallelism), self._device.type)
@@ -92,11 +88,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
-    """The grid of a layout over the ranks; all ranks call this.
-
-    Raises:
-        ValueError: If the number of ranks does not fit the layout, or "hybrid" uses nodes of different sizes.
-    """
+    """The grid of a layout over the ranks, which all call this; raises ValueError if their number or the nodes' sizes don't fit it."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # ranks on this node
     by_rank = of_all_ranks(int(ranks) if ranks else None)
     if parallelism.sharding == "hybrid" and parallelism.shard_ranks is None and len(set(by_rank)) > 1:
