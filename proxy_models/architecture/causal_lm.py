@@ -33,7 +33,8 @@ class CausalLM(nn.Module):
         self.network = network
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
-        readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
+        table = _name(self, cast(Any, network).get_input_embeddings(), "an input embedding")
+        readout, embedding = (self.get_submodule(name) for name in (readout_name(self), table))
         cast(Any, embedding).padding_idx = None  # here every id is a token; torch would not train a padding id's row
         embedding.register_forward_hook(lambda _module, _inputs, output: output * self.embedding_multiplier)
         readout.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * self.readout_multiplier,))
@@ -50,11 +51,6 @@ class CausalLM(nn.Module):
         after = output[0] if is_several else output
         scaled = before + self.branch_multiplier * (after - before)
         return (scaled, *output[1:]) if is_several else scaled
-
-
-def embedding_name(model: CausalLM) -> str:
-    """Return the name of the module that looks tokens up."""
-    return _name(model, cast(Any, model.network).get_input_embeddings(), "an input embedding")
 
 
 def readout_name(model: CausalLM) -> str:

@@ -109,14 +109,12 @@ def minimise(score: Callable[[Array], Array], starts: Array, low: Array, high: A
                 scores = score(moved)
                 if scores.min() >= value - 1e-9:
                     break
-                together = _combined(point, moved[np.argsort(scores, kind="stable")[:COMBINED]], low, high)
-                combined = score(together)  # the first is the best exchange alone
+                kept = moved[np.argsort(scores, kind="stable")[:COMBINED]]
+                together = nearest(
+                    point + np.cumsum(kept - point, axis=0), low, high
+                )  # the best exchange, the best two, …
+                combined = score(together)
                 point, value = together[np.argmin(combined)], float(combined.min())
         if value < least:
             best, least = point, value
     return np.asarray(best)
-
-
-def _combined(point: Array, moved: Array, low: Array, high: Array) -> Array:
-    """Combine the first exchange, the first two, …, within the limits, [.., m]."""
-    return nearest(point + np.cumsum(moved - point, axis=0), low, high)

@@ -49,16 +49,13 @@ class RegretSurface(JsonResult):
 
     def regret(self, points: pd.DataFrame, reference: Mapping[str, float]) -> NDArray[np.float64]:
         """Predicted loss at `points` over the loss at `reference`, minus one, [K]; below 0 if the loss at the point is lower."""
-        return np.asarray(np.expm1(self._difference(points, reference) @ self._coefficients))
+        coefficients = np.concatenate([self.slopes, self.half_curvatures])
+        return np.asarray(np.expm1(self._difference(points, reference) @ coefficients))
 
     def stderr(self, points: pd.DataFrame, reference: Mapping[str, float]) -> NDArray[np.float64]:
         """Standard error of `regret`, [K]: 0 at the reference, and growing away from it."""
         difference = self._difference(points, reference)
         return np.asarray(np.sqrt(np.einsum("ki,ij,kj->k", difference, self.covariance, difference)))
-
-    @property
-    def _coefficients(self) -> Array:
-        return np.concatenate([self.slopes, self.half_curvatures])
 
     def _difference(self, points: pd.DataFrame, reference: Mapping[str, float]) -> Array:
         require_columns(points, self.coordinates)

@@ -195,14 +195,11 @@ def _centres(fractions: Floats, warmup: float) -> list[float]:
     return centres
 
 
-def _own_share(curve: RunCurve, fractions: Floats, share: float) -> float:
-    """The share at which this run is at the same point of the same segment; rounding to batches moves the ends a little."""
-    return float(np.interp(share, fractions, curve.fractions))
-
-
 def _smoothed(curve: RunCurve, fractions: Floats, centre: float) -> float:
     """Log ratio of the training loss around a share to the final held-out loss."""
-    own = _own_share(curve, fractions, centre)
+    own = float(
+        np.interp(centre, fractions, curve.fractions)
+    )  # rounding to batches moves the ends of segments a little
     return curve.mean_log(own - WINDOW / 2, own + WINDOW / 2) - math.log(curve.final_loss)
 
 

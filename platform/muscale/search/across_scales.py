@@ -116,7 +116,7 @@ class AcrossScales:
         rows = [
             {
                 **coordinates(space, {name: row[name] for name in space.searched}),
-                **_scale(row),
+                **{name: float(row[name]) for name in (N_PARAMS, N_TOKENS)},
                 SOURCE: row.get(SOURCE, ""),
                 "loss": row["loss"],
             }
@@ -201,10 +201,6 @@ def _is_comparable(space: Space, config: Mapping[str, Any]) -> bool:
 
 def _table(rows: Sequence[dict[str, Any]], box: SearchBox) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*box.names, *box.scales])
-
-
-def _scale(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(row[name]) for name in (N_PARAMS, N_TOKENS)}
 
 
 def _octaves(distribution: Distribution) -> float:

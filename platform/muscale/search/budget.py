@@ -64,10 +64,6 @@ class SweepBudget:
         by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
         return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
 
-    def allows_trial(self, record: Record) -> bool:
-        """Whether the limit on the number of trials allows another one."""
-        return len(record.configs) < self.trials
-
     def allows(self, record: Record, rung: int, until: int, ending: Iterable[int] = ()) -> bool:
         """Whether a segment from one rung (−1: the start) to another stays within every limit.
 

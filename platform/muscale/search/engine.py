@@ -204,7 +204,7 @@ class Engine:
 
     def _move(self) -> Start | Advance | None:
         """Return the scheduler's first move that the budget allows; it advances an existing trial where no new one is allowed."""
-        may_start = self.budget.allows_trial(self.record)
+        may_start = len(self.record.configs) < self.budget.trials
         moves = [self._moves(may_start=True)] if may_start else []
         moves.append(self._moves(may_start=False))
         return next((move for some in moves for move in some if self._allows(move)), None)

@@ -68,16 +68,11 @@ class AnnealJob:
 
 
 def _tune_config(job: TrialSegment | AnnealJob) -> dict[str, Any]:
-    return {**job.path[-1][1], JOB: job_to_json(job)}
-
-
-def job_to_json(job: TrialSegment | AnnealJob) -> str:
-    """JSON of a job, for the config of a Tune trial."""
-    return json.dumps({**vars(job), "path": history_to_json(job.path)})
+    return {**job.path[-1][1], JOB: json.dumps({**vars(job), "path": history_to_json(job.path)})}
 
 
 def job_from_json(text: str) -> TrialSegment | AnnealJob:
-    """The inverse of `job_to_json`."""
+    """Read a job from the config of its Tune trial."""
     values = json.loads(text)
     values["path"] = history_from_json(values["path"])
     return TrialSegment(**values) if "until" in values else AnnealJob(**values)

@@ -93,11 +93,6 @@ class Parallelism:
         """Numbers of ranks from `least` to `most` that fit the layout."""
         return tuple(size for size in range(least, most + 1) if not any(self.unfit(size)))
 
-    @property
-    def takes_any_size(self) -> bool:
-        """Whether any number of ranks works."""
-        return self.tensor_parallel == 1 and self.sharding != "hybrid"
-
     def grid(self, world_size: int, *, node_ranks: int | None = None) -> tuple[int, int, int]:
         """Replicas, shards of each, and ranks that share the products of each shard.
 

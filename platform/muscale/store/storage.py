@@ -90,7 +90,8 @@ class SqliteStorage(Storage):
             raise StudyDirectoryError(
                 f"{self.path}: the study's ledger is gone; restore the file, or start the study again"
             )
-        engine = sa.create_engine(sqlite_url(self.path), connect_args={"timeout": _BUSY_SECONDS})
+        url = sa.URL.create("sqlite", database=str(self.path))  # as text it would end at a question mark in the path
+        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_SECONDS})
 
         @sa.event.listens_for(engine, "connect")
         def _configure(connection: Any, _record: object) -> None:
@@ -175,11 +176,6 @@ def _sqlite(path: Path, host: str) -> SqliteStorage:
             'set storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
         )
     return SqliteStorage(path, must_exist=True)
-
-
-def sqlite_url(path: Path) -> sa.URL:
-    """The SQLAlchemy URL of a file; a URL as text would end at a question mark in the path."""
-    return sa.URL.create("sqlite", database=str(path))
 
 
 def sqlite_schema(connection: sa.Connection) -> int:
