@@ -31,13 +31,22 @@ def defer_sigint() -> Iterator[None]:
     """Defer SIGINT and SIGTERM until the block ends. During imports of Ray, import machinery and compiled modules swallow them.
 
     The signals are recorded instead of masked: a mask applies to one thread, but the system may deliver a signal to any thread,
-    and Python then raises it in the main thread.
+    and Python then raises it in the main thread. A second signal, later than an echo of the first, interrupts the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only
         return
     received: list[int] = []
-    before = {which: signal.signal(which, lambda number, _frame: received.append(number)) for which in STOPS}
+    echo_until = math.inf
+
+    def receive(number: int, _frame: object) -> None:
+        nonlocal echo_until
+        received.append(number)
+        if time.monotonic() > echo_until:
+            raise KeyboardInterrupt
+        echo_until = min(echo_until, time.monotonic() + _ECHO_SECONDS)
+
+    before = {which: signal.signal(which, receive) for which in STOPS}
     try:
         yield
     finally:

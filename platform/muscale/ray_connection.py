@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -114,18 +113,12 @@ def _apart() -> Iterator[None]:
     Ray has no setting for this, so Ray's class for starting processes is replaced; a Ray without that class shares the group. On
     Linux the kernel ends Ray's processes with this one. Elsewhere Ray ends them by group, so they have to share it.
     """
-    from ray._private import services as typed
+    from ray._private import services
 
-    services: Any = typed
     popen = getattr(services, "ConsolePopen", None)
-    if popen is None or sys.platform != "linux":
+    apart = partial(popen, process_group=0) if popen and sys.platform == "linux" else popen
+    with _replaced(services, "ConsolePopen", apart):
         yield
-        return
-    services.ConsolePopen = partial(popen, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
 
 
 def _make_token() -> None:
@@ -180,15 +173,31 @@ def _kill_ray(besides: Set[psutil.Process] = frozenset()) -> None:
 
 
 def connect(**options: Any) -> None:
-    """Start Ray or join a cluster, without Ray's log lines."""
+    """Start Ray or join a cluster, without Ray's log lines.
+
+    An interruption takes effect afterwards: while Ray starts processes, Python may run a signal's handler in a hook of a fork, which
+    swallows exceptions. Ray's own handler of SIGTERM, which exits with 15 at any point, is not set; Ray has no setting for this.
+    """
     with defer_sigint():
         import ray
+        from ray._private import utils
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    on_term = signal.getsignal(signal.SIGTERM)
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
-    if callable(on_term) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_term)  # Ray's handler exits with 15 at any point
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        with _replaced(utils, "set_sigterm_handler", lambda _handler: None):
+            ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of one of Ray's private modules within the block; a Ray that lacks it stays as it is."""
+    before = getattr(module, name, None)
+    if before is not None:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(module, name, before)
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -36,6 +36,18 @@ def test_a_signal_within_the_block_comes_after_it_whatever_thread_the_system_giv
         other.join()
 
 
+def test_a_later_second_signal_interrupts_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_ECHO_SECONDS", 0.2)
+    reached = []
+    with pytest.raises(KeyboardInterrupt), defer_sigint():
+        for pause in (0.0, 0.05, 0.3):
+            time.sleep(pause)
+            reached.append(pause)
+            signal.raise_signal(signal.SIGINT)
+        reached.append(1.0)
+    assert reached == [0.0, 0.05, 0.3]
+
+
 def test_without_a_signal_nothing_happens_and_other_threads_may_use_it() -> None:
     entered = []
 

@@ -170,6 +170,35 @@ def test_a_node_that_is_slow_to_start_is_started_again(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
+TERMINATED = """
+import os, signal, threading, time, psutil
+from muscale.ray_connection import connected
+from muscale.settings.tables import ResourceSettings
+
+def terminate_while_ray_starts():
+    while not any(one.name() == "gcs_server" for one in psutil.Process().children(recursive=True)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+threading.Thread(target=terminate_while_ray_starts, daemon=True).start()
+try:
+    with connected(ResourceSettings(workers=1)):
+        print("within")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+def test_sigterm_while_ray_starts_interrupts_and_does_not_exit(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", TERMINATED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
 LEAVES = """
 import logging, sys, psutil
 from muscale import ray_connection
