@@ -45,7 +45,12 @@ def diagnose(study: Path | None = None) -> Diagnosis:
         met, joined = pool.submit(shake_hands), pool.submit(_ray_cluster)  # both wait for processes
         config = _read(study) if study else None
         directory = study.absolute().parent if study else Path.cwd()
-        findings = [_python(), *_packages(), *storage_findings(directory, config.storage if config else None)]
+        findings = [
+            _python(),
+            *_packages(),
+            *_builds(),
+            *storage_findings(directory, config.storage if config else None),
+        ]
         findings += [_tracking(), joined.result(), _token()]
         findings += _devices(met.result(), config.resources.gpus_per_worker if config else 0.0)
     if config:
@@ -90,6 +95,16 @@ def _packages() -> list[Finding]:
         Finding(what="packages", status="fail" if wrong else "ok", found=found, do="see below" if wrong else ""),
         *wrong,
     ]
+
+
+def _builds() -> list[Finding]:
+    """Find a CPU build of torch with a torchvision for GPUs, which mup requires; transformers then imports no model."""
+    torch, torchvision = _version("torch"), _version("torchvision")
+    if not torch.endswith("+cpu") or torchvision.endswith(("+cpu", "not installed")):
+        return []
+    found = f"{torchvision}, a build for GPUs, with torch {torch}: transformers can't load an export here"
+    do = "pip uninstall torchvision, which muscale does not need, or install its CPU build"
+    return [Finding(what="torchvision", status="warning", found=found, do=do)]
 
 
 def _install(wanted: Requirement) -> str:

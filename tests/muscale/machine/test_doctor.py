@@ -146,6 +146,22 @@ def test_packages_are_held_against_what_is_declared(monkeypatch: pytest.MonkeyPa
     assert found["numpy"].do.endswith("-m pip install 'numpy>=999'")
 
 
+@pytest.mark.parametrize(
+    ("versions", "statuses"),
+    [
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0"}, ["warning"]),
+        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, []),
+        ({"torch": "2.13.0+cpu"}, []),
+        ({"torch": "2.13.0", "torchvision": "0.28.0"}, []),
+    ],
+)
+def test_a_torchvision_that_does_not_fit_torch_is_found(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], statuses: list[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "not installed"))
+    assert [finding.status for finding in doctor._builds()] == statuses
+
+
 def test_storage_that_cannot_hold_a_study_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     well = by_name(storage_findings(tmp_path))
     assert (well["writing"].status, well["ledger"].status) == ("ok", "ok")
