@@ -48,7 +48,9 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
     parameters = dict(model.named_parameters())
     if parameters.keys() != parametrization.rules.keys():
         odd = sorted(parameters.keys() ^ parametrization.rules.keys())
-        raise ValueError(f"the parametrization is of another model: {', '.join(odd)} stand in only one of the two")
+        raise ValueError(
+            f"the parametrization must be of this model; got parameters that only one of the two has: {', '.join(odd)}"
+        )
     classes = {rule.tensor_class for rule in parametrization.rules.values()}
     if recipe.embedding_rate != 1 and TensorClass.EMBEDDING not in classes:
         raise ValueError(

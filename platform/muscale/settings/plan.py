@@ -153,7 +153,7 @@ def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
     """Replace regularizers, context and rotary base by the explicit values; raise ValueError if the family has no such setting."""
     stated = {name: value for name, value in explicit.items() if name in OF_MODEL}
     if unknown := next((name for name in stated if not hasattr(model, name)), None):
-        raise ValueError(f"{unknown}: the model's family has no such setting, got {stated[unknown]!r}")
+        raise ValueError(f"{unknown}: must be a setting of the model's family, got {stated[unknown]!r}")
     if all(getattr(model, name) == value for name, value in stated.items()):
         return model  # unchanged, so that readers need not count a new member
     return ModelFamily(base=replace(model, **stated)).at()
