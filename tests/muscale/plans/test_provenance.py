@@ -137,5 +137,5 @@ def test_a_family_of_one_s_own_states_its_context_and_no_setting_that_it_lacks()
     model = Recurrent(vocab_size=256, context_length=128).member(32, 2)
     longer = Recurrent(vocab_size=256, context_length=512).member(32, 2)
     assert model_with_explicit(model, {"context_length": 512, "learning_rate": 0.1}) == longer
-    with pytest.raises(ValueError, match="z_loss: the model's family has no such setting, got 0.1"):
+    with pytest.raises(ValueError, match="^z_loss: .*got 0.1"):
         model_with_explicit(model, {"z_loss": 0.1})
