@@ -184,7 +184,7 @@ class Corpus:
         ]
 
     def table(self) -> pd.DataFrame:
-        """Return one row per source: tokens, fertility (tokens per word), bytes per token, and its share at the end of a run."""
+        """Return one row per source: tokens, fertility (tokens per word), bytes per token, share at the end of a run, unread files."""
         rows = [
             (
                 name,
@@ -193,10 +193,11 @@ class Corpus:
                 n.fertility,
                 n.bytes_per_token,
                 f"{self.evaluation_weights[name]:.1%}",
+                n.n_left_out,
             )
             for name, n in self.sources.items()
         ]
-        columns = ["source", "training", "validation", "tokens/word", "bytes/token", "share"]
+        columns = ["source", "training", "validation", "tokens/word", "bytes/token", "share", "files left out"]
         return pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
 
     def __str__(self) -> str:

@@ -172,7 +172,7 @@ class _Request:
         changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))
         differences = [
             f"{key} is {source.to_dict().get(key)!r} here but {there.to_dict().get(key)!r} there"
-            for key in ("kind", "field", "dtype", "vocab_size")
+            for key in ("kind", "field", "dtype", "vocab_size", "encoding", "on_error")
             if source.to_dict().get(key) != there.to_dict().get(key)
         ]
         if manifest["validation_fraction"] != self.validation_fraction:

@@ -1,27 +1,27 @@
 """The text of a source as a stream of pieces, checked while it is read, in bounded memory.
 
-A document is a text file, a line of JSONL or a row of a table. A hash assigns each whole document to training or to
-validation, independently of other documents: the hash of a file's path, or of a line's or row's text, so that exact duplicates
-are on one side. A source that is a single text file is cut by position instead.
+A document is a text file, an object of JSON or a row of a table. A hash assigns each whole document to training or to
+validation, independently of other documents: the hash of a file's path, or of a record's text, so that exact duplicates
+are on one side. A source that is a single text file is cut by position instead. Cleaned text keeps the side that it was on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, TypeVar
 
-from proxy_models.data.sources import CorpusError, Source, decompressor
+from proxy_models.data.file_contents import UTF8, encoding_of, open_content
+from proxy_models.data.records import TextRecord, records
+from proxy_models.data.sources import ROWS, CorpusError, Source, Split
 
-Split = Literal["train", "validation"]
+Part = TypeVar("Part")
 PIECE_BYTES = 1 << 20  # assumed: large compared with most documents, small compared with memory
 _log = logging.getLogger(__name__)
-_ROWS = 256  # rows of a table that are held at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,13 @@ class Piece:
     """Piece of the text of one document.
 
     Attributes:
-        file: File of the document, relative to the source's root.
+        file: File of the document, relative to the source's root; of cleaned text, the file before cleaning.
         split: Side that the document is on.
         content: Valid UTF-8 without byte 0.
-        line: Line at which the piece begins, from 1; of a table, the row, from 0.
+        line: Line at which the piece begins, from 1; of Parquet and Arrow, the row, from 0.
         closes: True if the document ends here.
-        done_bytes: Bytes of the file that have been read.
+        done_bytes: Bytes of `read_from` that have been read.
+        read_from: File that was read; it differs from `file` for cleaned text only.
     """
 
     file: str
@@ -43,6 +44,20 @@ class Piece:
     line: int
     closes: bool
     done_bytes: int
+    read_from: str
+
+
+@dataclass(kw_only=True)
+class ReadReport:
+    """Findings about a source's files, by their paths relative to the root.
+
+    Attributes:
+        skipped: Reason for each file that can't be read and was skipped.
+        encodings: Encoding of each file that is not UTF-8.
+    """
+
+    skipped: dict[str, str] = field(default_factory=dict)
+    encodings: dict[str, str] = field(default_factory=dict)
 
 
 def in_validation(document: str | bytes, fraction: float) -> bool:
@@ -51,32 +66,62 @@ def in_validation(document: str | bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") < fraction * 2**64
 
 
-def pieces(source: Source, validation_fraction: float) -> Iterator[Piece]:
+def pieces(source: Source, validation_fraction: float, report: ReadReport | None = None) -> Iterator[Piece]:
     """Yield every document that is not empty, piece by piece, in the order of `source.files()`.
 
     A document longer than `PIECE_BYTES` is cut after the end of a line if there is one, else between characters.
+
+    Args:
+        report: Receives the files that were skipped and the encodings that were found.
 
     Raises:
         CorpusError: If a file can't be read or is broken, or a text is not UTF-8 or holds byte 0. Lines are counted
             from 1, rows and bytes from 0.
     """
+    alone = len(source.files()[1]) == 1
+    report = report or ReadReport()
+
+    def read(path: Path, name: str) -> Iterator[Piece]:
+        encoding = encoding_of(path, source.encoding) if source.kind in ("text", "csv") else UTF8
+        if encoding != UTF8:
+            report.encodings[name] = encoding
+        if source.kind == "text":
+            return _of_text(path, name, encoding, validation_fraction, alone=alone)
+        unit = "row" if source.kind in ROWS else "line"
+        return _of_records(path, name, records(path, source, encoding), validation_fraction, unit)
+
+    yield from read_files(source, read, report)
+
+
+def read_files(source: Source, read: Callable[[Path, str], Iterator[Part]], report: ReadReport) -> Iterator[Part]:
+    """Yield the parts of every file; with `on_error = "skip"`, a file is read to its end before any part of it counts.
+
+    Raises:
+        CorpusError: If a file can't be read and the source does not skip such files.
+    """
     root, files = source.files()
-    for path in files:
-        name = path.relative_to(root).as_posix()
+
+    def parts(path: Path) -> Iterator[Part]:
         try:
-            if source.kind in ("text", "jsonl") and (tool := decompressor(path)):
-                raise CorpusError(f"{path}: is compressed; decompress it, as with `{tool}`")
-            if source.kind == "text":
-                yield from _of_text(path, name, validation_fraction, alone=len(files) == 1)
-            else:
-                yield from _of_records(path, name, source, validation_fraction)
+            yield from read(path, path.relative_to(root).as_posix())
         except OSError as error:
             raise CorpusError(f"{path}: can't be read ({error.strerror or error})") from error
 
+    for path in files:
+        if source.on_error == "skip":
+            try:
+                for _ in parts(path):
+                    pass
+            except CorpusError as error:
+                _log.warning("skipped %s", error)
+                report.skipped[path.relative_to(root).as_posix()] = str(error)
+                continue
+        yield from parts(path)
 
-def _of_text(path: Path, name: str, fraction: float, *, alone: bool) -> Iterator[Piece]:
-    size = path.stat().st_size
-    with path.open("rb") as stream:
+
+def _of_text(path: Path, name: str, encoding: str, fraction: float, *, alone: bool) -> Iterator[Piece]:
+    with open_content(path, encoding) as stream:
+        size = stream.size()
         if not alone:
             split: Split = "validation" if in_validation(name, fraction) else "train"
             parts = {split: size} if size else {}
@@ -86,25 +131,40 @@ def _of_text(path: Path, name: str, fraction: float, *, alone: bool) -> Iterator
         line = 1
         for split, n_bytes in parts.items():
             for content, closes in _cut(stream, n_bytes, str(path)):
-                done = stream.tell()
-                yield Piece(file=name, split=split, content=content, line=line, closes=closes, done_bytes=done)
+                yield Piece(
+                    file=name,
+                    split=split,
+                    content=content,
+                    line=line,
+                    closes=closes,
+                    done_bytes=stream.done_bytes(),
+                    read_from=name,
+                )
                 line += content.count(b"\n")
 
 
-def _of_records(path: Path, name: str, source: Source, fraction: float) -> Iterator[Piece]:
-    read = {"jsonl": _lines, "parquet": _parquet_rows, "huggingface": _arrow_rows}[source.kind]
-    place = "line" if source.kind == "jsonl" else "row"
+def _of_records(path: Path, name: str, found: Iterator[TextRecord], fraction: float, unit: str) -> Iterator[Piece]:
     is_empty, n_blank = True, 0
-    for line, text, done_bytes in read(path, source.field):
-        if text is None:
+    for record in found:
+        if (text := record.text) is None:
             n_blank += 1
             continue
         is_empty = False
         if not text:
             continue
-        split: Split = "validation" if in_validation(text, fraction) else "train"
-        for content, closes in _cut(io.BytesIO(text), len(text), f"{path}: {place} {line}"):
-            yield Piece(file=name, split=split, content=content, line=line, closes=closes, done_bytes=done_bytes)
+        split = record.split or ("validation" if in_validation(text, fraction) else "train")
+        where = f"{path}: {unit} {record.line}"
+        _check_no_zero(text, where, 0)
+        for content, closes in [(text, True)] if len(text) <= PIECE_BYTES else _cut(io.BytesIO(text), len(text), where):
+            yield Piece(
+                file=record.file or name,
+                split=split,
+                content=content,
+                line=record.line,
+                closes=closes,
+                done_bytes=record.done_bytes,
+                read_from=name,
+            )
     if is_empty:
         raise CorpusError(f"{path}: the file is empty; it must hold at least one document")
     if n_blank:
@@ -163,99 +223,9 @@ def _check_text(content: bytes, where: str, offset: int) -> None:
         raise CorpusError(
             f"{where}: byte {content[at]:#04x} at {offset + at} ({error.reason}); text must be UTF-8"
         ) from error
+    _check_no_zero(content, where, offset)
+
+
+def _check_no_zero(content: bytes, where: str, offset: int) -> None:
     if (zero := content.find(b"\0")) >= 0:
         raise CorpusError(f"{where}: byte 0 at {offset + zero}; it closes documents, so this is no text file")
-
-
-# Records: (line or row, text or None for a blank line or a null, bytes of the file that have been read)
-
-
-def _lines(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
-    done_bytes = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"line {number}"
-            done_bytes += len(line)
-            _check_text(line, f"{path}: {place}", 0)
-            if not line.strip():
-                yield number, None, done_bytes
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise CorpusError(f"{path}: {place}: not JSON ({error})") from error
-            if not isinstance(record, dict):
-                raise CorpusError(f"{path}: {place}: each line must be an object, got {_short(record)}")
-            if field not in record:
-                raise CorpusError(f"{path}: {place}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
-            yield number, _encoded(record[field], f"{path}: {place}: field {field!r}"), done_bytes
-
-
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    size = path.stat().st_size
-    try:
-        with parquet.ParquetFile(path) as file:
-            _check_column(file.schema_arrow, field, path)
-            batches = file.iter_batches(batch_size=_ROWS, columns=[field])
-            row, total = 0, max(1, file.metadata.num_rows)
-            for batch in batches:
-                for text in _texts(batch.column(0), row, f"{path}", field):
-                    yield row, text, size * (row + 1) // total
-                    row += 1
-    except pa.ArrowException as error:
-        raise CorpusError(f"{path}: can't be read as Parquet ({error})") from error
-
-
-def _arrow_rows(path: Path, field: str) -> Iterator[tuple[int, bytes | None, int]]:
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as reader:
-            _check_column(reader.schema, field, path)
-            row = 0
-            for batch in reader:
-                for start in range(0, len(batch), _ROWS):
-                    for text in _texts(batch.column(field).slice(start, _ROWS), row, f"{path}", field):
-                        yield row, text, mapped.tell()
-                        row += 1
-    except pa.ArrowException as error:
-        raise CorpusError(f"{path}: can't be read as an Arrow stream ({error})") from error
-
-
-def _check_column(schema: Any, field: str, path: Path) -> None:
-    from pyarrow import types
-
-    if field not in schema.names:
-        raise CorpusError(f"{path}: no column {field!r}, only {', '.join(map(repr, schema.names)) or 'none'}")
-    kind = schema.field(field).type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise CorpusError(f"{path}: column {field!r} must hold strings, got {kind}")
-
-
-def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[bytes | None]:
-    for row, scalar in enumerate(column, start=first_row):
-        place = f"row {row}"
-        try:
-            value = scalar.as_py()
-        except UnicodeDecodeError as error:
-            raise CorpusError(f"{where}: {place}: column {field!r} must be UTF-8 ({error})") from error
-        yield _encoded(value, f"{where}: {place}: column {field!r}")
-
-
-def _encoded(value: Any, where: str) -> bytes | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise CorpusError(f"{where} must be a string, got {_short(value)}")
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise CorpusError(f"{where}: character {error.start} is half of a pair; text must be UTF-8") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

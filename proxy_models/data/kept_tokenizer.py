@@ -51,8 +51,8 @@ class TrainingText:
             on_progress, done, at = progress.of(name), 0, ""
             sizes = {file.path: file.bytes for file in self.files[name]}
             for piece in pieces(source, self.validation_fraction):
-                if piece.file != at:
-                    done, at = done + sizes.get(at, 0), piece.file
+                if piece.read_from != at:
+                    done, at = done + sizes.get(at, 0), piece.read_from
                 if on_progress:
                     on_progress(done + piece.done_bytes, 0)
                 if piece.split == "train" and (share >= 1 or in_validation(piece.content, share)):

@@ -1,6 +1,6 @@
 """Sources of a corpus: the files that a source names, and the hashes that identify them.
 
-A source is named by a path and the kind of its files. `documents` reads its text.
+A source is named by a path and the kind of its files. `documents` reads its text, `token_ids` its tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,29 @@ from typing import Any, Literal, get_args
 from proxy_models.hashing import file_sha256
 
 EMBEDDED = "python-stdlib"
-Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
+Kind = Literal["text", "jsonl", "csv", "parquet", "huggingface", "tokens", "cleaned"]
+Split = Literal["train", "validation"]
+OnError = Literal["stop", "skip"]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 
 _NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
-_PATTERNS: dict[Kind, str] = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+ROWS = ("parquet", "huggingface")  # kinds whose documents are numbered by row, from 0
+COMPRESSED = (".gz", ".zst")
+# Suffixes of a folder's files; the second group is read only if the folder has no file of the first: a .json next to .jsonl files
+# describes them.
+_SUFFIXES: dict[Kind, tuple[tuple[str, ...], ...]] = {
+    "jsonl": ((".jsonl",), (".json",)),
+    "csv": ((".csv", ".tsv"),),
+    "parquet": ((".parquet",),),
+    "tokens": ((".bin",), (".npy",)),
+    "cleaned": ((".jsonl",),),
+}
+OPTIONAL = (
+    "encoding",
+    "on_error",
+    "language",
+)  # fields that a record of the source names only where they are not the default
+_COMPRESSIBLE = ("jsonl", "csv", "cleaned")
 _DECOMPRESSORS = {
     b"\x1f\x8b": "gunzip",
     b"\x28\xb5\x2f\xfd": "zstd -d",
@@ -47,6 +65,11 @@ def decompressor(path: Path) -> str:
     with path.open("rb") as content:
         head = content.read(8)
     return next((tool for start, tool in _DECOMPRESSORS.items() if head.startswith(start)), "")
+
+
+def plain_suffix(path: Path) -> str:
+    """Return the last suffix of a file's name without that of a compression."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def is_hidden(path: Path, root: Path) -> bool:
@@ -79,13 +102,20 @@ class Source:
     """Source of text or tokens.
 
     Attributes:
-        path: `python-stdlib`, a file, or a folder; names in the folder that begin with a dot are left out.
-        kind: "text": each file is a document in UTF-8. "jsonl": each line of the `*.jsonl` files is an object.
-            "parquet": each row of the `*.parquet` files is a document. "huggingface": a folder that the datasets
-            library's `save_to_disk` wrote. "tokens": little-endian token ids, one after another, in `*.bin` files.
-        field: Field or column that holds the text; for jsonl, parquet and huggingface.
-        dtype: Type of the ids; required for tokens.
+        path: `python-stdlib`, a file, or a folder; names in the folder that begin with a dot are left out and counted.
+        kind: "text": each file is a document. "jsonl": each line of the `*.jsonl` files is an object, or the `*.json` files hold
+            an array of objects, or objects one after another. "csv": each row of the `*.csv` and `*.tsv` files, which have a
+            header, is a document. These three may be compressed, as `.gz` or `.zst`. "parquet": each row of the `*.parquet` files
+            is a document. "huggingface": a folder that the datasets library's `save_to_disk` wrote. "tokens": ids in `*.bin`
+            or `*.npy` files; see `token_ids`. "cleaned": a folder of JSON Lines that cleaning wrote, each with text, file, line
+            and split.
+        field: Field or column that holds the text; `content.text` is the field `text` within `content` in JSON.
+        dtype: Type of the little-endian ids, for tokens; None if each file states it (a `.npy` header, or an index of Megatron).
         vocab_size: Upper limit of ids, exclusive; required for tokens.
+        encoding: Encoding of text and CSV, as Python names it; None: UTF-8, or detected.
+        on_error: "stop": a file that can't be read is an error. "skip": it is left out as a whole, and counted; to know that, every
+            file is read twice.
+        language: Language of the text; sources of one language share a line of the corpus's fertility.
     """
 
     path: str
@@ -93,27 +123,38 @@ class Source:
     field: str = "text"
     dtype: TokenDtype | None = None
     vocab_size: int | None = None
+    encoding: str | None = None
+    on_error: OnError = "stop"
+    language: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error must be one of {', '.join(get_args(OnError))}, got {self.on_error!r}")
         if self.path == EMBEDDED and self.kind != "text":
             raise ValueError(f'the source {EMBEDDED} is of kind "text", got {self.kind!r}')
         if not self.field:
             raise ValueError("field must be a name, got ''")
         if self.kind == "tokens":
-            if self.dtype not in get_args(TokenDtype):
-                raise ValueError(
-                    f"a source of tokens needs a dtype of {', '.join(get_args(TokenDtype))}, got {self.dtype!r}"
-                )
+            if self.dtype not in (None, *get_args(TokenDtype)):
+                raise ValueError(f"dtype must be one of {', '.join(get_args(TokenDtype))}, got {self.dtype!r}")
             if self.vocab_size is None or self.vocab_size < 1:
                 raise ValueError(f"a source of tokens needs a vocab_size of at least 1, got {self.vocab_size}")
         elif self.dtype is not None or self.vocab_size is not None:
             raise ValueError(f'dtype and vocab_size are for kind "tokens", got them for {self.kind!r}')
+        if self.encoding is not None:
+            if self.kind not in ("text", "csv"):
+                raise ValueError(f'encoding is for kinds "text" and "csv", got {self.encoding!r} for {self.kind!r}')
+            try:
+                "".encode(self.encoding)
+            except LookupError as error:
+                raise ValueError(f"encoding must be an encoding that Python knows, got {self.encoding!r}") from error
 
     def __str__(self) -> str:
-        settings = {"jsonl": f", field {self.field}", "parquet": f", column {self.field}"}
-        settings |= {"huggingface": f", column {self.field}", "tokens": f" of {self.dtype}"}
+        settings = dict.fromkeys(("jsonl", "cleaned"), f", field {self.field}")
+        settings |= dict.fromkeys(("csv", *ROWS), f", column {self.field}")
+        settings["tokens"] = f" of {self.dtype}" if self.dtype else ""
         return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"
 
     def files(self) -> tuple[Path, list[Path]]:
@@ -132,26 +173,41 @@ class Source:
             elif root.is_file():
                 root, found = root.parent, [root]
             elif root.is_dir():
-                pattern = _PATTERNS[self.kind]
-                found = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not is_hidden(p, root)]
+                found = self._of_kind([path for path in _all_files(root) if not is_hidden(path, root)])
             else:
                 raise CorpusError(f"{root}: no such file or folder")
         if not found:
-            wanted = _PATTERNS.get(self.kind, "*")
-            raise CorpusError(f"{root}: the corpus is empty, no file {'' if wanted == '*' else wanted + ' '}lies there")
+            wanted = ", ".join(f"*{suffix}" for group in _SUFFIXES.get(self.kind, ()) for suffix in group)
+            raise CorpusError(f"{root}: the corpus is empty, no file {wanted}{' ' * bool(wanted)}lies there")
         return root, found
 
+    def _of_kind(self, files: list[Path]) -> list[Path]:
+        suffix_of = plain_suffix if self.kind in _COMPRESSIBLE else lambda path: path.suffix
+        for suffixes in _SUFFIXES.get(self.kind, ()):
+            if found := [path for path in files if suffix_of(path) in suffixes]:
+                return found
+        return [] if self.kind in _SUFFIXES else files
+
+    def n_hidden(self) -> int:
+        """Return the number of files that are left out since their name, or a folder's, begins with a dot."""
+        root = at_home(self.path)
+        if self.path == EMBEDDED or self.kind == "huggingface" or not root.is_dir():
+            return 0
+        return sum(is_hidden(path, root) for path in _all_files(root))
+
     def fingerprint(self, known: Iterable[SourceFile] = ()) -> list[SourceFile]:
-        """Return every file with its size and hash.
+        """Return every file with its size and hash, including the index of a file of tokens that is read by its index.
 
         Args:
             known: Earlier fingerprints; a file of the same size and time of modification is not read again.
 
         Raises:
-            CorpusError: If a file can't be read.
+            CorpusError: If a file can't be read and such files are not skipped.
         """
         root, files = self.files()
         before = {file.path: file for file in known}
+        if self.kind == "tokens" and self.dtype is None:
+            files = [*files, *(index for path in files if (index := path.with_suffix(".idx")).is_file())]
         fingerprints = []
         for path in files:
             name = path.relative_to(root).as_posix()
@@ -160,7 +216,7 @@ class Source:
                 if old and (old.bytes, old.modified_ns) == (found.st_size, found.st_mtime_ns):
                     digest = old.sha256
                 else:
-                    digest = file_sha256(path)
+                    digest = self._sha256(path)
             except OSError as error:
                 raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
             fingerprints.append(
@@ -168,10 +224,23 @@ class Source:
             )
         return fingerprints
 
+    def _sha256(self, path: Path) -> str:
+        try:
+            return file_sha256(path)
+        except OSError:
+            if self.on_error == "stop":
+                raise
+            return ""  # reading will skip and report the file
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that matter for its kind, as plain values."""
         relevant = {"text": (), "tokens": ("dtype", "vocab_size")}.get(self.kind, ("field",))
-        return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant)}
+        stated = [name for name in OPTIONAL if getattr(self, name) != getattr(Source, name)]
+        return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant, *stated)}
+
+
+def _all_files(root: Path) -> list[Path]:
+    return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
 def _library_files(root: Path) -> list[Path]:

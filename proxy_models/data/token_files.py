@@ -19,8 +19,8 @@ from typing import Any, Self, get_args
 
 import numpy as np
 
-from proxy_models.data.documents import Split
-from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
+from proxy_models.data.documents import ReadReport
+from proxy_models.data.sources import CorpusError, Source, SourceFile, Split, TokenDtype
 from proxy_models.data.tokenization import TokenBlock, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
 from proxy_models.files import atomic_write, named
@@ -92,6 +92,11 @@ class TokenFiles:
         return text["bytes"] / self._n_in_both if text else None
 
     @property
+    def n_left_out(self) -> int:
+        """Number of files that were not read: hidden, or skipped since they can't be read."""
+        return int(self.manifest.get("hidden_files", 0)) + len(self.manifest.get("skipped_files", ()))
+
+    @property
     def _n_in_both(self) -> int:
         return self.n_tokens + self.n_validation_tokens
 
@@ -139,10 +144,10 @@ def write_token_files(
     dtype = smallest_dtype(vocab_size)
     unfinished = {split: folder / f"{split}.bin{UNFINISHED}" for split in SPLITS}
     try:
-        tally = _Tally(files)
+        tally, report = _Tally(files), ReadReport()
         with named(folder), ExitStack() as stack:
             outputs = {split: stack.enter_context(path.open("wb")) for split, path in unfinished.items()}
-            for block in blocks(source, tokenizer, validation_fraction):
+            for block in blocks(source, tokenizer, validation_fraction, report):
                 outputs[block.split].write(tally.count(block, dtype))
                 if on_progress:
                     on_progress(tally.done_bytes, tally.total_bytes)
@@ -152,7 +157,8 @@ def write_token_files(
             if tally.tokens[split] < 2:
                 raise CorpusError(
                     f"{source}: the corpus is empty in its {split} split "
-                    f"({len(tally.of_file)} files with text, validation_fraction = {validation_fraction}); a document goes whole to "
+                    f"({len(tally.of_file)} files with text, {len(report.skipped)} skipped, validation_fraction = "
+                    f"{validation_fraction}); a document goes whole to "
                     "one side: add documents, or put plain texts into one file, whose end is held out"
                 )
     except CorpusError:
@@ -164,6 +170,8 @@ def write_token_files(
     made_by = STATED if source.kind == "tokens" else tokenizer.key
     content_hashes: dict[str, str] = {split: digest.hexdigest() for split, digest in tally.hashes.items()}
     identity = {"tokenizer": made_by, **content_hashes}
+    for name, encoding in report.encodings.items():
+        tally.of_file.get(name, {})["encoding"] = encoding
     manifest = {
         "format": FORMAT,
         "source": source.to_dict(),
@@ -178,7 +186,11 @@ def write_token_files(
         "sha256": content_hashes,
         "key": content_key(identity),
         "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
-        "empty_files": [asdict(file) for file in files if file.path not in tally.of_file],
+        "empty_files": [asdict(file) for file in files if file.path not in {*tally.of_file, *report.skipped}],
+        "skipped_files": [
+            {**asdict(file), "reason": report.skipped[file.path]} for file in files if file.path in report.skipped
+        ],
+        "hidden_files": source.n_hidden(),
     }
     write_manifest(folder, manifest)
     return TokenFiles.open(folder)
@@ -187,7 +199,7 @@ def write_token_files(
 def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
     """Return the fingerprint of the source that a manifest records."""
     names = SourceFile.__dataclass_fields__
-    listed = manifest["files"] + manifest["empty_files"]
+    listed = manifest["files"] + manifest["empty_files"] + manifest.get("skipped_files", [])
     return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
 
 
@@ -230,7 +242,10 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
         "validation_fraction": ("a number", lambda v: isinstance(v, float)),
         "files": ("a list of files", _are_files),
         "empty_files": ("a list of files", _are_files),
+        "skipped_files": ("a list of files", _are_files),
+        "hidden_files": ("a count", lambda v: type(v) is int and v >= 0),
     }
+    manifest = {"skipped_files": [], "hidden_files": 0, **manifest}  # corpora written before such files were counted
     for key, (rule, holds) in rules.items():
         if key not in manifest:
             raise CorpusError(f"{path}: {key}: missing, must be {rule}")

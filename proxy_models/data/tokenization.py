@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from proxy_models.data.documents import Piece, Split, pieces
-from proxy_models.data.sources import CorpusError, Source
-from proxy_models.data.tokenizer import Tokenizer, Tokens, stored_dtype
+from proxy_models.data.documents import Piece, ReadReport, in_validation, pieces, read_files
+from proxy_models.data.sources import CorpusError, Source, Split
+from proxy_models.data.token_ids import Ids, TokenIndex, open_ids
+from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 BATCH_BYTES = 4 << 20  # text that is encoded at a time; the encoder holds about a hundred times as many bytes
 _BLOCK_TOKENS = 1 << 20
@@ -21,7 +24,7 @@ class TokenBlock:
     """Some tokens of one file and one split.
 
     Attributes:
-        file: Path relative to the source's root.
+        file: File that was read, relative to the source's root.
         split: Side that the tokens are on.
         tokens: Ids, including closing tokens.
         done_bytes: Bytes of the file that have been read.
@@ -38,22 +41,27 @@ class TokenBlock:
     n_words: int = 0
 
 
-def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[TokenBlock]:
+def blocks(
+    source: Source, tokenizer: Tokenizer, validation_fraction: float, report: ReadReport
+) -> Iterator[TokenBlock]:
     """Yield every token of a source, file after file.
+
+    Args:
+        report: As in `pieces`.
 
     Raises:
         CorpusError: If a file can't be read or is broken, or an id is outside the vocabulary.
     """
     if source.kind == "tokens":
-        return _token_blocks(source, validation_fraction)
-    return _text_blocks(source, tokenizer, validation_fraction)
+        return read_files(source, lambda path, name: _token_blocks(path, name, source, validation_fraction), report)
+    return _text_blocks(pieces(source, validation_fraction, report), tokenizer)
 
 
-def _text_blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[TokenBlock]:
-    for batch in _batches(pieces(source, validation_fraction)):
+def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
+    for batch in _batches(stream):
         for piece, tokens in zip(batch, tokenizer.encode([piece.content for piece in batch]), strict=True):
             yield TokenBlock(
-                file=piece.file,
+                file=piece.read_from,
                 split=piece.split,
                 tokens=np.append(tokens, tokens.dtype.type(tokenizer.end_of_document)) if piece.closes else tokens,
                 done_bytes=piece.done_bytes,
@@ -76,29 +84,30 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _token_blocks(source: Source, validation_fraction: float) -> Iterator[TokenBlock]:
-    root, paths = source.files()
-    dtype = stored_dtype(str(source.dtype))
-    for path in paths:
-        size = path.stat().st_size
-        if not size:
-            raise CorpusError(f"{path}: the file is empty; it must hold at least one token")
-        if size % dtype.itemsize:
-            raise CorpusError(f"{path}: the size must be a multiple of {dtype.itemsize} ({source.dtype}), got {size}")
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-        held_out = len(tokens) - int(len(tokens) * validation_fraction)
-        bounds: tuple[tuple[Split, int, int], ...] = (("train", 0, held_out), ("validation", held_out, len(tokens)))
-        for split, first, end in bounds:
-            for start in range(first, end, _BLOCK_TOKENS):
-                block = np.asarray(tokens[start : min(end, start + _BLOCK_TOKENS)])
-                beyond = np.flatnonzero(block >= source.vocab_size)
-                if len(beyond):
-                    raise CorpusError(
-                        f"{path}: token {start + beyond[0]}: ids must lie below vocab_size = {source.vocab_size}, "
-                        f"got {block[beyond[0]]}"
-                    )
-                done = (start + len(block)) * dtype.itemsize
-                yield TokenBlock(file=path.relative_to(root).as_posix(), split=split, tokens=block, done_bytes=done)
+def _token_blocks(path: Path, name: str, source: Source, validation_fraction: float) -> Iterator[TokenBlock]:
+    """Yield the ids of a file, whose last part is held out; if the file states documents, a hash holds out whole documents."""
+    ids, index = open_ids(path, source)
+    vocab_size = source.vocab_size or 0
+    for split, first, end in _sides(ids, index, validation_fraction):
+        for start in range(first, end, _BLOCK_TOKENS):
+            block = np.asarray(ids[start : min(end, start + _BLOCK_TOKENS)])
+            beyond = np.flatnonzero((block < 0) | (block >= vocab_size))
+            if len(beyond):
+                raise CorpusError(
+                    f"{path}: token {start + beyond[0]}: ids must lie below vocab_size = {vocab_size}, "
+                    f"got {block[beyond[0]]}"
+                )
+            done = (start + len(block)) * ids.itemsize
+            yield TokenBlock(file=name, split=split, tokens=cast("Tokens", block), done_bytes=done)
+
+
+def _sides(ids: Ids, index: TokenIndex | None, fraction: float) -> Iterator[tuple[Split, int, int]]:
+    if index is None:
+        held_out = len(ids) - int(len(ids) * fraction)
+        yield from (("train", 0, held_out), ("validation", held_out, len(ids)))
+        return
+    for first, end in index.documents(len(ids)):
+        yield "validation" if in_validation(ids[first:end].tobytes(), fraction) else "train", first, end
 
 
 def _count_words(text: bytes) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.settings.corpus import CorpusSettings
+from muscale.settings.corpus import ONE_SOURCE, CorpusSettings
 from muscale.settings.plan import Stem
 from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
 from proxy_models.architecture.families import ModelFamily, family_of
@@ -24,7 +24,6 @@ MIN_RATES = 3  # of a grid; a parabola needs three
 # model keys that must stay the study's: otherwise losses would be on other held-out tokens
 _SHARED = ("vocab_size", "context_length", "document_separator")
 _SHARED_DATA = ("tokenizer", "end_of_document", "validation_fraction", "evaluation_tokens")
-_ONE_SOURCE = ("source", "kind", "field", "dtype", "vocab_size")
 _Changed = TypeVar("_Changed", Member, Hyperparameters)
 
 
@@ -51,7 +50,7 @@ class VariantSettings(StrictTable):
     def corpus_of(self, base: CorpusSettings) -> CorpusSettings:
         """The variant's corpus: the study's with other keys, in the study's tokens; raises ValidationError for a broken rule."""
         own = base.model_dump(exclude_unset=True, exclude={"tokenizer", "end_of_document"})
-        dropped = _ONE_SOURCE if "sources" in self.corpus else ("sources", "stages") if "source" in self.corpus else ()
+        dropped = ONE_SOURCE if "sources" in self.corpus else ("sources", "stages") if "source" in self.corpus else ()
         kept = {key: value for key, value in own.items() if key not in dropped}
         return CorpusSettings(**_merged(kept, self.corpus))
 

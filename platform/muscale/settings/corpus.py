@@ -14,21 +14,29 @@ from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import EMBEDDED, Kind, Source, TokenDtype, at_home
+from proxy_models.data.sources import EMBEDDED, OPTIONAL, Kind, OnError, Source, TokenDtype, at_home
 from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class SourceSettings(StrictTable):
+class FileSettings(StrictTable):
+    """Keys that say how the files of a source are read; in [corpus] and in [corpus.sources.NAME]."""
+
+    kind: Kind = "text"
+    field: str = "text"  # key of JSON, or column of a table, that holds the text
+    dtype: TokenDtype | None = None  # for kind "tokens"; none: the files or their indices state it
+    vocab_size: PositiveInt | None = None  # for kind "tokens"
+    encoding: str | None = None  # for text and CSV; none: UTF-8, or detected
+    on_error: OnError = "stop"  # "skip" leaves out files that can't be read, and counts them
+    language: str | None = None  # groups the sources in the table of fertility
+
+
+class SourceSettings(FileSettings):
     """[corpus.sources.NAME]: one of several sources."""
 
     path: str
     weight: Weight | None = None  # share of tokens, on any common scale; set here or in every stage
-    kind: Kind = "text"
-    field: str = "text"
-    dtype: TokenDtype | None = None
-    vocab_size: PositiveInt | None = None
 
 
 class StageSettings(StrictTable):
@@ -43,15 +51,11 @@ class StageSettings(StrictTable):
     until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of each run; in all stages or in none
 
 
-class CorpusSettings(StrictTable):
+class CorpusSettings(FileSettings):
     """[corpus]: the training data, and how much of it is held out."""
 
     source: str = EMBEDDED  # or a file, or a folder, relative to the study file
-    kind: Kind = "text"
-    field: str = "text"  # key in JSONL lines, or column of a table
-    dtype: TokenDtype | None = None  # for kind "tokens"
-    vocab_size: PositiveInt | None = None  # for kind "tokens"
-    sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of the five keys above
+    sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of source and the keys of its files
     stages: tuple[StageSettings, ...] = ()
     # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
     tokenizer: str = "bytes"
@@ -70,7 +74,11 @@ class CorpusSettings(StrictTable):
     def identity(self) -> dict[str, Any]:
         """Settings that identify the corpus; except for the first two, defaults are left out."""
         plain = self.model_dump(mode="json")
-        named = ("kind", "field", "dtype", "vocab_size", "sources", "stages", "end_of_document")
+        for source in plain["sources"].values():
+            for name in OPTIONAL:  # keys that are newer than the identities of finished corpora
+                if name == "language" or source[name] == _DEFAULTS[name]:
+                    del source[name]
+        named = ("kind", "field", "dtype", "vocab_size", "encoding", "on_error", "sources", "stages", "end_of_document")
         given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
         values = {"source": self.source, "validation_fraction": self.validation_fraction, **given}
         return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
@@ -81,7 +89,7 @@ class CorpusSettings(StrictTable):
         if self.sources:
             problems += [
                 f"corpus.{name}: can't be combined with corpus.sources, got {getattr(self, name)!r}"
-                for name in ("source", "kind", "field", "dtype", "vocab_size")
+                for name in ONE_SOURCE
                 if name in self.model_fields_set
             ]
         elif self.stages:
@@ -109,12 +117,13 @@ class CorpusSettings(StrictTable):
         return problems
 
 
+ONE_SOURCE = ("source", *FileSettings.model_fields)  # keys of [corpus] that describe a single source
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in CorpusSettings.model_fields.items()}
 
 
 def vocabularies(settings: CorpusSettings) -> dict[str, int]:
     """Smallest vocabularies that a model needs, by reason; only reasons that are known without reading a file."""
-    stated: Mapping[str, CorpusSettings | SourceSettings] = settings.sources or {"corpus": settings}
+    stated: Mapping[str, FileSettings] = settings.sources or {"corpus": settings}
     needed = {f"the tokens of {name}": s.vocab_size for name, s in stated.items() if s.vocab_size}
     if any(s.kind != "tokens" for s in stated.values()):
         if settings.tokenizer == "bytes":
@@ -135,14 +144,9 @@ def sources(settings: CorpusSettings, directory: Path) -> dict[str, Source]:
     return {name: _source(source.path, source, directory) for name, source in settings.sources.items()}
 
 
-def _source(path: str, settings: CorpusSettings | SourceSettings, directory: Path) -> Source:
-    return Source(
-        path=path if path == EMBEDDED else str(directory / at_home(path)),
-        kind=settings.kind,
-        field=settings.field,
-        dtype=settings.dtype,
-        vocab_size=settings.vocab_size,
-    )
+def _source(path: str, settings: FileSettings, directory: Path) -> Source:
+    how = {name: getattr(settings, name) for name in FileSettings.model_fields}
+    return Source(path=path if path == EMBEDDED else str(directory / at_home(path)), **how)
 
 
 def mixture(settings: CorpusSettings) -> Mixture | None:
