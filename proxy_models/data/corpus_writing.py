@@ -50,7 +50,7 @@ def write_corpus(
     Args:
         source: Source to read; a string is the path of text.
         tokenizer: Settings of the tokenizer; ignored for a source of tokens.
-        on_progress: Called with the bytes done and all bytes; BPE reads the source twice, and both passes count.
+        on_progress: Called with the bytes done and all bytes; training a tokenizer reads the source twice, and both passes count.
 
     Raises:
         CorpusError: If the source can't be read, a split would be empty, or the folder holds another corpus. Nothing
@@ -80,7 +80,7 @@ def write_mixture(
 
     Args:
         mixture: Proportions of sources with the same names.
-        tokenizer: Settings of the tokenizer; ignored for sources of tokens; BPE is trained on all other sources together.
+        tokenizer: Settings of the tokenizer; ignored for sources of tokens; it is trained on all other sources together.
         on_progress: Called as in `write_corpus`, over all sources.
 
     Raises:
@@ -189,7 +189,7 @@ class _Request:
 
     def _write(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
         prints = {name: source.fingerprint() for name, source in self.sources.items()}
-        progress = PassProgress(on_progress, prints, passes=2 if self.tokenizer.kind == "bpe" else 1)
+        progress = PassProgress(on_progress, prints, passes=2 if self.tokenizer.is_trained else 1)
         text = TrainingText(sources=self.sources, files=prints, validation_fraction=self.validation_fraction)
         try:
             tokenizer = make_tokenizer(folder, self.tokenizer, text, progress)

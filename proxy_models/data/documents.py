@@ -221,7 +221,7 @@ def _check_text(content: bytes, where: str, offset: int) -> None:
     except UnicodeDecodeError as error:
         at = error.start
         raise CorpusError(
-            f"{where}: byte {content[at]:#04x} at {offset + at} ({error.reason}); text must be UTF-8"
+            f"{where}: byte {content[at]:#04x} at {offset + at} ({error.reason}); text must be UTF-8, or state the source's `encoding`"
         ) from error
     _check_no_zero(content, where, offset)
 

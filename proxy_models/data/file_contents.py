@@ -73,7 +73,7 @@ def encoding_of(path: Path, stated: str | None) -> str:
         if head.startswith(mark):
             return name
     try:
-        codecs.getincrementaldecoder(UTF8)().decode(head)
+        codecs.getincrementaldecoder(UTF8)().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError as error:
         return _detected(head, path, error)
     return UTF8

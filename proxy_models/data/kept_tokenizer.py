@@ -14,17 +14,24 @@ from typing import Any
 from proxy_models.data.documents import in_validation, pieces
 from proxy_models.data.sources import CorpusError, Source, SourceFile
 from proxy_models.data.token_files import PassProgress, replace
-from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
+from proxy_models.data.tokenizer import (
+    BytesTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    TokenizerSettings,
+    train_bpe,
+    train_unigram,
+)
 from proxy_models.hashing import content_key
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_MANIFEST = "tokenizer.manifest.json"
-BPE_SAMPLE_BYTES = 512 << 20  # largest amount of text that BPE is trained on, evenly over the sources; assumed
+SAMPLE_BYTES = 512 << 20  # largest amount of text that a tokenizer is trained on, evenly over the sources; assumed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingText:
-    """Training text of BPE: the training side of every source of text.
+    """Training text of a tokenizer: the training side of every source of text.
 
     Attributes:
         validation_fraction: Share of the text that is left out.
@@ -44,9 +51,9 @@ class TrainingText:
         return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
 
     def read(self, progress: PassProgress) -> Iterator[bytes]:
-        """Yield the pieces of the text, thinned evenly if the text is longer than `BPE_SAMPLE_BYTES`."""
+        """Yield the pieces of the text, thinned evenly if the text is longer than `SAMPLE_BYTES`."""
         texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
-        share = BPE_SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
+        share = SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
         for name, source in texts.items():
             on_progress, done, at = progress.of(name), 0, ""
             sizes = {file.path: file.bytes for file in self.files[name]}
@@ -67,7 +74,7 @@ def tokenizer_name(settings: TokenizerSettings) -> str:
     """
     if settings.kind == "file":
         return f"tokenizer.json {_given(settings).key}"
-    return "bytes" if settings.kind == "bytes" else f"bpe of {settings.vocab_size} ids"
+    return "bytes" if settings.kind == "bytes" else f"{settings.kind} of {settings.vocab_size} ids"
 
 
 def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText, progress: PassProgress) -> Tokenizer:
@@ -90,7 +97,8 @@ def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText
         if settings.vocab_size is None:
             content = Path(str(settings.path)).expanduser().read_bytes()
         else:
-            content = train_bpe(text.read(progress), settings.vocab_size).encode()
+            train = train_bpe if settings.kind == "bpe" else train_unigram
+            content = train(text.read(progress), settings.vocab_size).encode()
         replace(folder / TOKENIZER, content)
         replace(path, json.dumps(wanted, indent=1).encode())
     return FileTokenizer(folder / TOKENIZER, wanted["end_of_document"])

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE trained on the corpus, or any `tokenizer.json`.
+"""Tokenizers: bytes, byte-level BPE or Unigram trained on the corpus, or any `tokenizer.json`.
 
 A special token closes every document. Text can't produce that token: with bytes it is byte 0, which no text
 contains, and otherwise special tokens that are spelled out in a text are encoded as plain characters.
@@ -24,10 +24,12 @@ from proxy_models.data.sources import CorpusError, TokenDtype
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Loaded
 
+TokenizerKind = Literal["bytes", "bpe", "unigram", "file"]
 Tokens = NDArray[np.unsignedinteger[Any]]
 END_OF_TEXT = "<|endoftext|>"
 BYTE_ALPHABET = 256
-MIN_BPE_VOCAB = BYTE_ALPHABET + 1  # every byte, and the closing token
+MIN_TRAINED_VOCAB = {"bpe": BYTE_ALPHABET + 1, "unigram": BYTE_ALPHABET + 2}
+"""Smallest vocabularies: every byte, the closing token, and for Unigram a piece, without which its trainer ignores the size."""
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
@@ -59,29 +61,34 @@ class TokenizerSettings:
     """Choice of the tokenizer for writing a corpus.
 
     Attributes:
-        kind: "bytes"; "bpe", trained on the training split of the corpus; or "file", a `tokenizer.json`.
-        vocab_size: Number of ids of "bpe", including the closing token and the 256 bytes.
+        kind: "bytes"; "bpe" or "unigram", trained on the training split of the corpus; or "file", a `tokenizer.json`.
+        vocab_size: Number of ids of a trained tokenizer, including the closing token and the 256 bytes.
         end_of_document: Token of a "file" that closes documents; None: the only usual name that the tokenizer has.
     """
 
-    kind: Literal["bytes", "bpe", "file"] = "bytes"
+    kind: TokenizerKind = "bytes"
     vocab_size: int | None = None
     path: str | None = None
     end_of_document: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("bytes", "bpe", "file"):
-            raise ValueError(f"kind must be one of bytes, bpe, file, got {self.kind!r}")
-        if (self.kind == "bpe") != (self.vocab_size is not None):
+        if self.kind not in get_args(TokenizerKind):
+            raise ValueError(f"kind must be one of {', '.join(get_args(TokenizerKind))}, got {self.kind!r}")
+        if self.is_trained != (self.vocab_size is not None):
             raise ValueError(
-                f'vocab_size must be given for "bpe" and only for it, got {self.vocab_size} for {self.kind!r}'
+                f'vocab_size must be given for "bpe" and "unigram" and only for them, got {self.vocab_size} for {self.kind!r}'
             )
-        if self.vocab_size is not None and self.vocab_size < MIN_BPE_VOCAB:
-            raise ValueError(f"byte-level BPE needs a vocab_size of at least {MIN_BPE_VOCAB}, got {self.vocab_size}")
+        if self.vocab_size is not None and self.vocab_size < (least := MIN_TRAINED_VOCAB[self.kind]):
+            raise ValueError(f"a byte-level {self.kind} needs a vocab_size of at least {least}, got {self.vocab_size}")
         if (self.kind == "file") != (self.path is not None):
             raise ValueError(f'path must be given for "file" and only for it, got {self.path!r} for {self.kind!r}')
         if self.end_of_document is not None and self.kind != "file":
             raise ValueError(f'end_of_document is for "file", got {self.end_of_document!r} for {self.kind!r}')
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the tokenizer is trained on the corpus."""
+        return self.kind in MIN_TRAINED_VOCAB
 
 
 BYTES = TokenizerSettings()
@@ -164,7 +171,7 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
     """Train byte-level BPE (Sennrich et al., arXiv 1508.07909; Radford et al., 2019, section 2.2).
 
     Memory grows with the number of distinct words, not with the length of the text. Words longer than
-    `bpe_process.LONGEST_WORD` are cut during training; the tokenizer does not cut them.
+    `tokenizer_process.LONGEST_WORD` are cut during training; the tokenizer does not cut them.
 
     Returns:
         The content of a `tokenizer.json`; its token 0 closes documents.
@@ -172,21 +179,30 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
     Raises:
         CorpusError: If the texts have too few distinct pairs for `vocab_size`, or the training process fails.
     """
+    return _trained("bpe", texts, vocab_size)
+
+
+def train_unigram(texts: Iterable[bytes], vocab_size: int) -> str:
+    """Train a byte-level Unigram language model (Kudo, arXiv 1804.10959); it takes and gives the same as `train_bpe`."""
+    return _trained("unigram", texts, vocab_size)
+
+
+def _trained(kind: str, texts: Iterable[bytes], vocab_size: int) -> str:
     import tokenizers
 
-    content = _in_process(texts, str(vocab_size), END_OF_TEXT)
+    content = _in_process(texts, kind, str(vocab_size), END_OF_TEXT)
     if (found := tokenizers.Tokenizer.from_str(content).get_vocab_size()) != vocab_size:
         raise CorpusError(
-            f"the training text has pairs for a vocabulary of {found} only, got vocab_size = {vocab_size}; "
-            "use more text or a smaller vocabulary"
+            f"the training text has {'pairs' if kind == 'bpe' else 'pieces'} for a vocabulary of {found} only, got "
+            f"vocab_size = {vocab_size}; use more text or a smaller vocabulary"
         )
     return content
 
 
 def _in_process(texts: Iterable[bytes], *arguments: str) -> str:
-    """Return the output of `bpe_process.py`; an error or interruption in the caller ends that process."""
+    """Return the output of `tokenizer_process.py`; an error or interruption in the caller ends that process."""
     with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-P", Path(__file__).with_name("bpe_process.py"), *arguments],
+        [sys.executable, "-P", Path(__file__).with_name("tokenizer_process.py"), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

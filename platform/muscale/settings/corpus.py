@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field, PositiveInt
 
@@ -15,7 +15,13 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import EMBEDDED, OPTIONAL, Kind, OnError, Source, TokenDtype, at_home
-from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
+from proxy_models.data.tokenizer import (
+    BYTE_ALPHABET,
+    MIN_TRAINED_VOCAB,
+    FileTokenizer,
+    TokenizerKind,
+    TokenizerSettings,
+)
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -57,7 +63,7 @@ class CorpusSettings(FileSettings):
     source: str = EMBEDDED  # or a file, or a folder, relative to the study file
     sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of source and the keys of its files
     stages: tuple[StageSettings, ...] = ()
-    # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
+    # or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
     tokenizer: str = "bytes"
     end_of_document: str | None = None  # token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -128,8 +134,8 @@ def vocabularies(settings: CorpusSettings) -> dict[str, int]:
     if any(s.kind != "tokens" for s in stated.values()):
         if settings.tokenizer == "bytes":
             needed["the tokenizer bytes"] = BYTE_ALPHABET
-        elif settings.tokenizer == "bpe":
-            needed["256 bytes and the token that closes documents"] = MIN_BPE_VOCAB
+        elif settings.tokenizer in MIN_TRAINED_VOCAB:
+            needed[f"the tokenizer {settings.tokenizer}"] = MIN_TRAINED_VOCAB[settings.tokenizer]
     return needed
 
 
@@ -176,16 +182,19 @@ def mixture(settings: CorpusSettings) -> Mixture | None:
 
 
 def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> TokenizerSettings:
-    """Settings of the tokenizer; "bpe" fills the model's vocabulary.
+    """Settings of the tokenizer; "bpe" and "unigram" fill the model's vocabulary.
 
     Raises:
-        ValueError: If the vocabulary is too small for BPE, or a closing token is named for another kind.
+        ValueError: If the vocabulary is too small to be trained, or a closing token is named for another kind.
     """
     name, end = settings.tokenizer, settings.end_of_document
     if name == "bytes":
         return TokenizerSettings(end_of_document=end)
-    if name == "bpe":
-        return TokenizerSettings(kind="bpe", vocab_size=max(MIN_BPE_VOCAB, model_vocab_size), end_of_document=end)
+    if name in ("bpe", "unigram"):
+        kind = cast("TokenizerKind", name)
+        return TokenizerSettings(
+            kind=kind, vocab_size=max(MIN_TRAINED_VOCAB[name], model_vocab_size), end_of_document=end
+        )
     return TokenizerSettings(kind="file", path=str(directory / at_home(name)), end_of_document=end)
 
 

@@ -13,7 +13,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER
 from proxy_models.data.sources import at_home
 from proxy_models.data.token_files import STATED
-from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
+from proxy_models.data.tokenizer import MIN_TRAINED_VOCAB, BytesTokenizer, FileTokenizer, Tokenizer
 from proxy_models.hashing import content_key
 
 SAME = "a further corpus must have the tokenizer of the study's"
@@ -58,8 +58,10 @@ def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSe
     if not texts:
         return settings
     if "tokenizer" in settings.model_fields_set:
-        if settings.tokenizer == "bpe":
-            raise StageError(f'corpus.tokenizer: {SAME}, and "bpe" would train a new one; leave corpus.tokenizer out')
+        if settings.tokenizer in MIN_TRAINED_VOCAB:
+            raise StageError(
+                f'corpus.tokenizer: {SAME}, and "{settings.tokenizer}" would train a new one; leave corpus.tokenizer out'
+            )
         path = base / at_home(settings.tokenizer)
         named: Tokenizer = (
             BytesTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(path, settings.end_of_document)

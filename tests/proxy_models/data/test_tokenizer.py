@@ -10,20 +10,22 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_models.data.bpe_process import LONGEST_WORD
 from proxy_models.data.sources import CorpusError
 from proxy_models.data.tokenizer import (
     END_OF_TEXT,
-    MIN_BPE_VOCAB,
+    MIN_TRAINED_VOCAB,
     BytesTokenizer,
     FileTokenizer,
     Tokenizer,
     TokenizerSettings,
     smallest_dtype,
     train_bpe,
+    train_unigram,
 )
+from proxy_models.data.tokenizer_process import LONGEST_WORD
 
 WORDS = b"the loss falls as the width grows and the loss of the wide model is the loss we want\n" * 20
+VARIED = WORDS + Path(__file__).read_bytes()
 TEXT = st.text(st.characters(exclude_characters="\0\n", codec="utf-8"))
 
 
@@ -34,9 +36,16 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
     return FileTokenizer(path)
 
 
+@pytest.fixture(scope="module")
+def unigram(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    path = tmp_path_factory.mktemp("unigram") / "tokenizer.json"
+    path.write_text(train_unigram([VARIED], 290))
+    return FileTokenizer(path)
+
+
 @given(texts=st.lists(TEXT, min_size=1, max_size=5))
-def test_text_goes_there_and_back(texts: list[str], bpe: FileTokenizer) -> None:
-    tokenizers: list[Tokenizer] = [bpe, BytesTokenizer()]
+def test_text_goes_there_and_back(texts: list[str], bpe: FileTokenizer, unigram: FileTokenizer) -> None:
+    tokenizers: list[Tokenizer] = [bpe, unigram, BytesTokenizer()]
     for tokenizer in tokenizers:
         encoded = tokenizer.encode([text.encode() for text in texts])
         assert [tokenizer.decode(tokens) for tokens in encoded] == texts
@@ -51,10 +60,22 @@ def test_bpe_merges_what_is_frequent_and_trains_alike_every_time(bpe: FileTokeni
     assert train_bpe([WORDS], 280) == train_bpe(iter([WORDS]), 280)
 
 
-def test_a_special_token_in_a_text_is_text(bpe: FileTokenizer) -> None:
-    tokens = bpe.encode([END_OF_TEXT.encode()])[0]
-    assert bpe.end_of_document not in tokens
-    assert bpe.decode(tokens) == END_OF_TEXT
+def test_unigram_takes_what_is_frequent_and_trains_alike_every_time(unigram: FileTokenizer) -> None:
+    assert (unigram.vocab_size, unigram.end_of_document) == (290, 0)
+    assert len(unigram.encode([WORDS])[0]) < 0.9 * len(WORDS)
+    contents = {train_unigram(iter([VARIED]), 290) for _ in range(3)}
+    assert len(contents) == 1
+    with pytest.raises(CorpusError, match="has pieces for a vocabulary of .* only, got vocab_size = 400"):
+        train_unigram([WORDS], 400)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_special_token_in_a_text_is_text(kind: str, request: pytest.FixtureRequest) -> None:
+    trained: FileTokenizer = request.getfixturevalue(kind)
+    for text in (END_OF_TEXT, f"a{END_OF_TEXT}b", f" {END_OF_TEXT}\n"):
+        tokens = trained.encode([text.encode()])[0]
+        assert trained.end_of_document not in tokens
+        assert trained.decode(tokens) == text
 
 
 def test_ends_of_documents_are_ends_of_lines(bpe: FileTokenizer) -> None:
@@ -140,10 +161,11 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, bpe: FileTokeni
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "words"}, "kind must be one of bytes, bpe, file, got 'words'"),
+        ({"kind": "words"}, "kind must be one of bytes, bpe, unigram, file, got 'words'"),
         ({"kind": "bpe"}, "vocab_size .* got None"),
         ({"vocab_size": 300}, "vocab_size .* got 300"),
-        ({"kind": "bpe", "vocab_size": 256}, f"needs a vocab_size of at least {MIN_BPE_VOCAB}, got 256"),
+        ({"kind": "bpe", "vocab_size": 256}, "needs a vocab_size of at least 257, got 256"),
+        ({"kind": "unigram", "vocab_size": 257}, f"at least {MIN_TRAINED_VOCAB['unigram']}, got 257"),
         ({"kind": "file"}, "path .* got None"),
         ({"end_of_document": "x"}, "end_of_document is for \"file\", got 'x'"),
     ],
