@@ -7,6 +7,7 @@ LEDGER = "ledger.sqlite"
 LEDGER_PLACE = "ledger.json"  # location of the ledger, if elsewhere
 MEMBERS = "members.json"  # counted members of a custom model family
 CORPUS = "corpus"  # token files and manifest
+CLEANED = "cleaned"  # a folder of cleaned text for each setting of [corpus.clean]
 CORPORA = "corpora"  # a folder for each corpus of a continuation or a variant
 STATES = "states"  # training states from which other runs start
 CURVES = "curves"  # measurements of every step of a segment

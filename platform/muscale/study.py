@@ -6,7 +6,7 @@ command, is called again. Each method only joins functions of other modules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import pandas as pd
 
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
+from muscale.actors.ray_map import cluster_map
 from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, Stages, StudyContents, findings
 from muscale.full_runs.promote import promotion
@@ -55,6 +56,7 @@ from muscale.store.ledger_tables import ResultKind
 from muscale.store.open_ledger import open_ledger
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
+from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
 from proxy_models.training.numerics import Numerics
@@ -144,7 +146,15 @@ class Study(Result):
             with self._display.reading("corpus") as on_progress:
                 if config.trainer:
                     return config.trainer.write_corpus(folder)
-                corpus = data.write(config.corpus, self.directory, folder, config.model.vocab_size, on_progress)
+                with cluster_map(config.resources) as parallel:
+                    corpus = data.write(
+                        config.corpus,
+                        self.directory,
+                        folder,
+                        config.model.vocab_size,
+                        on_progress,
+                        parallel_map=parallel,
+                    )
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
@@ -167,6 +177,32 @@ class Study(Result):
         """
         self._require_no_trainer("data check", "its data are not seen here")
         return check_leaks(self.config, self.ledger, self.corpus, self.directory, silent)
+
+    def clean_data(self, confirm: Callable[[str], bool] | None = None) -> Cleaned:
+        """Clean the text of the corpus as [corpus.clean] says, or open the cleaned text.
+
+        Args:
+            confirm: Asked with a question before a step removes more than `most_removed` of a source; by default this is an error.
+
+        Raises:
+            StageError: If the study has no step, the text can't be read, or a step removes too much.
+        """
+        settings = self.config.corpus
+        self._require_no_trainer("data clean", "it reads its own data")
+        if not (settings.clean and settings.clean.is_on):
+            raise StageError("data clean: [corpus.clean] of the study file must have a step, such as exact_duplicates")
+        try:
+            with self._display.reading("clean") as on_progress, cluster_map(self.config.resources) as parallel:
+                return data.write_cleaned(
+                    settings,
+                    self.directory,
+                    self.directory,
+                    on_progress,
+                    confirm=confirm or (lambda question: False),
+                    parallel_map=parallel,
+                )
+        except CorpusError as error:
+            raise StageError(f"corpus.clean: {error}") from error
 
     @cached_property
     def _numerics(self) -> Numerics:

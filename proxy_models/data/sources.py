@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from proxy_models.hashing import file_sha256
 
 EMBEDDED = "python-stdlib"
+CLEANING = "cleaning.json"  # manifest of cleaned text, in the folder that holds a folder for each source
 Kind = Literal["text", "jsonl", "csv", "parquet", "huggingface", "tokens", "cleaned"]
 Split = Literal["train", "validation"]
 OnError = Literal["stop", "skip"]
@@ -231,6 +232,21 @@ class Source:
             if self.on_error == "stop":
                 raise
             return ""  # reading will skip and report the file
+
+    def cleaning(self) -> list[dict[str, Any]] | None:
+        """Return what each step of cleaning removed from this source; None if it is not cleaned text.
+
+        Raises:
+            CorpusError: If the manifest of the cleaning can't be read.
+        """
+        if self.kind != "cleaned":
+            return None
+        folder = at_home(self.path)
+        try:
+            steps: list[dict[str, Any]] = json.loads((folder.parent / CLEANING).read_bytes())["removed"][folder.name]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorpusError(f"{folder.parent / CLEANING}: not the manifest of cleaned text ({error})") from error
+        return steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that matter for its kind, as plain values."""

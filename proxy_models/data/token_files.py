@@ -192,6 +192,8 @@ def write_token_files(
         ],
         "hidden_files": source.n_hidden(),
     }
+    if (removed := source.cleaning()) is not None:
+        manifest["cleaned"] = removed
     write_manifest(folder, manifest)
     return TokenFiles.open(folder)
 

@@ -57,8 +57,13 @@ def json_output(capture: pytest.CaptureFixture[str], *arguments: str | Path, cod
 
 
 def commands() -> dict[str, Any]:
-    """Every command of the application by name, without options such as --help."""
-    return {name: app[name] for name in app if not name.startswith("-")}
+    """Every command of the application by name, such as "data clean", without options such as --help."""
+    found = {name: app[name] for name in app if not name.startswith("-")}
+    groups = [name for name, command in found.items() if command.default_command is None]
+    within = {
+        f"{group} {name}": found[group][name] for group in groups for name in found[group] if not name.startswith("-")
+    }
+    return {name: command for name, command in found.items() if name not in groups} | within
 
 
 def example_of(command: Any) -> list[str]:

@@ -22,6 +22,7 @@ MEMBERS = [
     "cancel_trial",
     "check",
     "check_data",
+    "clean_data",
     "compare",
     "config",
     "contents",

@@ -3,13 +3,14 @@
 Exit codes are in `muscale.cli.application`. Nothing heavy is imported before a command runs.
 """
 
-from muscale.cli import bundles, full_run, importers, law, ledger, machine, mixture, monitoring, search
+from muscale.cli import bundles, data, full_run, importers, law, ledger, machine, mixture, monitoring, search
 from muscale.cli.application import app
 from muscale.cli.entry import main
 
 __all__ = [
     "app",
     "bundles",
+    "data",
     "full_run",
     "importers",
     "law",

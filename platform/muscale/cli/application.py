@@ -65,17 +65,20 @@ app.register_install_completion_command(help="Install shell completion of comman
 _positions = itertools.count()
 
 
-def command(group: Group, *, example: str, name: str | None = None) -> Callable[[Function], Function]:
+def command(
+    group: Group, *, example: str, name: str | None = None, within: App = app
+) -> Callable[[Function], Function]:
     """A decorator that registers a function as a command, after the earlier ones of its group.
 
     Args:
         group: One of the groups above.
         example: A complete command line at the end of the command's --help; the tests parse it.
         name: Of the command, by default the function's.
+        within: The application, or a command that has commands of its own.
     """
 
     def register(function: Function) -> Function:
         epilogue = f"Example: {example}"
-        return app.command(function, name=name, group=group, sort_key=next(_positions), help_epilogue=epilogue)
+        return within.command(function, name=name, group=group, sort_key=next(_positions), help_epilogue=epilogue)
 
     return register

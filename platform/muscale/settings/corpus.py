@@ -9,8 +9,12 @@ from typing import Annotated, Any, cast
 from pydantic import Field, PositiveInt
 
 from muscale.errors import StageError
+from muscale.layout import CLEANED
+from muscale.settings.cleaning import CleanSettings
 from muscale.settings.strict import StrictTable
 from proxy_models.architecture.member import Member
+from proxy_models.data.cleaning.cleaned import Cleaned
+from proxy_models.data.cleaning.shard_passes import Map
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
@@ -68,9 +72,9 @@ class CorpusSettings(FileSettings):
     end_of_document: str | None = None  # token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
-    most_leaked: Annotated[float, Field(ge=0, le=1)] = (
-        0.02  # of held-out words, in documents that the training text also holds (assumed)
-    )
+    # of held-out words, in documents that the training text also holds (assumed)
+    most_leaked: Annotated[float, Field(ge=0, le=1)] = 0.02
+    clean: CleanSettings | None = None  # what is removed from the text before it is tokenized
 
     @property
     def stages_by_fraction(self) -> bool:
@@ -86,6 +90,8 @@ class CorpusSettings(FileSettings):
                     del source[name]
         named = ("kind", "field", "dtype", "vocab_size", "encoding", "on_error", "sources", "stages", "end_of_document")
         given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
+        if self.clean and self.clean.is_on:
+            given["clean"] = self.clean.identity()
         values = {"source": self.source, "validation_fraction": self.validation_fraction, **given}
         return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
 
@@ -116,6 +122,8 @@ class CorpusSettings(FileSettings):
                 build()
             except ValueError as error:
                 problems.append(f"{key}: {error}")
+        if self.clean and not problems:
+            problems += self.clean.errors(sources(self, Path()))
         needed = vocabularies(self)
         for reason, size in needed.items():
             if model_vocab_size < size:
@@ -229,13 +237,20 @@ def write(
     folder: Path,
     model_vocab_size: int,
     on_progress: Callable[[int, int], None],
+    *,
+    parallel_map: Map = map,
 ) -> Corpus:
-    """Write the corpus into `folder`, or open the corpus that is there.
+    """Write the corpus into `folder`, or open the corpus that is there; clean the text first if the settings say so.
+
+    Args:
+        parallel_map: `map`, or a function like it that calls in parallel; used to clean.
 
     Raises:
         CorpusError: If the data can't be used, or the folder holds another corpus.
     """
     named, proportions = sources(settings, directory), mixture(settings)
+    if settings.clean and settings.clean.is_on:
+        named = write_cleaned(settings, directory, folder.parent, on_progress, parallel_map=parallel_map).sources
     chosen = tokenizer(settings, directory, model_vocab_size)
     fraction = settings.validation_fraction
     if proportions is None:
@@ -244,6 +259,35 @@ def write(
         )
     return write_mixture(
         folder, named, proportions, validation_fraction=fraction, tokenizer=chosen, on_progress=on_progress
+    )
+
+
+def write_cleaned(
+    settings: CorpusSettings,
+    directory: Path,
+    parent: Path,
+    on_progress: Callable[[int, int], None],
+    *,
+    confirm: Callable[[str], bool] = lambda question: False,
+    parallel_map: Map = map,
+) -> Cleaned:
+    """Write the cleaned text of the sources into a folder of `parent`, or open it.
+
+    Args:
+        confirm: Asked if a step would remove more than `most_removed` of a source.
+
+    Raises:
+        CorpusError: If the data can't be used, or a step removes too much.
+    """
+    steps = settings.clean or CleanSettings()
+    return steps.write(
+        sources(settings, directory),
+        directory,
+        parent / CLEANED,
+        settings.validation_fraction,
+        on_progress,
+        confirm=confirm,
+        parallel_map=parallel_map,
     )
 
 

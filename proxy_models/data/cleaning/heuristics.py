@@ -33,7 +33,7 @@ STOP_WORDS = {
     "pt": {"o", "a", "de", "que", "e", "do", "da", "com"},
 }
 _PARAGRAPHS = re.compile(r"\n\s*\n")
-Language = Literal["en", "de", "es", "fr", "it", "nl", "pt", "none"]
+StopWords = Literal["en", "de", "es", "fr", "it", "nl", "pt", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Heuristics:
         max_ellipses: Largest share of lines that end with an ellipsis.
         min_alphabetic: Smallest share of words with a letter.
         min_stop_words: Smallest number of distinct stop words.
-        stop_words: Language of the stop words; "none" for text that has none, such as code.
+        stop_words: StopWords of the stop words; "none" for text that has none, such as code.
         repetition: Whether documents that repeat themselves are removed.
     """
 
@@ -61,7 +61,7 @@ class Heuristics:
     max_ellipses: float = 0.3
     min_alphabetic: float = 0.8
     min_stop_words: int = 2
-    stop_words: Language = "en"
+    stop_words: StopWords = "en"
     repetition: bool = True
     name: ClassVar[str] = "heuristics"
     passes: ClassVar[int] = 1

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from proxy_models.data.documents import Split, pieces
-from proxy_models.data.sources import Source
+from proxy_models.data.documents import pieces
+from proxy_models.data.sources import Source, Split
 
 SHARD_BYTES = 16 << 20  # text of a file: assumed, some seconds of work for the slowest step
 LONGEST = 4 << 20  # text of a document; a longer one counts as several, so that a step's arrays stay below 200 MB

@@ -10,8 +10,13 @@ from muscale import Study, StudyConfig, StudyFileError
 from muscale.errors import StageError
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
+from muscale.proxies.variant_corpora import variant_corpora
+from muscale.settings.cleaning import CleanSettings, HeuristicsSettings, LineDuplicatesSettings
 from muscale.settings.corpus import CorpusSettings
+from proxy_models.data.cleaning.heuristics import Heuristics
+from proxy_models.data.cleaning.line_duplicates import LineDuplicates
 from proxy_models.data.tokenizer import train_bpe
+from tests.muscale.command_lines import json_output, muscale
 
 MakeStudy = Callable[..., Path]
 
@@ -146,3 +151,90 @@ def test_the_identity_of_a_single_source_corpus_has_three_fields() -> None:
         "tokenizer": "bytes",
     }
     assert CorpusSettings(source="a", kind="jsonl").identity()["corpus.kind"] == "jsonl"
+
+
+def with_cleaning(path: Path, tables: str = "") -> Path:
+    """A study of 60 texts, of which 20 occur twice and a line occurs in all, which [corpus.clean] removes."""
+    texts = [f"The committee met on day {number} of the year to discuss bridge {number * 7}." for number in range(40)]
+    notice = "All rights reserved by the publisher of this site.\n"
+    lines = [json.dumps({"text": f"{text}\n{notice}{text[::-1]}\n"}) + "\n" for text in [*texts, *texts[:20]]]
+    (path.parent / "lines.jsonl").write_text("".join(lines))
+    text = path.read_text()
+    head, _, rest = text.partition("[corpus]")
+    _, bar, rest = rest.partition("\n[")
+    corpus = '[corpus]\nsource = "lines.jsonl"\nkind = "jsonl"\nvalidation_fraction = 0.3\nevaluation_tokens = 1024\n'
+    path.write_text(f"{head}{corpus}{tables}{bar}{rest}")
+    return path
+
+
+CLEAN = '[corpus.clean]\nexact_duplicates = "global"\nline_duplicates = { max_documents = 3 }\n'
+
+
+def test_text_is_cleaned_before_it_is_tokenized(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+    path = with_cleaning(make_study(), CLEAN)
+    rows = json_output(capsys, "data", "clean", path)
+    assert [(row["step"], row["documents"], row["documents_left"]) for row in rows["steps"]] == [
+        ("exact_duplicates", 60, 40),
+        ("line_duplicates", 40, 40),
+    ]
+    assert {example["file"] for example in rows["examples"]} == {"lines.jsonl"}
+    study = Study.open(path, quiet=True)
+    removed = study.corpus.manifest["cleaned"]
+    assert [step["documents_left"] for step in removed] == [40, 40]
+    n_bytes = removed[-1]["bytes_left"]
+    assert study.corpus.n_tokens + study.corpus.n_validation_tokens == n_bytes + 40
+    assert len(list((path.parent / "cleaned").iterdir())) == 1
+    shown = muscale(capsys, "data", "clean", path)
+    assert shown.code == 0
+    assert shown.out.split("\n")[1].split()[:4] == ["exact_duplicates", "corpus", "60", "40"]
+
+
+def test_a_step_that_removes_too_much_is_answered_by_its_key(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = with_cleaning(make_study(), CLEAN + "most_removed = 0.2\n")
+    stopped = muscale(capsys, "data", "clean", path)
+    assert stopped.code == 2
+    assert "most_removed" in stopped.err
+    assert muscale(capsys, "data", "clean", path, "--set", "corpus.clean.most_removed=0.4").code == 0
+    assert muscale(capsys, "data", "clean", path).code == 0  # finished, so that there is no question
+
+
+def test_cleaning_identifies_a_corpus_and_its_absence_does_not() -> None:
+    plain = CorpusSettings()
+    assert CorpusSettings(clean=CleanSettings()).identity() == plain.identity()
+    steps = CorpusSettings(clean=CleanSettings(exact_duplicates="global"))
+    assert steps.identity() == plain.identity() | {"corpus.clean": {"exact_duplicates": "global"}}
+    asked = CorpusSettings(clean=CleanSettings(exact_duplicates="global", most_removed=0.9))
+    assert asked.identity() == steps.identity()
+
+
+def test_default_numbers_of_steps_are_the_same_in_the_study_file() -> None:
+    for settings, step in ((HeuristicsSettings(), Heuristics()), (LineDuplicatesSettings(), LineDuplicates())):
+        assert settings.model_dump() == step.identity()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("corpus.clean.exact_duplicates=all", "corpus.clean.exact_duplicates: "),
+        ("corpus.clean.heuristics={min_wrods=3}", "corpus.clean.heuristics.min_wrods: .*min_words"),
+        ("corpus.clean.quality={scores='s.csv'}", "corpus.clean.quality: .*min_score"),
+        ("corpus.clean.most_removed=2.0", "corpus.clean.most_removed: "),
+    ],
+)
+def test_a_faulty_step_is_refused_with_its_key(make_study: MakeStudy, override: str, message: str) -> None:
+    with pytest.raises(StudyFileError, match=f"study.toml: {message}"):
+        StudyConfig.read(with_cleaning(make_study()), [override])
+
+
+def test_a_variant_is_cleaned_by_its_own_steps_and_evaluated_on_the_study_s_text(make_study: MakeStudy) -> None:
+    path = with_cleaning(make_study())
+    path.write_text(path.read_text() + '\n[variants.unique.corpus.clean]\nexact_duplicates = "global"\n')
+    study = Study.open(path, quiet=True)
+    corpora = variant_corpora(study.config, study.corpus, path.parent, lambda done, total: None)
+    unique = corpora["unique"]
+    assert unique.held_out == study.corpus
+    assert [step["documents_left"] for step in unique.manifest["cleaned"]] == [40]
+    assert unique.n_tokens < study.corpus.n_tokens
+    assert variant_corpora(study.config, study.corpus, path.parent, lambda done, total: None) == corpora

@@ -1,0 +1,40 @@
+"""Commands on the data: data clean."""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import App
+
+from muscale.cli.application import INSPECT, app, command
+from muscale.cli.ending import Ending
+from muscale.cli.options import Options, StudyFile
+from muscale.cli.running import run_stage
+
+DATA = App(
+    name="data", group=INSPECT, help="Clean the study's text.", help_epilogue="Example: muscale data clean study.toml"
+)
+app.command(DATA)
+
+
+@command(INSPECT, example="muscale data clean study.toml", within=DATA)
+def clean(study: StudyFile, *, options: Options = Options()) -> int:
+    """Clean the text as [corpus.clean] says, and print what each step removed, with examples.
+
+    The study's other commands do the same before they tokenize. In a terminal this command asks before a step removes more than
+    corpus.clean.most_removed of a source.
+    """
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.clean_data(_ask if sys.stdin.isatty() and not options.json else None),
+        None,
+        ending=lambda _, cleaned: Ending(
+            wrote={"text": cleaned.folder}, next=(options.line("run", study, "--dry-run"),)
+        ),
+    )
+
+
+def _ask(question: str) -> bool:
+    print(question, file=sys.stderr)
+    return input("continue? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,0 +1,140 @@
+"""[corpus.clean] of the study file: from settings to the steps that clean the text before it is tokenized."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from muscale.settings.strict import StrictTable
+from proxy_models.data.cleaning.clean import MOST_REMOVED, clean
+from proxy_models.data.cleaning.cleaned import Cleaned
+from proxy_models.data.cleaning.cleaning_step import CleaningStep
+from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
+from proxy_models.data.cleaning.heuristics import Heuristics, StopWords
+from proxy_models.data.cleaning.languages import Languages
+from proxy_models.data.cleaning.line_duplicates import LineDuplicates
+from proxy_models.data.cleaning.near_duplicates import NearDuplicates
+from proxy_models.data.cleaning.quality import Quality
+from proxy_models.data.cleaning.shard_passes import Map
+from proxy_models.data.sources import EMBEDDED, Source, at_home
+from proxy_models.hashing import content_key
+
+Share = Annotated[float, Field(ge=0, le=1)]
+DuplicateScope = Literal["none", "source", "global"]
+
+
+class LineDuplicatesSettings(StrictTable):
+    """[corpus.clean.line_duplicates]: lines that are removed since they occur in many documents."""
+
+    min_characters: PositiveInt = 30  # shorter lines stay
+    max_documents: PositiveInt = 10  # lines that occur in more are removed
+
+
+class HeuristicsSettings(StrictTable):
+    """[corpus.clean.heuristics]: documents that break a rule are removed; the defaults are Gopher's."""
+
+    min_words: PositiveInt = 50
+    max_words: PositiveInt = 100_000
+    min_word_length: Annotated[float, Field(ge=0)] = 3.0  # mean of a document
+    max_word_length: Annotated[float, Field(gt=0)] = 10.0
+    max_symbols: Annotated[float, Field(ge=0)] = 0.1  # hash signs, or ellipses, per word
+    max_bullets: Share = 0.9  # lines that begin with a bullet point
+    max_ellipses: Share = 0.3  # lines that end with an ellipsis
+    min_alphabetic: Share = 0.8  # words with a letter
+    min_stop_words: Annotated[int, Field(ge=0)] = 2
+    stop_words: StopWords = "en"  # "none" for text without stop words, such as code
+    repetition: bool = True  # remove documents that repeat themselves
+
+
+class QualitySettings(StrictTable):
+    """[corpus.clean.quality]: documents with a low score are removed; a classifier learns it from texts that the user scored."""
+
+    scores: str  # a .jsonl or .csv file, relative to the study file
+    text: str = "text"
+    score: str = "score"
+    min_score: float | None = None  # or keep
+    keep: Annotated[float, Field(gt=0, lt=1)] | None = None  # share of documents
+
+
+class CleanSettings(StrictTable):
+    """[corpus.clean]: steps in the order in which they run; each is off by default. Without a step nothing is cleaned."""
+
+    exact_duplicates: DuplicateScope = "none"
+    line_duplicates: LineDuplicatesSettings | None = None
+    languages: tuple[str, ...] = ()  # codes of the languages to keep
+    heuristics: HeuristicsSettings | None = None
+    near_duplicates: DuplicateScope = "none"
+    near_duplicates_threshold: Annotated[float, Field(gt=0, le=1)] = 0.8  # Jaccard similarity
+    quality: QualitySettings | None = None
+    most_removed: Share = MOST_REMOVED  # of a source's bytes, by one step; more stops with a question
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that determine the cleaned text."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"most_removed"})
+
+    def steps(self, directory: Path) -> Iterator[CleaningStep]:
+        """The steps that are on; paths are relative to `directory`.
+
+        Raises:
+            ValueError: If the settings of a step contradict each other.
+        """
+        if self.exact_duplicates != "none":
+            yield ExactDuplicates(scope=self.exact_duplicates)
+        if self.line_duplicates:
+            yield LineDuplicates(**self.line_duplicates.model_dump())
+        if self.languages:
+            yield Languages(languages=self.languages)
+        if self.heuristics:
+            yield Heuristics(**self.heuristics.model_dump())
+        if self.near_duplicates != "none":
+            yield NearDuplicates(scope=self.near_duplicates, threshold=self.near_duplicates_threshold)
+        if self.quality:
+            named = self.quality.model_dump() | {"scores": directory / at_home(self.quality.scores)}
+            yield Quality(**named)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a step."""
+        return any(True for _ in self.steps(Path()))
+
+    def errors(self, sources: Mapping[str, Source]) -> list[str]:
+        """Broken rules across keys, one per line; reads no file."""
+        try:
+            list(self.steps(Path()))
+        except ValueError as error:
+            return [f"corpus.clean.quality: {error}"]
+        given = [name for name, source in sources.items() if source.kind == "tokens"]
+        return [f'corpus.clean: needs text, but {name} is of kind "tokens"' for name in given]
+
+    def write(
+        self,
+        sources: Mapping[str, Source],
+        directory: Path,
+        folder: Path,
+        validation_fraction: float,
+        on_progress: Callable[[int, int], None],
+        *,
+        confirm: Callable[[str], bool] = lambda question: False,
+        parallel_map: Map = map,
+    ) -> Cleaned:
+        """Write the cleaned text of sources into a folder of `folder` that is named by the settings, or open it.
+
+        Raises:
+            CorpusError: If the data can't be used, or a step removes more than `most_removed`.
+        """
+        paths = {name: s.path if s.path == EMBEDDED else os.path.relpath(s.path, folder) for name, s in sources.items()}
+        listed = {name: source.to_dict() | {"path": paths[name]} for name, source in sources.items()}
+        return clean(
+            sources,
+            folder / content_key([self.identity(), listed, validation_fraction]),
+            list(self.steps(directory)),
+            validation_fraction=validation_fraction,
+            most_removed=self.most_removed,
+            confirm=confirm,
+            on_progress=on_progress,
+            parallel_map=parallel_map,
+        )
