@@ -74,7 +74,7 @@ def command(
         group: One of the groups above.
         example: A complete command line at the end of the command's --help; the tests parse it.
         name: Of the command, by default the function's.
-        within: The application, or a command that has commands of its own.
+        within: The application, or a group of commands such as `data`.
     """
 
     def register(function: Function) -> Function:
