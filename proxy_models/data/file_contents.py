@@ -41,7 +41,7 @@ _USUAL = [
     "cp949",
 ]
 # Margins within which another reading of the bytes is about as good, of the library's two scores between 0 and 1. Chosen and
-# measured here on the same 31 short texts, in 14 languages and code: 17 right, 13 without an answer (French, Czech, Hungarian, Turkish,
+# measured on the same 31 short texts, in 14 languages and code: 17 right, 13 without an answer (French, Czech, Hungarian, Turkish,
 # and encodings that are not in the list), 1 wrong: ISO-2022-JP is ASCII byte by byte, so it counts as UTF-8 and must be stated.
 _MESS, _COHERENCE = 0.02, 0.05
 
