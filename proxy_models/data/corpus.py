@@ -38,7 +38,7 @@ class Corpus:
     Attributes:
         sources: The token files of each source, by name; a single source is named "corpus". None: a program reads its own data.
         mixture: The proportions of the sources, or None with a single source.
-        held_out: Corpus whose held-out splits are evaluated instead of this corpus's; None: this corpus's.
+        held_out: Corpus with the same tokenizer, whose held-out splits are evaluated instead of this corpus's; None: this corpus's.
     """
 
     folder: Path

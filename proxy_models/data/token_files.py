@@ -182,7 +182,7 @@ def write_token_files(
         "tokens": {split: tally.tokens[split] for split in SPLITS},
         "text": None
         if source.kind == "tokens"
-        else {name: tally.text[name] for name in ("documents", "bytes", "words")},
+        else {name: tally.text[name] for name in ("documents", "bytes", "words", "held_out_bytes")},
         "sha256": content_hashes,
         "key": content_key(identity),
         "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
@@ -316,7 +316,10 @@ class _Tally:
         stored = block.tokens.astype(stored_dtype(dtype), copy=False).tobytes()
         self.hashes[block.split].update(stored)
         self.tokens[block.split] += len(block.tokens)
-        self.text.update(documents=block.n_documents, bytes=block.n_bytes, words=block.n_words)
+        held_out_bytes = block.n_bytes if block.split == "validation" else 0
+        self.text.update(
+            documents=block.n_documents, bytes=block.n_bytes, words=block.n_words, held_out_bytes=held_out_bytes
+        )
         counts = self.of_file.setdefault(block.file, {"tokens": 0, "split": block.split})
         counts["tokens"] += len(block.tokens)
         if counts["split"] != block.split:

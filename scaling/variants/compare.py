@@ -43,6 +43,7 @@ def compare_variants(
     noise: tuple[float, float] = NOISE,
     error: float = ERROR,
     n_looks: int | None = None,
+    unit: str = "",
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> VariantComparison:
     """Compare each variant with the baseline, at the compute of the full run.
@@ -62,6 +63,7 @@ def compare_variants(
         error: probability that any promotion is wrong, over all variants and looks; the same holds for rejections.
         n_looks: number of planned looks: the first sees the baseline's two smallest sizes, each later one a further size. A variant
             keeps the verdict of the look that first decided it. None: one look, at all runs.
+        unit: unit of the losses, to be shown.
         columns: names of the table's columns, by ours; the last row of each `run` counts.
 
     Raises:
@@ -109,6 +111,7 @@ def compare_variants(
         error=error,
         n_looks=planned,
         n_sizes=len(now.law.x),
+        unit=unit,
         noise=now.noise,
         baseline_loss=math.exp(now.law.log_loss(math.log(target))),
         table=judged,

@@ -38,6 +38,7 @@ class VariantComparison(JsonResult):
         measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant that was still undecided: multiplier, low, high, p_better, p_worth, verdict.
+        unit: unit of the losses; empty if it was not stated.
         next_runs: by undecided variant, within the target's compute: the cheapest runs that would decide with a probability of .5;
             if there are none, the runs most likely to decide, from a probability of .05: compute_flops and seeds of the
             variant, cost (FLOPs, the baseline's seeds included), p_decided.
@@ -57,6 +58,7 @@ class VariantComparison(JsonResult):
     band: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     looks: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     next_runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    unit: str = ""
 
     @property
     def undecided(self) -> list[str]:
@@ -74,7 +76,7 @@ class VariantComparison(JsonResult):
 
     def plot_losses(self) -> Figure:
         """Loss of each variant in % of the baseline's at the same compute, by size."""
-        return draw_changes(self.measured, self.baseline)
+        return draw_changes(self.measured, self.baseline, self.unit)
 
     def plot_looks(self) -> Figure:
         """Probability that each variant is better at the target, look by look."""
@@ -86,7 +88,7 @@ class VariantComparison(JsonResult):
         table = self.table
         looked = f" over {self.n_looks} looks" if self.n_looks > 1 else ""
         about = {
-            "at": f"{self.target_flops:.3g} FLOPs, where {self.baseline} has a loss of {self.baseline_loss:.4f}",
+            "at": f"{self.target_flops:.3g} FLOPs, where {self.baseline} has a loss of {self.baseline_loss:.4f} {self.unit}".rstrip(),
             "loss there": f"against {self.baseline} at the same compute, {self.level:.0%} interval",
             "multiplier": f"compute that {self.baseline} would need for the variant's loss at the target, over the variant's own"
             + ("; the slope is assumed, as there is one size" if self.n_sizes == 1 else ""),
@@ -116,7 +118,7 @@ class VariantComparison(JsonResult):
                 "loss there": _of_rows(table, ("change", "change_low", "change_high"), _percent),
                 "multiplier": _of_rows(table, ("multiplier", "low", "high"), "{:.3f}".format),
                 "P(better)": [f"{p:.3f}" for p in table["p_better"]],
-                "loss at target": [f"{loss:.4f}" for loss in table["loss"]],
+                f"loss at target{f' ({self.unit})' if self.unit else ''}": [f"{loss:.4f}" for loss in table["loss"]],
                 "verdict": table["verdict"],
             }
         ).replace({"nan": "–", "nan [nan, nan]": "–"})

@@ -33,17 +33,18 @@ def draw_variants(band: pd.DataFrame, measured: pd.DataFrame, level: float) -> F
     return figure.update_yaxes(title="multiplier")
 
 
-def draw_changes(measured: pd.DataFrame, baseline: str) -> Figure:
+def draw_changes(measured: pd.DataFrame, baseline: str, unit: str) -> Figure:
     """Loss of each variant at each of its sizes, in % of the baseline's at the same compute.
 
     Args:
         measured: variant, compute_flops, change (log ratio).
         baseline: name of the variant that all others are compared with.
+        unit: unit of the losses, or empty.
     """
     figure = _lines(measured.assign(percent=100 * np.expm1(measured["change"])), "compute_flops", "percent")
     figure.add_hline(y=0, line={"color": EDGE, "dash": "dot"})
     figure.update_xaxes(title="compute of the variant (FLOPs)", **log_axis(measured["compute_flops"]))
-    return figure.update_yaxes(title=f"loss above {baseline}'s (%)")
+    return figure.update_yaxes(title=f"loss{f' in {unit}' if unit else ''} above {baseline}'s (%)")
 
 
 def draw_looks(looks: pd.DataFrame) -> Figure:

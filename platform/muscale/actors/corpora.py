@@ -11,9 +11,13 @@ from proxy_models.files import atomic_write
 
 
 def note(directory: Path, corpus: Corpus) -> None:
-    """Note where a corpus of `CORPORA` lies, which is evaluated on the study's own."""
+    """Note where a corpus of `CORPORA` lies, and where its held-out text, unless that is the study's own corpus."""
+    held_out = corpus.held_out.folder if corpus.held_out else None
+    places = {"folder": corpus.folder.name}
+    if held_out and held_out.parent == corpus.folder.parent:
+        places["held_out"] = held_out.name
     with atomic_write(_place(directory, corpus.key)) as unfinished:
-        unfinished.write_text(json.dumps({"folder": corpus.folder.name}))
+        unfinished.write_text(json.dumps(places))
 
 
 def noted(directory: Path, key: str) -> bool:
@@ -28,8 +32,9 @@ def open_corpus(directory: Path, key: str) -> Corpus | None:
         return own
     if not noted(directory, key):
         return None
-    folder = directory / CORPORA / Path(json.loads(_place(directory, key).read_text())["folder"]).name
-    return Corpus.open(folder).evaluated_on(own)
+    places = json.loads(_place(directory, key).read_text())
+    corpus, *others = (Corpus.open(directory / CORPORA / Path(place).name) for place in places.values())
+    return corpus.evaluated_on(others[0] if others else own)
 
 
 def _place(directory: Path, key: str) -> Path:

@@ -180,7 +180,13 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
     Args:
         about: Basis of the verdicts.
     """
-    table = outcome.table[_LISTED].rename(columns={"p_better": "P(better)", "change": "loss there, log ratio"})
+    table = outcome.table[_LISTED].rename(
+        columns={
+            "p_better": "P(better)",
+            "change": "loss there, log ratio",
+            "loss": f"loss, {outcome.unit}" if outcome.unit else "loss",
+        }
+    )
     looks = outcome.plot_looks() if outcome.looks["look"].max() > 1 else None
     return Section(
         title="Variants",

@@ -15,6 +15,7 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.proxies.compared_losses import ComparedLosses
 from muscale.proxies.variant_rates import MAX_STEPS, Train, first_steps, tune_rates
 from muscale.proxies.variants import Variant, policy, stems_of, variants, widths_of
 from muscale.settings.compare import BASELINE
@@ -105,6 +106,7 @@ def compare(
     rows: list[dict[str, Any]] = [_untrained(v, stems[0], config) for v in others if v.log2_rate is None]
     keys: list[str] = []
     running = [v for v in others if v.log2_rate is not None]
+    losses = ComparedLosses.of(ledger, corpora, numerics.model.loss_unit)
     for number, stem in enumerate(stems, start=1):
         wanted = [
             (v, seed, v.size_job(stem, seed, policy(rate, octaves[v.name])))
@@ -113,12 +115,12 @@ def compare(
         train(f"compare, {_size(stem)}", [job for _, _, job in wanted])
         outcomes = ledger.outcomes(job.chain for _, _, job in wanted)
         for variant, seed, job in wanted:
-            loss = outcomes[job.chain.key].loss
             keys.append(job.chain.key)
-            rows.append(_row(variant, number, seed, job.chain.compute_flops, math.nan if loss is None else loss))
+            loss = losses.loss(variant.name, outcomes[job.chain.key])
+            rows.append(_row(variant, number, seed, job.chain.compute_flops, loss))
         if number == 1 < len(stems):
             continue
-        outcome = _outcome(config, rows, len(stems))
+        outcome = _outcome(config, rows, len(stems), losses.unit)
         running = [v for v in running if v.name in outcome.undecided]
         if not running:
             break
@@ -189,7 +191,7 @@ def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, A
     return _row(variant, 1, config.compare.seeds[0], flops, math.nan)
 
 
-def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> VariantComparison:
+def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int, unit: str) -> VariantComparison:
     """Compare the variants so far, with the verdicts of the looks that decided them; raise StageError if that is impossible."""
     settings = config.compare
     try:
@@ -200,6 +202,7 @@ def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int) -> V
             worth=settings.worth,
             error=settings.error,
             n_looks=max(1, n_sizes - 1),
+            unit=unit,
         )
     except (ScalingError, ValueError) as error:
         raise StageError(f"compare: {error}") from error

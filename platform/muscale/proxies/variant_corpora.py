@@ -1,19 +1,25 @@
-"""Corpora of variants: they use the study's tokens and are evaluated on its held-out text, which they must not contain."""
+"""Corpora of variants: they are evaluated on the study's held-out text, which they must not train on.
+
+A variant with another tokenizer is evaluated on the same text in its own tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from muscale.actors.corpora import note, noted
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
 from muscale.settings import corpus as data
+from muscale.settings.compare import TOKENIZER, VariantSettings
 from muscale.settings.config import StudyConfig
-from muscale.settings.corpus import CorpusSettings
-from muscale.settings.further_corpus import write_corpus
+from muscale.settings.corpus import CorpusSettings, require_fitting_model
+from muscale.settings.further_corpus import tokenizers, write_corpus
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.leaks.leak_search import find_leaks
+from proxy_models.data.token_files import recorded_files
 
 MOST_SHARED = 0.01
 """Limit on the share of the held-out text in a variant's training data, beyond the share in the study's data (assumed)."""
@@ -32,22 +38,47 @@ def variant_corpora(
     """
     found = {}
     for name, settings in config.variants.items():
-        if not settings.corpus:
+        if not (settings.has_corpus(config.corpus) or "vocab_size" in settings.model):
             continue
-        wanted = settings.corpus_of(config.corpus)
-        size = config.model.vocab_size
+        model = config.variant_model(name)
+        write = partial(
+            write_corpus, base=directory, directory=directory, vocab_size=model.vocab_size, on_progress=on_progress
+        )
         try:
-            written = write_corpus(
-                wanted, first, base=directory, directory=directory, vocab_size=size, on_progress=on_progress
-            )
+            if not settings.has_corpus(config.corpus):
+                require_fitting_model(first, model)
+                continue
+            new_tokens = settings.names_tokenizer(config.corpus)
+            written = write(settings.corpus_of(config.corpus), first, any_tokenizer=new_tokens)
+            require_fitting_model(written, model)
+            held_out = first
+            if tokenizers(written) != tokenizers(first):
+                same_text = settings.corpus.keys() <= TOKENIZER
+                held_out = written if same_text else write(VariantSettings().corpus_of(config.corpus), written)
+                _require_same_text(first, held_out)
         except StageError as error:
             raise StageError(f"variants.{name}.{error}") from error
-        require_unchanged(written.folder)
-        found[name] = written.evaluated_on(first)
+        for folder in {written.folder, held_out.folder}:
+            require_unchanged(folder)
+        found[name] = written.evaluated_on(held_out)
         if not noted(directory, found[name].key):
-            _require_apart(name, config.corpus, wanted, directory)
+            _require_apart(name, config.corpus, settings.corpus_of(config.corpus), directory)
             note(directory, found[name])
     return found
+
+
+def _require_same_text(first: Corpus, held_out: Corpus) -> None:
+    """Require that a corpus in other tokens has the study's text, which may have changed since the study's corpus was written."""
+    for name, files in first.sources.items():
+        if files.manifest["text"] is None:
+            raise StageError(
+                "corpus.tokenizer: must stay the study's, whose data was given as tokens; its text is not known"
+            )
+        if recorded_files(files.manifest) != recorded_files(held_out.sources[name].manifest):
+            raise StageError(
+                f"corpus.tokenizer: the files of {name} must be those that the study's corpus was written from, as losses are "
+                "compared on its held-out text; they have changed: bring them back"
+            )
 
 
 def _require_apart(name: str, first: CorpusSettings, wanted: CorpusSettings, directory: Path) -> None:

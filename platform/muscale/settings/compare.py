@@ -21,9 +21,9 @@ from scaling.variants.verdicts import ERROR, WORTH
 BASELINE = "baseline"
 """Name of the study itself among its variants."""
 MIN_RATES = 3  # of a grid; a parabola needs three
-# model keys that must stay the study's: otherwise losses would be on other held-out tokens
-_SHARED = ("vocab_size", "context_length", "document_separator")
-_SHARED_DATA = ("tokenizer", "end_of_document", "validation_fraction", "evaluation_tokens")
+# keys that must stay the study's: otherwise losses would be on other held-out text
+_SHARED_DATA = ("validation_fraction", "evaluation_tokens")
+TOKENIZER = frozenset(("tokenizer", "end_of_document"))
 _Changed = TypeVar("_Changed", Member, Hyperparameters)
 
 
@@ -33,7 +33,7 @@ class VariantSettings(StrictTable):
     model: dict[str, Any] = Field(default_factory=dict)  # keys of [model]; with another family its args
     trainer: dict[str, Any] = Field(default_factory=dict)  # keys of [trainer], if the study has one
     hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of the variant's rate grid
-    corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out split
+    corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out text
 
     def is_own(self, base: Member) -> bool:
         """Whether the variant's model is a family to import or a program to run, other than the study's model unchanged."""
@@ -47,10 +47,24 @@ class VariantSettings(StrictTable):
         """The variant's hyperparameters; the learning rate is the centre of its grid."""
         return changed(base, self.hyperparameters)
 
+    def names_tokenizer(self, base: CorpusSettings) -> bool:
+        """Whether the variant names a tokenizer, or trains BPE, as the study does, to its vocabulary."""
+        return not TOKENIZER.isdisjoint(self.corpus) or (base.tokenizer == "bpe" and "vocab_size" in self.model)
+
+    def has_corpus(self, base: CorpusSettings) -> bool:
+        """Whether the variant needs another corpus than the study's."""
+        return bool(self.corpus) or self.names_tokenizer(base)
+
     def corpus_of(self, base: CorpusSettings) -> CorpusSettings:
-        """The variant's corpus: the study's with other keys, in the study's tokens; raises ValidationError for a broken rule."""
-        own = base.model_dump(exclude_unset=True, exclude={"tokenizer", "end_of_document"})
+        """The variant's corpus: the study's with other keys; without a tokenizer if the variant names none.
+
+        Raises:
+            ValidationError: If a value breaks its rule.
+        """
         dropped = ONE_SOURCE if "sources" in self.corpus else ("sources", "stages") if "source" in self.corpus else ()
+        if "tokenizer" in self.corpus or not self.names_tokenizer(base):
+            dropped = (*dropped, *TOKENIZER)
+        own = base.model_dump(exclude_unset=True)
         kept = {key: value for key, value in own.items() if key not in dropped}
         return CorpusSettings(**_merged(kept, self.corpus))
 
@@ -96,16 +110,22 @@ def _merged(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def corpus_errors(name: str, variant: VariantSettings, base: CorpusSettings, vocab_size: int) -> list[str]:
-    """Broken rules of a variant's corpus, one per line; reads no file."""
+    """Broken rules of a variant's corpus, one per line; reads no file.
+
+    Args:
+        vocab_size: Of the study's model.
+    """
     where = f"variants.{name}.corpus"
     if kept := [key for key in _SHARED_DATA if key in variant.corpus]:
-        rule = "must stay the study's, as losses are compared on its held-out tokens"
+        rule = "must stay the study's, as losses are compared on its held-out text"
         return [f"{where}.{key}: {rule}, got {variant.corpus[key]!r}" for key in kept]
     try:
         settings = variant.corpus_of(base)
     except pydantic.ValidationError as error:
         return format_errors(error, where, CorpusSettings, separator=".")
-    return [f"variants.{name}.{line}" for line in settings.cross_field_errors(vocab_size) if line.startswith("corpus")]
+    known = ("corpus", "model") if variant.names_tokenizer(base) else "corpus"
+    found = settings.cross_field_errors(variant.model.get("vocab_size", vocab_size))
+    return [f"variants.{name}.{line}" for line in found if line.startswith(known)]
 
 
 def variant_errors(
@@ -118,6 +138,7 @@ def variant_errors(
     widths: tuple[int, ...],
     *,
     trainer: bool,
+    new_tokens: bool,
 ) -> list[str]:
     """Broken rules of one variant, one per line: `variants.NAME.table: rule, got value`.
 
@@ -125,6 +146,7 @@ def variant_errors(
         base: The study's model.
         own: The variant's model, if it is a custom model or a program and was imported or described.
         stems, widths: Runs and widths at which the variant will be trained.
+        new_tokens: Whether the variant names a tokenizer.
     """
     where = f"variants.{name}"
     if name == BASELINE:
@@ -137,10 +159,11 @@ def variant_errors(
         return [
             f"{where}.trainer: needs a study with [trainer], whose program all variants are trained by, got {variant.trainer!r}"
         ]
-    for table, shared in (("model", _SHARED), ("trainer", ("data",))):
+    shared_model = ("context_length",) if new_tokens else ("context_length", "document_separator")
+    for table, shared in (("model", shared_model), ("trainer", ("data",))):
         values: Mapping[str, Any] = getattr(variant, table)
         if kept := [key for key in shared if key in values]:
-            rule = "must stay the study's, as losses are compared on the same held-out tokens"
+            rule = "must stay the study's, as losses are compared on the same held-out text"
             return [f"{where}.{table}.{key}: {rule}, got {values[key]!r}" for key in kept]
     if variant.is_own(base) and own is None:
         return []  # its errors are listed already, or the variant is not trained here

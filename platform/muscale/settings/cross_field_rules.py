@@ -171,12 +171,13 @@ def _variants_errors(config: StudyTables) -> Iterator[str]:
             config.compare.stems or config.ladder.stems,
             config.compare.widths or config.transfer.widths,
             trainer=config.trainer is not None,
+            new_tokens=variant.names_tokenizer(config.corpus),
         )
         if variant.corpus and config.trainer:
             yield f"variants.{name}.corpus: the [trainer] program reads its own data; leave it out"
-        elif variant.corpus and (ranks := config.resources.ranks_per_trial) > 1:
+        elif variant.has_corpus(config.corpus) and (ranks := config.resources.ranks_per_trial) > 1:
             yield f"variants.{name}.corpus: needs resources.ranks_per_trial = 1, got {ranks}"
-        elif variant.corpus:
+        elif variant.has_corpus(config.corpus):
             yield from corpus_errors(name, variant, config.corpus, config.model.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""A second corpus in the study's tokens, for a continuation or a variant."""
+"""A second corpus for a continuation or a variant, in the study's tokens unless a variant has another tokenizer."""
 
 from __future__ import annotations
 
@@ -27,26 +27,31 @@ def write_corpus(
     directory: Path,
     vocab_size: int,
     on_progress: Callable[[int, int], None],
+    any_tokenizer: bool = False,
 ) -> Corpus:
-    """Write a further corpus into a folder of the study, or open it; it uses the tokenizer of the study's corpus.
+    """Write a further corpus into a folder of the study, or open it.
 
     Args:
-        first: The study's corpus.
+        first: Corpus whose tokenizer is used.
         base: Folder to which paths in the settings are relative.
         on_progress: Called with written bytes and total bytes.
+        any_tokenizer: Whether the settings' own tokenizer is used instead.
 
     Raises:
         StageError: If the data can't be used, or have another tokenizer.
     """
     try:
-        settings = _encoded_as(first, settings, base)
+        settings = settings if any_tokenizer else _encoded_as(first, settings, base)
         data.check(settings, base, vocab_size)
         identity = [settings.identity(), str(base.resolve())]
+        if settings.tokenizer == "bpe":
+            identity.append(str(vocab_size))
         folder = directory / CORPORA / content_key(identity)
         corpus = data.write(settings, base, folder, vocab_size, on_progress)
     except ValueError as error:
-        raise StageError(str(error) if str(error).startswith("corpus") else f"corpus: {error}") from error
-    _require(_tokenizers(corpus), first)
+        raise StageError(str(error) if str(error).startswith(("corpus", "model")) else f"corpus: {error}") from error
+    if not any_tokenizer:
+        _require(tokenizers(corpus), first)
     if corpus.vocab_size > vocab_size:
         raise StageError(f"corpus: {SAME}: ids below {vocab_size}, got {corpus.vocab_size}")
     return corpus
@@ -68,7 +73,7 @@ def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSe
         )
         _require({named.key}, first)
         return settings
-    if not _tokenizers(first) - {STATED}:
+    if not tokenizers(first) - {STATED}:
         raise StageError(f"corpus: {SAME}, whose data was given as tokens, so text can't be encoded; give tokens")
     tokenizer = first.tokenizer()
     if isinstance(tokenizer, FileTokenizer):
@@ -77,12 +82,13 @@ def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSe
     return settings
 
 
-def _tokenizers(corpus: Corpus) -> set[str]:
+def tokenizers(corpus: Corpus) -> set[str]:
+    """Keys of the tokenizers of a corpus's sources; `STATED` if a source was given as tokens."""
     return {str(files.manifest["tokenizer"]) for files in corpus.sources.values()}
 
 
 def _require(found: set[str], first: Corpus) -> None:
-    if more := found - (known := _tokenizers(first)):
+    if more := found - (known := tokenizers(first)):
         hint = "give text instead of tokens" if more == {STATED} else "leave corpus.tokenizer out"
         raise StageError(
             f"corpus.tokenizer: {SAME}: hash {', '.join(sorted(known))}, got {', '.join(sorted(more))}; {hint}"

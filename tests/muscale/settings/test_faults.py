@@ -92,7 +92,7 @@ variants.baseline={{}} => variants.baseline | another
 variants.a.tokenizer=bytes => variants.a.tokenizer | allowed are model, trainer, hyperparameters
 variants.a.trainer={{command=["b"]}} => variants.a.trainer | 'b'
 variants.a.corpus={{sauce="b"}} => variants.a.corpus.sauce | source?
-variants.a.corpus={{tokenizer="bytes"}} => variants.a.corpus.tokenizer | 'bytes'
+variants.a.corpus={{evaluation_tokens=64}} => variants.a.corpus.evaluation_tokens | got 64
 variants.a.corpus={{sources={{a={{path="b"}}}}}} => variants.a.corpus.sources.a.weight
 variants.a.corpus={{source="b"}} ;; resources.ranks_per_trial=2 => variants.a.corpus | got 2
 variants.a.model={{tide=true}} => variants.a.model | tide | tied?
