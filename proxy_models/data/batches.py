@@ -8,6 +8,7 @@ position in a corpus of any length, and a resumed, resharded or replayed run see
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus import ONE_SOURCE, Corpus
 from proxy_models.data.mixture import Interleaving, Mixture
 from proxy_models.data.tokenizer import Tokens
 
@@ -58,6 +59,21 @@ def _key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequencePlace:
+    """SequencePlace of a sequence in a corpus.
+
+    Attributes:
+        source: Name of the source.
+        epoch: Pass over the source, from 1.
+        start: First token in the source's training split.
+    """
+
+    source: str
+    epoch: int
+    start: int
+
+
 class Stream(Protocol):
     """Training batches by position."""
 
@@ -74,6 +90,12 @@ class Stream(Protocol):
         Raises:
             ValueError: If a number is not such a multiple, or there is no such share.
         """
+
+    def places(self, tokens_seen: int, batch_tokens: int) -> list[SequencePlace]:
+        """Return the places in the corpus of the sequences of a step, as `batch` returns them for a single share."""
+
+    def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
+        """Return (source, number of the epoch, tokens) for each epoch after the first that begins between two positions of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +131,39 @@ class TokenStream:
         numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
         return torch.from_numpy(self._sequences(numbers.astype(np.uint64)))
 
+    def places(self, tokens_seen: int, batch_tokens: int) -> list[SequencePlace]:
+        """Return the places of a step's sequences, as `Stream.places` states."""
+        return self._places(ONE_SOURCE, _share(self.context_length, tokens_seen, batch_tokens, 0, 1))
+
+    def _places(self, source: str, numbers: NDArray[np.int64]) -> list[SequencePlace]:
+        starts, size = self._starts_of(numbers.astype(np.uint64)).tolist(), self.sequences_per_epoch
+        return [
+            SequencePlace(source=source, epoch=1 + number // size, start=start)
+            for number, start in zip(numbers.tolist(), starts, strict=True)
+        ]
+
+    def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
+        """Return the starts of epochs, as `Stream.epoch_starts` states."""
+        epoch_tokens = self.sequences_per_epoch * self.context_length
+        first = max(1, -(-tokens_seen // epoch_tokens))
+        return [(ONE_SOURCE, 1 + n, n * epoch_tokens) for n in range(first, -(-end // epoch_tokens))]
+
     def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
-        starts = np.empty(len(numbers), dtype=np.int64)
-        blocks, within = np.divmod(numbers.astype(np.int64), _BLOCK)
-        for block in np.unique(blocks).tolist():
-            chosen = blocks == block
-            starts[chosen] = self._starts_of(block)[within[chosen]]
+        starts = self._starts_of(numbers)
         sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
             np.int64
         )
         return sequences
 
-    def _starts_of(self, block: int) -> NDArray[np.int64]:
+    def _starts_of(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
+        starts = np.empty(len(numbers), dtype=np.int64)
+        blocks, within = np.divmod(numbers.astype(np.int64), _BLOCK)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            starts[chosen] = self._starts_of_block(block)[within[chosen]]
+        return starts
+
+    def _starts_of_block(self, block: int) -> NDArray[np.int64]:
         """Return the starts of a block's sequences; the last two blocks are cached, since a step may span their border."""
         if block not in self._kept:
             for old in list(self._kept)[:-1]:
@@ -180,6 +223,36 @@ class MixtureStream:
             chosen = sources == source
             sequences[chosen] = self.streams[source]._sequences(within[chosen].astype(np.uint64))
         return torch.from_numpy(sequences)
+
+    def places(self, tokens_seen: int, batch_tokens: int) -> list[SequencePlace]:
+        """Return the places of a step's sequences, as `Stream.places` states."""
+        sources, within = self.interleaving.locate(_share(self.context_length, tokens_seen, batch_tokens, 0, 1))
+        return [
+            self.streams[source]._places(self.mixture.names[source], np.array([number]))[0]
+            for source, number in zip(sources.tolist(), within.tolist(), strict=True)
+        ]
+
+    def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
+        """Return the starts of epochs, as `Stream.epoch_starts` states."""
+        sequences = range(tokens_seen // self.context_length, end // self.context_length)
+        before, after = (self.interleaving.n_before(number) for number in (sequences.start, sequences.stop))
+        found = []
+        for source, (stream, first, last) in enumerate(zip(self.streams, before, after, strict=False)):
+            size = stream.sequences_per_epoch
+            for epoch in range(max(1, -(-int(first) // size)), -(-int(last) // size)):
+                found.append(
+                    (
+                        self.mixture.names[source],
+                        1 + epoch,
+                        self._at(source, epoch * size, sequences) * self.context_length,
+                    )
+                )
+        return sorted(found, key=lambda start: start[2])
+
+    def _at(self, source: int, number: int, sequences: range) -> int:
+        """Return the sequence of the run that is this one of the source's sequences, counted from 0."""
+        n_until = self.interleaving.n_before
+        return sequences[bisect_left(sequences, number + 1, key=lambda n: int(n_until(n + 1)[source]))]
 
 
 def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, world_size: int) -> NDArray[np.int64]:

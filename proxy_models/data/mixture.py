@@ -189,6 +189,14 @@ class Interleaving:
             firsts.append(firsts[-1] + length // SLOTS * before[-1] + before[length % SLOTS])
         return tuple(firsts)
 
+    def n_before(self, number: int) -> NDArray[np.int64]:
+        """Return the sequences of each source before a sequence of the run."""
+        stage = int(np.searchsorted(self.starts, number, side="right")) - 1
+        rounds, slots = divmod(number - int(self.starts[stage]), SLOTS)
+        before = self._before[stage]
+        counts: NDArray[np.int64] = self._firsts[stage] + rounds * before[-1] + before[slots]
+        return counts
+
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sequence of the run and its number within the source, both in the shape of `numbers`."""
         sources, within = np.empty_like(numbers), np.empty_like(numbers)

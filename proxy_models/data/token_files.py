@@ -320,8 +320,9 @@ class _Tally:
         self.text.update(
             documents=block.n_documents, bytes=block.n_bytes, words=block.n_words, held_out_bytes=held_out_bytes
         )
-        counts = self.of_file.setdefault(block.file, {"tokens": 0, "split": block.split})
+        counts = self.of_file.setdefault(block.file, {"tokens": 0, "training_tokens": 0, "split": block.split})
         counts["tokens"] += len(block.tokens)
+        counts["training_tokens"] += len(block.tokens) if block.split == "train" else 0
         if counts["split"] != block.split:
             counts["split"] = "both"
         self.done_bytes = self._before.get(block.file, 0) + block.done_bytes

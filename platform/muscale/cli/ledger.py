@@ -19,6 +19,8 @@ from muscale.errors import StudyFileError
 if TYPE_CHECKING:
     from muscale.study import Study
 
+_WORDS = 60  # characters of a document that are printed
+
 
 @command(INSPECT, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
 def runs(
@@ -29,10 +31,11 @@ def runs(
     limit: Whole | None = None,
     columns: Words = (),
     compare: Annotated[tuple[str, str] | None, Parameter(negative=())] = None,
+    batch: Annotated[tuple[str, int] | None, Parameter(negative=())] = None,
     export: Path | None = None,
     options: Options = Options(),
 ) -> int:
-    """Print the ledger's runs as a table, or compare two of them.
+    """Print the ledger's runs as a table, compare two of them, or name the documents of a step.
 
     Args:
         where: A condition, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A column is one of the
@@ -41,23 +44,32 @@ def runs(
         limit: Maximum number of runs to print.
         columns: Columns to print, `key,loss,n_tokens`; hyperparameters are columns, too.
         compare: Keys of two runs, or prefixes: print both losses and every setting that differs.
+        batch: Key of a run, or a prefix, and a step, counted from 0: print the documents of its batch. A full run has its plan's key.
         export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.
     """
+    from muscale.monitoring.seen_data import SeenData
     from muscale.store.ledger import NESTED
     from muscale.store.run_comparison import RunComparison
     from muscale.store.run_selection import Selection, save, widened
 
-    selecting = bool(where or sort or limit or columns or export)
-    if compare and selecting:
+    selecting = bool(where or sort or limit or columns)
+    if compare and (selecting or export or batch):
         raise StudyFileError(
-            "runs: --compare shows two runs; leave out --where, --sort, --limit, --columns and --export"
+            "runs: --compare shows two runs; leave out --where, --sort, --limit, --columns, --batch and --export"
         )
+    if batch and selecting:
+        raise StudyFileError("runs: --batch shows one step; leave out --where, --sort, --limit and --columns")
     selection = Selection(where=where, sort=sort, limit=limit, columns=columns)
     wrote: dict[str, Path] = {}
 
     def table(opened: Study) -> Any:
         if compare:
             return RunComparison.of(opened.runs(), *compare)
+        if batch:
+            documents = SeenData.of(opened.contents, batch[0]).batch(batch[1])
+            if export:
+                wrote["table"] = save(documents, export)
+            return documents if options.json else documents.assign(text=documents["text"].map(_first_words))
         known = opened.ledger.runs(without=set(NESTED) - {"hyperparameters"})
         if (again := opened.ledger.retrained()) and not options.json:
             tokens = sum(row["tokens"] for row in again)
@@ -73,6 +85,12 @@ def runs(
         return Ending(wrote=wrote, next=(options.line("sweep", study),) if nothing else ())
 
     return run_stage(study, options, table, "runs", ending=ending, empty="no runs" if where else "no runs yet")
+
+
+def _first_words(text: str | None) -> str:
+    """Return the beginning of a text on one line."""
+    words = " ".join((text or "")[: 4 * _WORDS].split())
+    return words if len(words) <= _WORDS else words[: _WORDS - 1] + "…"
 
 
 @command(INSPECT, example="muscale report study.toml")

@@ -111,25 +111,13 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics
     Raises:
         StageError: If there is no such run, or the batch still grows at the checkpoint.
     """
-    directory = ledger.directory
     run = wanted.run or _promoted_last(ledger)
-    key, started = find_continuation(run, ledger)
-    segments: tuple[Segment, ...]
-    if started:
-        numerics = Numerics.from_dict(started["numerics"])
-        segments = tuple(map(Segment.from_dict, started["segments"]))
-        name, position = started["name"], started["position"]
-        corpus = Corpus.open(directory / started["folder"])
-        before = tuple(LineageSegment(**values) for values in started["lineage"])
-    elif registered := ledger.forecast(run):
-        chain = Plan.of_row(registered).chain(numerics)
-        key, name, position, before = run, PLAN, 0, ()
-        numerics, segments = chain.numerics, chain.segments
-    else:
+    found = find_full_run(run, ledger, corpus, numerics)
+    if found is None:
         raise StageError(
             f"parent.run: must be the key of a plan, or the key or name of a continuation, of this study, got {run!r}"
         )
-    checkpoints = CheckpointFolder(directory / FULL_RUNS / key / CHECKPOINTS)
+    key, segments = found.key, found.segments
     end = segments[-1].end
     tokens = wanted.tokens or end
     if tokens > end:
@@ -139,9 +127,64 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics
         raise StageError(
             f"parent.tokens: must be after the batch ramp of {recipe.batch_ramp_tokens} tokens, got {tokens} of run {key}"
         )
-    own = LineageSegment.of(corpus, directory, numerics, run=key, name=name, tokens=tokens, position=position)
-    path = checkpoints.path(tokens)
-    return Parent(checkpoint=path, recipe=recipe, numerics=numerics, lineage=(*before, own))
+    own = LineageSegment.of(
+        found.corpus,
+        ledger.directory,
+        found.numerics,
+        run=key,
+        name=found.name,
+        tokens=tokens,
+        position=found.position,
+    )
+    path = CheckpointFolder(ledger.directory / FULL_RUNS / key / CHECKPOINTS).path(tokens)
+    return Parent(checkpoint=path, recipe=recipe, numerics=found.numerics, lineage=(*found.before, own))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRun:
+    """A plan or a continuation of a study.
+
+    Attributes:
+        name: Name of the continuation; "plan" for a plan.
+        position: Tokens of the corpus at which the run starts.
+        before: The lineage before the run.
+    """
+
+    key: str
+    name: str
+    numerics: Numerics
+    segments: tuple[Segment, ...]
+    corpus: Corpus
+    position: int = 0
+    before: tuple[LineageSegment, ...] = ()
+
+
+def find_full_run(run: str, ledger: Ledger, corpus: Corpus, numerics: Numerics) -> FoundRun | None:
+    """Find a plan by its key, or a continuation by its key or name.
+
+    Args:
+        corpus: Corpus of the study.
+        numerics: Numerics of the study's full runs.
+
+    Raises:
+        StageError: If several continuations have this name.
+    """
+    key, started = find_continuation(run, ledger)
+    if started:
+        return FoundRun(
+            key=key,
+            name=started["name"],
+            numerics=Numerics.from_dict(started["numerics"]),
+            segments=tuple(map(Segment.from_dict, started["segments"])),
+            corpus=Corpus.open(ledger.directory / started["folder"]),
+            position=started["position"],
+            before=tuple(LineageSegment(**values) for values in started["lineage"]),
+        )
+    registered = ledger.forecast(run)
+    if registered is None:
+        return None
+    chain = Plan.of_row(registered).chain(numerics)
+    return FoundRun(key=run, name=PLAN, numerics=chain.numerics, segments=chain.segments, corpus=corpus)
 
 
 def require_checkpoint(parent: Parent) -> None:
