@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -11,6 +12,7 @@ from scaling.forms.law import NATS
 _BAND = "rgba(42,111,151,0.22)"
 _TRAINING, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
 _CURVE_POINTS = 500  # a longer curve is averaged to 500 to 1,000 points
+_MOST_EPOCHS = 12  # marks of each source; of more epochs, every n-th is marked
 _SHOWN_FROM = 0.05  # share of the run; the steep fall before it would flatten the rest
 
 
@@ -29,6 +31,7 @@ def draw_curve(
     end: float | None = None,
     band: pd.DataFrame | None = None,
     evaluations: pd.DataFrame | None = None,
+    epochs: pd.DataFrame | None = None,
     loss_unit: str = NATS,
 ) -> go.Figure:
     """Draw training loss along the full run, its band, the forecast with its interval, and the measured loss.
@@ -39,6 +42,7 @@ def draw_curve(
         end: Tokens of the complete run; default: those of the last step.
         band: Table of `Band.to_frame`.
         evaluations: Columns tokens, loss, place, as in `RunStatus.evaluations`.
+        epochs: Columns source, epoch, tokens, as in `SeenData.epoch_starts`.
         loss_unit: Unit of all losses.
     """
     end = data["tokens"].iloc[-1] if end is None else end
@@ -55,6 +59,8 @@ def draw_curve(
         figure.add_scatter(
             x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1, "color": _TRAINING}
         )
+    if epochs is not None:
+        _mark_epochs(figure, data, epochs)
     if evaluations is not None:
         for places, name, color in (
             (("inside", "before the band"), "held-out loss", _HELD_OUT),
@@ -80,6 +86,29 @@ def draw_curve(
     figure.update_xaxes(title="training tokens")
     figure.update_yaxes(title=loss_title(loss_unit), range=_shown(data, forecast, measured, end))
     return figure
+
+
+def _mark_epochs(figure: go.Figure, data: pd.DataFrame, epochs: pd.DataFrame) -> None:
+    """Mark on the training loss where each source begins another epoch."""
+    marks = epoch_marks(data, epochs)
+    for source, part in marks.groupby("source", sort=False):
+        figure.add_scatter(
+            x=part["tokens"],
+            y=part["train_loss"],
+            mode="markers",
+            marker={"symbol": "line-ns-open", "size": 14, "line": {"width": 2}},
+            name=f"{source}: epoch begins",
+            text=[f"{source}: epoch {epoch} begins" for epoch in part["epoch"]],
+        )
+
+
+def epoch_marks(data: pd.DataFrame, epochs: pd.DataFrame) -> pd.DataFrame:
+    """Return the starts of epochs that the curve has reached, at most `_MOST_EPOCHS` of a source, with the training loss there."""
+    reached = epochs[epochs["tokens"] <= data["tokens"].max()]
+    every = -(-reached.groupby("source")["epoch"].transform("size") // _MOST_EPOCHS)
+    shown = reached[reached.groupby("source").cumcount() % every == 0]
+    losses = np.interp(shown["tokens"], data["tokens"], data["train_loss"]) if len(shown) else []
+    return shown.assign(train_loss=losses)
 
 
 def _shown(data: pd.DataFrame, forecast: dict[str, float], measured: float | None, end: float) -> list[float] | None:

@@ -18,6 +18,7 @@ from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
+from muscale.monitoring.seen_data import SeenData
 from muscale.pages.reproduction import reproduction
 from muscale.pages.study_cost import spending
 from muscale.plans.next_stems import NextStems
@@ -59,6 +60,7 @@ class ReportContents:
     band: Band | None = None
     calibration: Calibration | None = None
     run_events: pd.DataFrame | None = None
+    epochs: pd.DataFrame | None = None
     bundle: str | None = None
     spending: pd.DataFrame = field(default_factory=pd.DataFrame)
     reproduction: dict[str, Any] | None = None
@@ -135,6 +137,8 @@ def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
     if (directory / METRICS).exists():
         records = RunRecords(directory)
         known |= {"curve": records.steps(), "evaluations": records.evaluations()}
+        if (corpus := study.corpus) and not corpus.is_own_data:
+            known["epochs"] = SeenData.of(study, forecast["plan"]).epoch_starts()
     if beside := json_lines.read(directory / EVALUATIONS):
         known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
     return known

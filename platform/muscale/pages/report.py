@@ -256,9 +256,9 @@ def _curve(contents: ReportContents) -> go.Figure | None:
     if contents.curve is None or contents.forecast is None or contents.curve.empty:
         return None
     measured = contents.promotion["loss"] if contents.promotion else None
-    data = run_figures.curve_data(contents.curve)
+    data, epochs = run_figures.curve_data(contents.curve), contents.epochs
     if contents.band is None or contents.evaluations is None:
-        return run_figures.draw_curve(data, contents.forecast, measured, loss_unit=contents.loss_unit)
+        return run_figures.draw_curve(data, contents.forecast, measured, epochs=epochs, loss_unit=contents.loss_unit)
     return run_figures.draw_curve(
         data,
         contents.forecast,
@@ -266,6 +266,7 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         end=contents.band.n_tokens,
         band=contents.band.to_frame(),
         evaluations=contents.band.place(contents.evaluations),
+        epochs=epochs,
         loss_unit=contents.loss_unit,
     )
 
