@@ -47,7 +47,6 @@ def runs(
         batch: Key of a run, or a prefix, and a step, counted from 0: print the documents of its batch. A full run has its plan's key.
         export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.
     """
-    from muscale.monitoring.seen_data import SeenData
     from muscale.store.ledger import NESTED
     from muscale.store.run_comparison import RunComparison
     from muscale.store.run_selection import Selection, save, widened
@@ -66,6 +65,8 @@ def runs(
         if compare:
             return RunComparison.of(opened.runs(), *compare)
         if batch:
+            from muscale.monitoring.seen_data import SeenData  # imports torch
+
             documents = SeenData.of(opened.contents, batch[0]).batch(batch[1])
             if export:
                 wrote["table"] = save(documents, export)

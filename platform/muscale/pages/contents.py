@@ -18,7 +18,6 @@ from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
-from muscale.monitoring.seen_data import SeenData
 from muscale.pages.reproduction import reproduction
 from muscale.pages.study_cost import spending
 from muscale.plans.next_stems import NextStems
@@ -138,6 +137,8 @@ def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
         records = RunRecords(directory)
         known |= {"curve": records.steps(), "evaluations": records.evaluations()}
         if (corpus := study.corpus) and not corpus.is_own_data:
+            from muscale.monitoring.seen_data import SeenData  # imports torch
+
             known["epochs"] = SeenData.of(study, forecast["plan"]).epoch_starts()
     if beside := json_lines.read(directory / EVALUATIONS):
         known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
