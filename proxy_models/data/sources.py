@@ -234,7 +234,7 @@ class Source:
             return ""  # reading will skip and report the file
 
     def cleaning(self) -> list[dict[str, Any]] | None:
-        """Return what each step of cleaning removed from this source; None if it is not cleaned text.
+        """Return what each step of cleaning removed from this source; None if it is not cleaned text, or not by `cleaning`.
 
         Raises:
             CorpusError: If the manifest of the cleaning can't be read.
@@ -242,6 +242,8 @@ class Source:
         if self.kind != "cleaned":
             return None
         folder = at_home(self.path)
+        if not (folder.parent / CLEANING).exists():
+            return None
         try:
             steps: list[dict[str, Any]] = json.loads((folder.parent / CLEANING).read_bytes())["removed"][folder.name]
         except (OSError, ValueError, KeyError, TypeError) as error:

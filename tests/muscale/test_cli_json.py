@@ -15,7 +15,19 @@ from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
-HERE = {"check", "compare", "mixture", "continue", "train", "init", "doctor", "wheel", "import-space", "data clean"}
+HERE = {
+    "check",
+    "compare",
+    "mixture",
+    "continue",
+    "train",
+    "init",
+    "doctor",
+    "wheel",
+    "import-space",
+    "data check",
+    "data clean",
+}
 SERVES = {"ui"}  # and prints no result
 
 

@@ -1,4 +1,4 @@
-"""Commands on the data: data clean."""
+"""Commands on the data: data check, data clean."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ from muscale.cli.options import Options, StudyFile
 from muscale.cli.running import run_stage
 
 DATA = App(
-    name="data", group=INSPECT, help="Clean the study's text.", help_epilogue="Example: muscale data clean study.toml"
+    name="data",
+    group=INSPECT,
+    help="Look for held-out text in the training text, and clean the text.",
+    help_epilogue="Example: muscale data check study.toml",
 )
 app.command(DATA)
+
+
+@command(INSPECT, example="muscale data check study.toml", within=DATA)
+def check(study: StudyFile, *, options: Options = Options()) -> int:
+    """Look for held-out text in the training text; exit code 1 if there is more than corpus.most_leaked allows.
+
+    Prints the shares by source, and the files and lines of the worst passages; --json has up to 1,000. The study's other commands
+    make the same check once for each corpus, and the gate of a full run has its result.
+    """
+    return run_stage(study, options, lambda opened: opened.check_data(), None, failed=lambda found: not found.passed)
 
 
 @command(INSPECT, example="muscale data clean study.toml", within=DATA)

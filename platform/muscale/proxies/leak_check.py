@@ -86,7 +86,7 @@ def check_leaks(
     """
     if known := known_leaks(config, ledger, corpus):
         return known
-    sources = data.sources(config.corpus, directory)
+    sources = data.tokenized_sources(config.corpus, directory, directory, on_progress)
     report = find_leaks(
         sources, sources, validation_fraction=config.corpus.validation_fraction, on_progress=on_progress
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from muscale.actors.corpora import note, noted
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.errors import StageError
+from muscale.layout import CORPORA
 from muscale.settings import corpus as data
 from muscale.settings.compare import TOKENIZER, VariantSettings
 from muscale.settings.config import StudyConfig
@@ -62,7 +63,7 @@ def variant_corpora(
             require_unchanged(folder)
         found[name] = written.evaluated_on(held_out)
         if not noted(directory, found[name].key):
-            _require_apart(name, config.corpus, settings.corpus_of(config.corpus), directory)
+            _require_apart(name, config.corpus, settings.corpus_of(config.corpus), directory, on_progress)
             note(directory, found[name])
     return found
 
@@ -81,9 +82,12 @@ def _require_same_text(first: Corpus, held_out: Corpus) -> None:
             )
 
 
-def _require_apart(name: str, first: CorpusSettings, wanted: CorpusSettings, directory: Path) -> None:
+def _require_apart(
+    name: str, first: CorpusSettings, wanted: CorpusSettings, directory: Path, on_progress: Callable[[int, int], None]
+) -> None:
     """Refuse a corpus that trains on the study's held-out text."""
-    own, other = data.sources(first, directory), data.sources(wanted, directory)
+    own = data.tokenized_sources(first, directory, directory, on_progress)
+    other = data.tokenized_sources(wanted, directory, directory / CORPORA, on_progress)
     shared, repeated = (
         find_leaks(training, own, validation_fraction=first.validation_fraction).repeated_share
         for training in (other, own)

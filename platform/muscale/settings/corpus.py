@@ -248,9 +248,8 @@ def write(
     Raises:
         CorpusError: If the data can't be used, or the folder holds another corpus.
     """
-    named, proportions = sources(settings, directory), mixture(settings)
-    if settings.clean and settings.clean.is_on:
-        named = write_cleaned(settings, directory, folder.parent, on_progress, parallel_map=parallel_map).sources
+    named = tokenized_sources(settings, directory, folder.parent, on_progress, parallel_map=parallel_map)
+    proportions = mixture(settings)
     chosen = tokenizer(settings, directory, model_vocab_size)
     fraction = settings.validation_fraction
     if proportions is None:
@@ -260,6 +259,20 @@ def write(
     return write_mixture(
         folder, named, proportions, validation_fraction=fraction, tokenizer=chosen, on_progress=on_progress
     )
+
+
+def tokenized_sources(
+    settings: CorpusSettings,
+    directory: Path,
+    parent: Path,
+    on_progress: Callable[[int, int], None],
+    *,
+    parallel_map: Map = map,
+) -> dict[str, Source]:
+    """Sources whose text is tokenized: those of the settings, or their cleaned text, which is written into `parent` if need be."""
+    if settings.clean and settings.clean.is_on:
+        return dict(write_cleaned(settings, directory, parent, on_progress, parallel_map=parallel_map).sources)
+    return sources(settings, directory)
 
 
 def write_cleaned(

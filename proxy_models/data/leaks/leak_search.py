@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from proxy_models.data.documents import Split, in_validation, pieces
+from proxy_models.data.documents import ReadReport, in_validation, pieces
 from proxy_models.data.leaks.held_out_index import HeldOutIndex
 from proxy_models.data.leaks.leak_report import Leak, LeakReport, SourceLeaks
 from proxy_models.data.leaks.text_units import (
@@ -26,7 +26,7 @@ from proxy_models.data.leaks.text_units import (
     batches,
     token_units,
 )
-from proxy_models.data.sources import Source
+from proxy_models.data.sources import Source, Split
 from proxy_models.data.token_files import OnProgress
 from proxy_models.data.tokenization import blocks
 from proxy_models.data.tokenizer import BytesTokenizer
@@ -124,8 +124,8 @@ def _of_text(name: str, source: Source, fraction: float) -> Iterator[tuple[Text,
     }
     before, file = 0, ""
     for piece in pieces(source, fraction):
-        if piece.file != file:
-            before, file = before + sizes.get(file, 0), piece.file
+        if piece.read_from != file:
+            before, file = before + sizes.get(file, 0), piece.read_from
         text = Text(
             source=name,
             file=piece.file,
@@ -140,7 +140,7 @@ def _of_text(name: str, source: Source, fraction: float) -> Iterator[tuple[Text,
 def _of_tokens(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
     """Yield blocks of the tokens of a source, with the bytes read."""
     before, last, start, file = 0, 0, 0, ""
-    for block in blocks(source, BytesTokenizer(), fraction):
+    for block in blocks(source, BytesTokenizer(), fraction, ReadReport()):
         if block.file != file:
             before, start, file = before + last, 0, block.file
         content = block.tokens.astype(np.uint32).tobytes()

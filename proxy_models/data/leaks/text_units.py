@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxy_models.data.documents import Split
 from proxy_models.data.leaks.folded_text import (
     Hashes,
     Positions,
@@ -23,6 +22,7 @@ from proxy_models.data.leaks.folded_text import (
     word_hashes,
     word_starts,
 )
+from proxy_models.data.sources import Split
 
 EXAMPLE = 200
 """Characters of a passage that are shown."""
