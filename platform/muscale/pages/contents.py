@@ -23,6 +23,7 @@ from muscale.pages.study_cost import spending
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.proxies.comparison import Comparison, latest_comparison
+from muscale.proxies.leak_check import LeakCheck, known_leaks
 from muscale.search.search_so_far import SearchSoFar, search_so_far
 from muscale.search.sweep_result import SweepResult
 from muscale.store.ledger import NESTED, now
@@ -42,6 +43,7 @@ class ReportContents:
     created_at: str
     runs: pd.DataFrame
     corpus: Corpus | None = None
+    leaks: LeakCheck | None = None
     check: CoordinateCheck | None = None
     so_far: SearchSoFar | None = None
     sweep: SweepResult | None = None
@@ -83,6 +85,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         loss_unit=study.config.model.loss_unit,
         created_at=now(),
         corpus=corpus,
+        leaks=known_leaks(study.config, study.ledger, corpus) if corpus else None,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,
         runs=runs,
         so_far=search_so_far(study.ledger, study.config.rung_tokens()),

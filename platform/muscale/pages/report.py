@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from muscale.pages.law_sections import law_sections, variant_sections
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
 from muscale.pages.study_cost import draw_spending, format_spending
+from proxy_models.data.cleaning.cleaned import removal_examples, removal_table
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             result="\n".join(_corpus_warnings(contents)),
             table=as_table(_sources(contents)),
         ),
+        *_data_sections(contents),
         Section(
             title="Coordinate check",
             command="check",
@@ -176,6 +178,31 @@ def _plan(contents: ReportContents) -> Section:
         template="plan.html.jinja" if contents.plan else None,
         values={"plan": contents.plan, "gate": contents.gate},
     )
+
+
+def _data_sections(contents: ReportContents) -> Iterator[Section]:
+    """Generate what was removed from the text, and the held-out text that the training text holds."""
+    files = contents.corpus.sources if contents.corpus else {}
+    if removed := {name: one.manifest["cleaned"] for name, one in files.items() if one.manifest.get("cleaned")}:
+        about = "What each step of [corpus.clean] removed from each source."
+        table = removal_table(removed)
+        table["removed"] = table["removed"].map("{:.1%}".format)
+        yield Section(title="Cleaning", command="data clean", about=about, table=as_table(table))
+        about = "Some of the documents and lines that were removed, with the reasons."
+        yield Section(
+            title="Examples of what was removed",
+            command="data clean",
+            about=about,
+            table=as_table(removal_examples(removed)),
+        )
+    if leaks := contents.leaks:
+        yield Section(
+            title="Held-out text in the training text",
+            command="data check",
+            about="Losses on text that was trained on are too low. The longest passages that training and held-out text share.",
+            result=f"{'Passed' if leaks.passed else 'FAILED'}: {leaks.compared}.",
+            table=as_table(leaks.table()),
+        )
 
 
 def _corpus_warnings(contents: ReportContents) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from muscale.serialization import Recorded, converter
 from muscale.settings import corpus as data
 from muscale.settings.config import StudyConfig
@@ -45,6 +47,22 @@ class LeakCheck(Recorded):
         return (
             f"{report.share:.2%} of held-out words are in documents that the training text holds (at most {self.most_leaked:.2%}), "
             f"{report.repeated_share:.2%} in any passage of it{checked}"
+        )
+
+    def table(self) -> pd.DataFrame:
+        """Return a row for each of the worst passages, with both places."""
+        rows = [
+            (
+                f"{one.file}:{one.line}",
+                f"{one.held_out_file}:{one.held_out_line}",
+                f"{one.n_units:,} {one.unit}",
+                f"{one.share:.0%}",
+                one.text,
+            )
+            for one in self.report.leaks[:SHOWN]
+        ]
+        return pd.DataFrame(
+            rows, columns=["training text", "held-out text", "shared", "of the held-out document", "begins"]
         )
 
     def __str__(self) -> str:

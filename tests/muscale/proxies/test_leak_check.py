@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from muscale import Study
+from muscale.findings import Findings
+from muscale.pages.contents import gather
+from muscale.pages.report import sections_of
 from muscale.plans.gate import leak_line
 from muscale.proxies.leak_check import known_leaks
 from proxy_models.data.documents import in_validation
@@ -73,3 +76,24 @@ def test_the_check_is_made_once_for_a_corpus(make_study: MakeStudy, monkeypatch:
 
 def test_a_corpus_that_was_not_compared_does_not_block() -> None:
     assert leak_line(None).status == "unknown"
+
+
+def test_cleaning_opens_the_gate_that_a_copied_file_closes(make_study: MakeStudy) -> None:
+    path = make_study()
+    held_out, _ = with_leak(path, leaked=False)
+    copy = next(f"copy {n}.txt" for n in range(1000) if not in_validation(f"copy {n}.txt", 0.1))
+    folder = path.parent / "files"
+    (folder / copy).write_text((folder / held_out).read_text())
+    assert not Study.open(path, quiet=True).check_data().passed
+    cleaned = make_study("cleaned")
+    folder.rename(cleaned.parent / "files")
+    cleaned.write_text(path.read_text() + '\n[corpus.clean]\nexact_duplicates = "global"\n')
+    study = Study.open(cleaned, quiet=True)
+    assert study.check_data().passed
+    (steps,) = (files.manifest["cleaned"] for files in study.corpus.sources.values())
+    assert [(step["step"], [one["file"] for one in step["examples"]]) for step in steps] == [
+        ("exact_duplicates", [copy])
+    ]
+    sections = {section.title: section for section in sections_of(gather(study.contents, Findings()))}
+    assert copy in str(sections["Examples of what was removed"].table)
+    assert "Held-out text in the training text" in sections

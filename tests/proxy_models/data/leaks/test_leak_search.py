@@ -67,7 +67,12 @@ def reformatted(text: list[str], draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize(
-    ("change", "least"), [(as_they_are, 1.0), (reformatted, 0.95), (lightly_edited, 0.8)], ids=lambda value: str(value)
+    ("change", "least"),
+    [
+        pytest.param(as_they_are, 1.0, id="verbatim"),
+        pytest.param(reformatted, 0.95, id="reformatted"),
+        pytest.param(lightly_edited, 0.8, id="lightly edited"),
+    ],
 )
 @pytest.mark.parametrize("size", [5, 8, 13, 20, 50, 500])
 def test_a_leaked_document_of_any_length_is_found(
