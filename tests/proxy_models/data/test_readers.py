@@ -71,11 +71,11 @@ def cleaned(texts: list[str]) -> bytes:
 
 FORMATS: dict[str, tuple[Kind, Callable[[list[str]], bytes]]] = {
     "a.jsonl": ("jsonl", lines),
-    "a.jsonl.gz": ("jsonl", lambda texts: gzip.compress(lines(texts))),
+    "a.jsonl.gz": ("jsonl", lambda texts: gzip.compress(lines(texts), mtime=0)),
     "a.jsonl.zst": ("jsonl", lambda texts: zstd(lines(texts))),
     "a.json": ("jsonl", array),
     "lines.json": ("jsonl", lines),
-    "a.json.gz": ("jsonl", lambda texts: gzip.compress(array(texts))),
+    "a.json.gz": ("jsonl", lambda texts: gzip.compress(array(texts), mtime=0)),
     "a.csv": ("csv", table()),
     "a.tsv": ("csv", table("\t")),
     "semicolons.csv": ("csv", table(";")),
@@ -159,7 +159,7 @@ def test_a_field_within_a_field_is_named_with_a_dot(tmp_path: Path) -> None:
 
 def test_json_next_to_json_lines_describes_them_and_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(["a"]))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(["b"])))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(["b"]), mtime=0))
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert read(Source(path=str(tmp_path), kind="jsonl")) == ["a", "b"]
 
@@ -328,12 +328,12 @@ GOOD = lines(["fine"])
 BROKEN: list[tuple[Kind, str, bytes, str]] = [
     ("text", "b.txt", b"\x89PNG\r\n\x1a\n\0\0\0\xff", r"b.txt: byte 0x89 at 0"),
     ("text", "b.txt", b"ab\0", r"b.txt: byte 0 at 2"),
-    ("text", "b.txt.gz", gzip.compress(b"text" * 99)[:-9], r"b.txt.gz: can't be read"),
+    ("text", "b.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], r"b.txt.gz: can't be read"),
     ("text", "b.txt.zst", zstd(b"text" * 99)[:-3], r"b.txt.zst: can't be read"),
     ("text", "b.txt", "text".encode("utf-16") + b"\0", r"b.txt: can't be decoded as utf-16"),
     ("jsonl", "b.jsonl", GOOD + b'{"text": "a" "b"}', r"b.jsonl: line 2: not JSON"),
-    ("jsonl", "b.jsonl.gz", gzip.compress(GOOD + b"{"), r"b.jsonl.gz: line 2: not JSON"),
-    ("jsonl", "b.jsonl.gz", flipped(gzip.compress(GOOD), -6), r"b.jsonl.gz: can't be read"),
+    ("jsonl", "b.jsonl.gz", gzip.compress(GOOD + b"{", mtime=0), r"b.jsonl.gz: line 2: not JSON"),
+    ("jsonl", "b.jsonl.gz", flipped(gzip.compress(GOOD, mtime=0), -6), r"b.jsonl.gz: can't be read"),
     ("jsonl", "b.jsonl.zst", zstd(GOOD)[:-1], r"b.jsonl.zst: can't be read"),
     ("jsonl", "b.json", b'[{"text": "a"},\n{"text": "b"}', r"b.json: line 2: not JSON"),
     ("jsonl", "b.json", b'[{"text": "a"},\n]', r"b.json: line 2: not JSON"),
