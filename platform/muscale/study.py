@@ -166,7 +166,7 @@ class Study(Result):
         with self._display.reading("leaks") as on_progress:
             found = check_leaks(self.config, self.ledger, corpus, self.directory, on_progress)
         if not found.passed:
-            self._display.line(f"warning: {found}")
+            self._display.line(f"warning: {found.compared}; `muscale data check` lists the places")
         return found
 
     def check_data(self) -> LeakCheck:

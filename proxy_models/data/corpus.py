@@ -184,7 +184,10 @@ class Corpus:
         ]
 
     def table(self) -> pd.DataFrame:
-        """Return one row per source: tokens, fertility (tokens per word), bytes per token, share at the end of a run, unread files."""
+        """Return one row per source: tokens, fertility (tokens per word), bytes per token, share at the end of a run, unread files.
+
+        Sources that state their language have it in a column, so that fertilities of languages stand next to each other.
+        """
         rows = [
             (
                 name,
@@ -198,7 +201,11 @@ class Corpus:
             for name, n in self.sources.items()
         ]
         columns = ["source", "training", "validation", "tokens/word", "bytes/token", "share", "files left out"]
-        return pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
+        table = pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
+        languages = [files.manifest["source"].get("language") for files in self.sources.values()]
+        if any(languages):
+            table.insert(1, "language", languages)
+        return table
 
     def __str__(self) -> str:
         if self.is_own_data:

@@ -116,7 +116,7 @@ class Source:
         encoding: Encoding of text and CSV, as Python names it; None: UTF-8, or detected.
         on_error: "stop": a file that can't be read is an error. "skip": it is left out as a whole, and counted; to know that, every
             file is read twice.
-        language: Language of the text; it is recorded in the manifest.
+        language: Language of the text; it is recorded in the manifest and shown next to the fertility.
     """
 
     path: str

@@ -39,7 +39,7 @@ class FileSettings(StrictTable):
     vocab_size: PositiveInt | None = None  # for kind "tokens"
     encoding: str | None = None  # for text and CSV; none: UTF-8, or detected
     on_error: OnError = "stop"  # "skip" leaves out files that can't be read, and counts them
-    language: str | None = None  # recorded in the manifest
+    language: str | None = None  # shown next to the tokens per word
 
 
 class SourceSettings(FileSettings):

@@ -418,3 +418,14 @@ def test_epochs_are_counted_and_more_than_four_are_warned_of(two_sources: dict[s
     assert corpus.warnings(n_tokens) == []
     (warning,) = corpus.warnings(n_tokens + n_lines)
     assert warning.startswith(f"lines: 5.0 epochs of its {n_lines:,} tokens in a run of {n_tokens + n_lines:,}")
+
+
+def test_the_table_has_the_fertility_of_each_language_that_a_source_states(tmp_path: Path) -> None:
+    for name, text in (("en", "the word of a text " * 40), ("de", "Donaudampfschifffahrtsgesellschaft " * 40)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    sources = {name: Source(path=str(tmp_path / f"{name}.txt"), language=name) for name in ("en", "de")}
+    table = (
+        write_mixture(tmp_path / "corpus", sources, Mixture.constant({"en": 1, "de": 1})).table().set_index("language")
+    )
+    assert table.loc["de", "tokens/word"] == pytest.approx(35, rel=0.02)
+    assert table.loc["en", "tokens/word"] == pytest.approx(19 / 5, rel=0.02)
