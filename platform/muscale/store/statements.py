@@ -124,10 +124,10 @@ def claim(
 
 
 def _is_begun(connection: sa.Connection) -> bool:
-    """Whether anything but a coordinate check was recorded or is running."""
+    """Whether anything but a check of the family or of the corpus was recorded or is running."""
     rows = [
         *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
-        sa.select(sa.literal(1)).where(results.c.kind != ResultKind.CHECK.value),
+        sa.select(sa.literal(1)).where(results.c.kind.not_in([ResultKind.CHECK.value, ResultKind.LEAKS.value])),
         sa.select(sa.literal(1)).where(leases.c.owner.is_not(None)),
     ]
     return any(connection.execute(query.limit(1)).first() for query in rows)

@@ -72,6 +72,9 @@ def test_the_check_is_made_once_for_a_corpus(make_study: MakeStudy, monkeypatch:
     first = Study.open(path, quiet=True).check_data()
     monkeypatch.setattr("muscale.proxies.leak_check.find_leaks", None)
     assert Study.open(path, quiet=True).check_data() == first
+    assert Study.open(path, ["model.n_layers=3", "plan.compute_flops=1e12"], quiet=True).config.model.n_layers == 3, (
+        "nothing was trained yet"
+    )
 
 
 def test_a_corpus_that_was_not_compared_does_not_block() -> None:
