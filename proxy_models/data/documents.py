@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 from proxy_models.data.file_contents import UTF8, encoding_of, open_content
 from proxy_models.data.records import TextRecord, records
@@ -58,6 +58,30 @@ class ReadReport:
 
     skipped: dict[str, str] = field(default_factory=dict)
     encodings: dict[str, str] = field(default_factory=dict)
+
+
+class HasContent(Protocol):
+    """Interface of what `batches` collects."""
+
+    @property
+    def content(self) -> bytes: ...
+
+
+Item = TypeVar("Item", bound=HasContent)
+
+
+def batches(items: Iterable[Item], n_bytes: int) -> Iterator[list[Item]]:
+    """Yield the items in lists of about `n_bytes` of content."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item.content)
+        if size >= n_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def in_validation(document: str | bytes, fraction: float) -> bool:

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from proxy_models.data.documents import Piece, ReadReport, in_validation, pieces, read_files
+from proxy_models.data.documents import Piece, ReadReport, batches, in_validation, pieces, read_files
 from proxy_models.data.sources import CorpusError, Source, Split
 from proxy_models.data.token_ids import Ids, TokenIndex, open_ids
 from proxy_models.data.tokenizer import Tokenizer, Tokens
@@ -58,7 +58,7 @@ def blocks(
 
 
 def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
-    for batch in _batches(stream):
+    for batch in batches(stream, BATCH_BYTES):
         for piece, tokens in zip(batch, tokenizer.encode([piece.content for piece in batch]), strict=True):
             yield TokenBlock(
                 file=piece.read_from,
@@ -69,19 +69,6 @@ def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[Toke
                 n_bytes=len(piece.content),
                 n_words=_count_words(piece.content),
             )
-
-
-def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in stream:
-        batch.append(piece)
-        size += len(piece.content)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _token_blocks(path: Path, name: str, source: Source, validation_fraction: float) -> Iterator[TokenBlock]:

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from proxy_models.data.documents import ReadReport, in_validation, pieces
+from proxy_models.data.documents import ReadReport, batches, in_validation, pieces
 from proxy_models.data.leaks.held_out_index import HeldOutIndex
 from proxy_models.data.leaks.leak_report import Leak, LeakReport, SourceLeaks
 from proxy_models.data.leaks.text_units import (
+    BATCH_BYTES,
     BYTES,
     SHORT_TEXTS,
     TOKENS,
     WORDS,
     FoldedBatch,
     Text,
-    batches,
     token_units,
 )
 from proxy_models.data.sources import Source, Split
@@ -81,15 +81,15 @@ def find_leaks(
     skipped: Counter[str] = Counter()
     indexes = _text_indexes(texts(held_out, "validation", tokens=False), skipped)
     if indexes:
-        for batch in map(FoldedBatch.of, batches(texts(training, "train", tokens=False))):
+        for batch in map(FoldedBatch.of, batches(texts(training, "train", tokens=False), BATCH_BYTES)):
             for index in indexes:
                 index.search(batch.letters if index.measure is BYTES else batch.words)
     tokens = HeldOutIndex(TOKENS)
-    for one in batches(texts(held_out, "validation", tokens=True)):
+    for one in batches(texts(held_out, "validation", tokens=True), BATCH_BYTES):
         tokens.add(token_units(one), np.ones(len(one), dtype=np.bool_))
     if tokens.texts:
         tokens.build()
-        for one in batches(texts(training, "train", tokens=True)):
+        for one in batches(texts(training, "train", tokens=True), BATCH_BYTES):
             tokens.search(token_units(one))
         indexes.append(tokens)
     return _report(indexes, skipped, indexed)
@@ -102,7 +102,7 @@ def _size(source: Source) -> int:
 def _text_indexes(held_out: Iterator[Text], skipped: Counter[str]) -> list[HeldOutIndex]:
     """Index texts by words, or by bytes if they have none; counts those that are too short."""
     indexes = {measure: HeldOutIndex(measure) for measure in (WORDS, SHORT_TEXTS, BYTES)}
-    for batch in map(FoldedBatch.of, batches(held_out)):
+    for batch in map(FoldedBatch.of, batches(held_out, BATCH_BYTES)):
         n_words = np.bincount(batch.words.text_of, minlength=len(batch.texts))
         has_words = batch.n_letters() <= LONGEST_WORD * n_words
         is_short, is_too_short = n_words < SHORT, n_words < SHORT_TEXTS.seed

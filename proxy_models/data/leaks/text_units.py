@@ -5,7 +5,6 @@ Texts are folded and hashed in batches, since a corpus has more documents than s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -179,17 +178,3 @@ def token_units(texts: list[Text]) -> Units:
         hashes=ids.astype(np.uint64) + np.uint64(1),
         text_of=np.repeat(np.arange(len(texts), dtype=np.int32), sizes),
     )
-
-
-def batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Yield the texts in lists of about `BATCH_BYTES`."""
-    batch: list[Text] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text.content)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
