@@ -67,10 +67,12 @@ def suspects(tree: ast.AST) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="system" | "popen")):
                 yield "os.system"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
-                if not is_true(keywords, "weights_only"):
+                if not is_constant(keywords, "weights_only", True):
                     yield "torch.load"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="np" | "numpy"), attr="load"), keywords=keywords):
-                if any(keyword.arg == "allow_pickle" for keyword in keywords):
+                if any(keyword.arg == "allow_pickle" for keyword in keywords) and not is_constant(
+                    keywords, "allow_pickle", False
+                ):
                     yield "np.load"
             case ast.Call(func=ast.Attribute(value=ast.Name(id="yaml"), attr=name)) if name not in (
                 "safe_load",
@@ -80,12 +82,12 @@ def suspects(tree: ast.AST) -> Iterator[str]:
             case ast.Call(func=ast.Name(id="load_sharded"), keywords=keywords):
                 if not any(keyword.arg == "storage_reader" for keyword in keywords):
                     yield "load_sharded"  # with torch's own reader, which unpickles the record in full
-            case ast.Call(keywords=keywords) if is_true(keywords, "shell"):
+            case ast.Call(keywords=keywords) if is_constant(keywords, "shell", True):
                 yield "shell"
 
 
-def is_true(keywords: list[ast.keyword], name: str) -> bool:
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in keywords)
+def is_constant(keywords: list[ast.keyword], name: str, value: bool) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in keywords)
 
 
 def test_what_could_unpickle_or_run_a_file_is_allowed_by_name_and_reason() -> None:
@@ -128,6 +130,10 @@ class Planted:
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         return Path.touch, (self.proof,)
+
+
+def test_a_load_without_pickle_is_no_suspect() -> None:
+    assert not list(suspects(ast.parse("np.load(path, allow_pickle=False)")))
 
 
 def test_a_checkpoint_s_settings_are_values_and_run_no_program(tmp_path: Path) -> None:
