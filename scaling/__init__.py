@@ -8,6 +8,7 @@
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
+    fit_score(models, metric="mmlu")         a score in N and D, with offsets of model families -> ScoreLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -36,6 +37,7 @@ from scaling.decisions.decision import Decision
 from scaling.decisions.limits import Limits, MemoryLimit
 from scaling.decisions.next_runs import NextRuns, candidate_runs, next_runs
 from scaling.decisions.simulation import Simulation, isoflop_design, ladder_design, simulate
+from scaling.downstream.score_law import Emergence, ScoreForecast, ScoreLaw, fit_score
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
 from scaling.downstream.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.errors import ScalingError
@@ -75,6 +77,7 @@ __all__ = [
     "ComputePowers",
     "Decision",
     "DownstreamLaw",
+    "Emergence",
     "Finalists",
     "Forecast",
     "Form",
@@ -97,6 +100,8 @@ __all__ = [
     "ScalingError",
     "ScalingFit",
     "ScheduleLaw",
+    "ScoreForecast",
+    "ScoreLaw",
     "SearchBox",
     "SeedNoise",
     "Simulation",
@@ -124,6 +129,7 @@ __all__ = [
     "fit_regret_surface",
     "fit_response",
     "fit_schedule_law",
+    "fit_score",
     "fit_transfer",
     "fit_two_step",
     "fit_verdict",

@@ -259,7 +259,7 @@ def _warnings(
         warnings.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
     if np.ptp(value) == 0:
         warnings.append(f"the metric is {value[0]:g} in every row: its dependence on the loss is not visible")
-    elif _falls(loss, value):
+    elif falls(loss, value):
         warnings.append(
             "the metric falls as the loss falls, but a sigmoid can only rise; pass such a metric to `fit` as its loss"
         )
@@ -272,7 +272,7 @@ def _warnings(
     return warnings
 
 
-def _falls(loss: Array, value: Array) -> bool:
+def falls(loss: Array, value: Array) -> bool:
     """Whether the metric falls as the loss falls, by a straight line, by more than MIN_RISE standard errors."""
     correlation = float(np.corrcoef(loss, value)[0, 1])
     return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

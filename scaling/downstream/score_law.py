@@ -1,0 +1,299 @@
+"""Score of a task as a function of N and D, for models of several families such as Llama, Pythia, or one's own recipe.
+
+A score says little about another family's: at equal compute, public families differ by more than a decade of compute, because of their
+data. The law therefore has an offset for each family and a spread between families (`scaling.downstream.family_posterior`), in the
+manner of observational scaling laws (Ruan et al., arXiv 2405.10938); a family that was not seen gets an interval with that spread.
+
+`scaling.downstream.two_step` goes by way of the task's loss, which needs that loss but fewer models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from scipy.special import expit, logit
+
+from scaling.arrays import Array
+from scaling.checks import names, numbers, positive, require_columns
+from scaling.downstream.family_posterior import OFFSET_FREEDOM, SETTLED, Numbers, Rows, draw
+from scaling.downstream.sigmoid import falls
+from scaling.errors import ScalingError
+from scaling.fits.as_found import NO_COLUMNS
+from scaling.fits.runs import Table, naming, read_runs
+from scaling.presentation import lines, span
+from scaling.quantiles import tails
+from scaling.serialization import FittedResult, JsonResult
+
+MIN_ROWS = 8
+MIN_FAMILIES = 5
+"""Families from which the spread of a new one is credible (assumed)."""
+EMERGED = 0.1
+"""Share of the way from floor to ceiling at which a score counts as above chance."""
+FAR = math.log(30)
+"""Distance beyond the largest compute of the rows, in e-folds, from which a forecast is doubtful."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreForecast(JsonResult):
+    """Forecast of a future model's score.
+
+    Attributes:
+        family: the model's family; None for one that was not seen.
+        value: the median.
+        reasons: why the forecast is doubtful; empty if it is not.
+    """
+
+    metric: str
+    n_params: float
+    n_tokens: float
+    family: str | None
+    value: float
+    low: float
+    high: float
+    level: float
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return lines(
+            {
+                self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
+                "at": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, {self.family or 'a new family'}",
+                "status": "doubtful: " + "; ".join(self.reasons) if self.reasons else "ok",
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Emergence(JsonResult):
+    """The size at which a score leaves chance, at a stated number of tokens per parameter.
+
+    Attributes:
+        n_params: the median; half of the draws leave chance at smaller sizes.
+        seen: whether a row of the fit is above chance already.
+    """
+
+    metric: str
+    tokens_per_param: float
+    n_params: float
+    low: float
+    high: float
+    level: float
+    seen: bool
+
+    @property
+    def n_tokens(self) -> float:
+        """Tokens at the median."""
+        return self.n_params * self.tokens_per_param
+
+    def __str__(self) -> str:
+        state = "above chance already" if self.seen else "not yet above chance"
+        return (
+            f"{self.metric}: {state}; leaves it at {self.n_params:.3g} parameters ({self.level:.0%} within {self.low:.3g} to "
+            f"{self.high:.3g}) and {self.n_tokens:.3g} tokens"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreLaw(FittedResult):
+    """A score in N and D, with offsets of families.
+
+    Attributes:
+        most: the largest possible score.
+        families: names, in the order of `offsets`; a single empty name if the rows have no column `family`.
+        centre: mean of ln N and of ln D, from which predictors are counted.
+        largest: ln of N·D of the largest row.
+        rises: whether some row is above chance, by `EMERGED`.
+        draws: draws of floor, ceiling (both in the score's unit), intercept, slope of ln N, slope of ln D, spread of the families,
+            scatter, noise (in the score's unit) and degrees of freedom, [n_draws, 9].
+        offsets: draws of the families' offsets, in spreads, [n_draws, F].
+    """
+
+    metric: str
+    most: float
+    families: tuple[str, ...]
+    n_rows: int
+    centre: tuple[float, float]
+    largest: float
+    rises: bool
+    draws: Array = field(repr=False)
+    offsets: Array = field(repr=False)
+    warnings: tuple[str, ...]
+
+    def forecast(
+        self, n_params: float, n_tokens: float, family: str | None = None, level: float = 0.9, *, seed: int = 0
+    ) -> ScoreForecast:
+        """Forecast the score of one model with its scatter.
+
+        Args:
+            family: name of a family of the rows; None, or another name, is a family that was not seen.
+
+        Raises:
+            ValueError: if a size or the level is out of range.
+        """
+        size = np.log([positive("n_params", n_params), positive("n_tokens", n_tokens)])
+        rng, n = np.random.default_rng(seed), self._numbers
+        known = family if family in self.families else None
+        x = size - self.centre
+        student = np.sqrt(n.freedom / rng.chisquare(n.freedom)) * rng.standard_normal((2, len(self.draws)))
+        eta = n.intercept + n.slopes @ x + self._offset(known, rng) + n.scatter * student[0]
+        score = n.floor + (n.ceiling - n.floor) * expit(eta) + n.noise * student[1]
+        low, middle, high = np.clip(np.quantile(score, [*tails(level)[:1], 0.5, tails(level)[1]]), 0, self.most)
+        return ScoreForecast(
+            metric=self.metric,
+            n_params=float(n_params),
+            n_tokens=float(n_tokens),
+            family=known,
+            value=float(middle),
+            low=float(low),
+            high=float(high),
+            level=level,
+            reasons=tuple(self._reasons(float(size.sum()), known)),
+        )
+
+    def emergence(
+        self, tokens_per_param: float = 20.0, family: str | None = None, level: float = 0.9, *, seed: int = 0
+    ) -> Emergence:
+        """Size at which the score has come `EMERGED` of the way from floor to ceiling, without a model's scatter."""
+        rng, n = np.random.default_rng(seed), self._numbers
+        offset = self._offset(family if family in self.families else None, rng)
+        ratio = math.log(tokens_per_param)
+        needed = logit(EMERGED) - n.intercept - offset + n.slopes @ np.array(self.centre) - n.slopes[:, 1] * ratio
+        low, middle, high = np.exp(np.quantile(needed / n.slopes.sum(axis=1), [tails(level)[0], 0.5, tails(level)[1]]))
+        return Emergence(
+            metric=self.metric,
+            tokens_per_param=float(tokens_per_param),
+            n_params=float(middle),
+            low=float(low),
+            high=float(high),
+            level=level,
+            seen=self.rises,
+        )
+
+    @property
+    def _numbers(self) -> Numbers:
+        floor, ceiling, intercept, for_n, for_d, *rest = self.draws.T
+        return Numbers(floor, ceiling, intercept, np.stack([for_n, for_d], axis=1), *rest)
+
+    def _offset(self, family: str | None, rng: np.random.Generator) -> Array:
+        """Draws of a family's offset; those of a new one come from the distribution of offsets."""
+        if family is not None:
+            return np.asarray(self._numbers.spread * self.offsets[:, self.families.index(family)])
+        if self.families == ("",):
+            return np.zeros(len(self.draws))
+        return np.asarray(self._numbers.spread * rng.standard_t(OFFSET_FREEDOM, len(self.draws)))
+
+    def _reasons(self, compute: float, family: str | None) -> list[str]:
+        reasons = list(self.warnings)
+        if compute > self.largest + FAR:
+            reasons.append(f"compute is {math.exp(compute - self.largest):.3g} times the largest row's")
+        if family is None and 1 < len(self.families) < MIN_FAMILIES:
+            reasons.append(f"a new family, and only {len(self.families)} families tell how much families differ")
+        return reasons
+
+    def __str__(self) -> str:
+        low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
+        middle = np.median(self.draws, axis=0)
+        shown = [
+            f"{name} {middle[i]:.3g} ({span(low[i], high[i])})"
+            for i, name in enumerate(("floor", "ceiling", "", "slope of ln N", "slope of ln D", "spread of families"))
+            if name and (len(self.families) > 1 or i < 5)
+        ]
+        return lines(
+            {
+                self.metric: "floor + (ceiling − floor) / (1 + exp(−η)), η linear in ln N, ln D and the family's offset",
+                "numbers": ", ".join(shown),
+                "rows": f"{self.n_rows}" + (f", {len(self.families)} families" if len(self.families) > 1 else ""),
+                "status": self.status_line,
+            }
+        )
+
+
+def fit_score(
+    runs: Table,
+    *,
+    metric: str = "accuracy",
+    chance: float | None = None,
+    ceiling: float | None = None,
+    most: float = 1.0,
+    n_draws: int = 1000,
+    seed: int = 0,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> ScoreLaw:
+    """Fit a score, which rises with N and D, over models of one or several families.
+
+    Args:
+        runs: one row per model, a table or file: `n_params`, `n_tokens` and the metric's column; optional `family`, and
+            `standard_error` of the score. Rows without a score are left out.
+        chance: the floor in the score's unit, e.g. .25 for four choices; by default fitted between 0 and the rows' mean.
+        ceiling: the ceiling in the score's unit, by default `most`. A plateau of the rows is none: larger models rose above it in
+            public tables, so a fitted one gives intervals that are too low.
+        most: the largest possible score, 1 for a share, 100 for a percentage.
+        columns: as for `fit`.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`.
+        ScalingError: there are fewer than eight rows with a score.
+    """
+    table = read_runs(runs, columns)
+    with naming(runs):
+        require_columns(table, ("n_params", "n_tokens", metric))
+        table = table[table[metric].notna()]
+        if len(table) < MIN_ROWS:
+            raise ScalingError(f"need at least {MIN_ROWS} rows with {metric}, got {len(table)}")
+        size = np.log(np.stack([numbers(table, "n_params"), numbers(table, "n_tokens")], axis=1))
+        score = numbers(table, metric, inclusive=True)
+        error = numbers(table, "standard_error", inclusive=True) if "standard_error" in table else np.zeros(len(table))
+        family = names(table, "family") if "family" in table else np.full(len(table), "")
+    low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
+    if not 0 <= low < top <= most or score.max() > most:
+        raise ValueError(
+            f"{metric}, chance and ceiling must keep 0 <= chance < ceiling <= most = {most:g}, and no score be above it; got "
+            f"chance {low!r}, ceiling {top!r}, largest score {score.max():g}"
+        )
+    which, families = pd.factorize(family)
+    centre = size.mean(axis=0)
+    middle = float(np.clip(score.mean(), low, top)) / most
+    posterior = draw(
+        Rows(
+            x=size - centre,
+            score=score / most,
+            variance=(error / most) ** 2,
+            family=which.astype(np.int64),
+            floor=(low / most, low / most if chance is not None else middle),
+            ceiling=(top / most, top / most),
+        ),
+        n_draws=n_draws,
+        seed=seed,
+    )
+    n = posterior.numbers
+    draws = np.column_stack(
+        [most * n.floor, most * n.ceiling, n.intercept, n.slopes, n.spread, n.scatter, most * n.noise, n.freedom]
+    )
+    floor = float(np.median(draws[:, 0]))
+    rises = bool((score - 2 * error > floor + EMERGED * (top - floor)).any())
+    compute = size.sum(axis=1)
+    warnings = []
+    if falls(-compute, score):
+        warnings.append("the score falls with compute, and the law can only rise")
+    elif not rises:
+        warnings.append("no row is above chance: where the score leaves it is known from the prior alone")
+    if posterior.drift > SETTLED:
+        warnings.append(
+            f"the posterior is not settled: halves of its chains differ by {posterior.drift:.2g} deviations"
+        )
+    return ScoreLaw(
+        metric=metric,
+        most=float(most),
+        families=tuple(str(name) for name in families),
+        n_rows=len(table),
+        centre=(float(centre[0]), float(centre[1])),
+        largest=float(compute.max()),
+        rises=rises,
+        draws=draws,
+        offsets=posterior.offsets,
+        warnings=tuple(warnings),
+    )
