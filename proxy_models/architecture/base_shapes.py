@@ -39,7 +39,7 @@ def module_shapes(
         base: A model of the width at which the hyperparameters are tuned.
         delta: A model of another width, larger or smaller, in every dimension that is width.
         readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
-            the embedding has the embedding's name.
+            the embedding has the name that `named_parameters` gives it.
         block_prefix: Prefix of the names of parameters inside the residual blocks; the depth rules apply to them.
         classes: Names of `TensorClass` by parameter, for parameters whose class the shapes do not determine.
 
@@ -62,8 +62,8 @@ def module_shapes(
     stated = {name: TensorClass(value) for name, value in (classes or {}).items()}
     if missing := [name for name in (*readout, *stated) if name not in names]:
         raise ValueError(
-            f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under the "
-            f"embedding's name. The parameters are {', '.join(names)}"
+            f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under its "
+            f"first name. The parameters are {', '.join(names)}"
         )
     shapes = mup.get_shapes(target)
     base_shapes, delta_shapes = mup.get_shapes(base), mup.get_shapes(delta)
@@ -93,6 +93,15 @@ def is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
 
 
+def _is_table(readout: nn.Parameter, model: nn.Module) -> bool:
+    """Return True if the readout's matrix is also an embedding, whichever of the modules that hold it was registered first."""
+    holders = [
+        module for module in model.modules() if any(held is readout for held in module.parameters(recurse=False))
+    ]
+    tables = [module for module in holders if not isinstance(module, nn.Linear)]
+    return (len(holders) > 1 and bool(tables)) or any(isinstance(module, nn.Embedding) for module in tables)
+
+
 def _shape(
     name: str,
     inf_shape: mup.infshape.InfShape,
@@ -115,7 +124,7 @@ def _shape(
     if is_readout:
         if grows != [False, True]:
             raise ValueError(f"{described} is named as a readout, which maps a width to a fixed number of outputs")
-        tensor_class = TensorClass.TIED if isinstance(owner, nn.Embedding) else TensorClass.READOUT
+        tensor_class = TensorClass.TIED if _is_table(target.get_parameter(name), target) else TensorClass.READOUT
     elif grows[:2] == [True, True]:
         if not in_block:
             raise ValueError(

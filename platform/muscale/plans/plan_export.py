@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     optimizer = make_optimizer(model, parametrization, recipe)
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     multipliers = multipliers_of(parametrization, recipe)
-    applied = _applied(plan, parametrization, multipliers)
+    applied = _applied(plan, parametrization, multipliers, dict(model.named_parameters()))
     family = family_of(plan.model)
     blocks = "" if family.branch_ends else f"{family.blocks}."
     for name, tensor in model.named_parameters():
@@ -186,13 +186,18 @@ def _parametrization(plan: Plan, numerics: Numerics, recipe: Recipe) -> Parametr
     return plan.chain(numerics).numerics.parametrization(recipe.optimizer)
 
 
-def _applied(plan: Plan, parametrization: Parametrization, multipliers: ForwardMultipliers) -> dict[str, float]:
+def _applied(
+    plan: Plan, parametrization: Parametrization, multipliers: ForwardMultipliers, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
     """Return the factor on the output of each tensor's layer by the tensor's name, if it has one."""
     classes = {name: rule.tensor_class for name, rule in parametrization.rules.items()}
     applied = {name: multipliers.readout for name, found in classes.items() if found is TensorClass.READOUT}
-    # The token table comes first; learned positions are also embeddings, but are not multiplied.
-    tables = [name for name, found in classes.items() if found in (TensorClass.EMBEDDING, TensorClass.TIED)]
-    applied |= dict.fromkeys(tables[:1], multipliers.embedding)
+    # Learned positions are also embeddings, but are not multiplied: the token table is tied, or has a row for each token.
+    tables = [name for name, found in classes.items() if found is TensorClass.TIED]
+    tables = tables or [name for name, found in classes.items() if found is TensorClass.EMBEDDING]
+    if tables:
+        token_table = min(tables, key=lambda name: len(tensors[name]) != plan.model.vocab_size)
+        applied[token_table] = multipliers.embedding
     branch_ends = family_of(plan.model).branch_ends
     ends = [name for name in classes if name.rpartition(".")[0].endswith(branch_ends)]
     return applied | dict.fromkeys(ends, multipliers.branch)

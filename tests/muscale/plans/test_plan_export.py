@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from torch import nn
 
 from muscale import StudyConfig
 from muscale.plans.plan_export import export, schedule_table, tensor_table
@@ -21,7 +22,7 @@ from proxy_models.architecture.families import load
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.optimizer import initialize, make_optimizer
 from tests.muscale.planted_ladder import numerics_of, registered_plan
-from tests.proxy_models.families import TRANSFORMERS
+from tests.proxy_models.families import TRANSFORMERS, Network, Recurrent
 
 MakeStudy = Callable[..., Path]
 
@@ -85,6 +86,30 @@ def test_the_multipliers_of_another_family_are_listed(plan: tuple[Plan, Any], na
     else:
         assert tensors["multiplier"].ne(1).sum() == 1  # learned positions are not multiplied
     assert tensors["beta1"].isna().equals(tensors["optimizer"] == "muon")
+
+
+class PositionsFirst(Recurrent):
+    """Networks whose learned positions are registered before the token table."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        symbols = network.symbols
+        del network.symbols
+        network.positions = nn.Embedding(32, width)
+        network.symbols = symbols
+        return network
+
+
+def test_the_embedding_s_multiplier_is_the_token_table_s(plan: tuple[Plan, Any]) -> None:
+    made, numerics = plan
+    family = PositionsFirst(vocab_size=256, context_length=32)
+    own = replace(numerics, model=family.member(32, 2), base=family.member(32, 2))
+    values = replace(made.hyperparameters, embedding_multiplier=3.0, stages=())
+    tensors = tensor_table(replace(made, model=family.member(64, 2), hyperparameters=values), own).set_index("name")
+    assert dict(tensors["multiplier"][["symbols.weight", "positions.weight"]]) == {
+        "symbols.weight": 3.0,
+        "positions.weight": 1.0,
+    }
 
 
 def test_the_schedule_has_every_step_with_its_factor(plan: tuple[Plan, Any]) -> None:

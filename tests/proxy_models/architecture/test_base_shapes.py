@@ -17,6 +17,7 @@ from proxy_models.architecture.parametrization import TensorClass, decoder_shape
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.optimizer import initialize, make_optimizer
+from tests.proxy_models.families import Network
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=16))
 READOUT = ("readout.weight",)
@@ -52,6 +53,28 @@ def test_every_variant_s_table_is_found_by_comparison_too(variant: dict[str, Any
     readout = ("embedding.weight",) if family.base.tied else READOUT
     found = module_shapes(*models, readout=readout)
     assert found == dict(decoder_shapes(family.at(width=128), family.base))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.Module])
+@pytest.mark.parametrize("first", ["symbols", "head"])
+def test_a_matrix_that_embeds_and_reads_out_is_tied_whichever_is_registered_first(
+    table: type[nn.Module], first: str
+) -> None:
+    def build(width: int) -> Network:
+        model = Network(256, width, 2)
+        del model.symbols
+        holder = nn.Embedding(256, width) if table is nn.Embedding else nn.Module()
+        holder.weight = model.head.weight
+        head = model.head
+        del model.head
+        for name in sorted(("symbols", "head"), key=lambda name: name != first):
+            setattr(model, name, holder if name == "symbols" else head)
+        return model
+
+    with torch.device("meta"):
+        shapes = module_shapes(*map(build, (64, 32, 64)), readout=[f"{first}.weight"], block_prefix="layers.")
+    assert shapes[f"{first}.weight"].tensor_class is TensorClass.TIED
+    assert [shape.tensor_class for shape in shapes.values()].count(TensorClass.READOUT) == 0
 
 
 def test_the_delta_model_may_be_wider_or_narrower() -> None:
