@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from muscale.search.record import Record
@@ -64,23 +64,29 @@ class SweepBudget:
         by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
         return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
 
-    def allows(self, record: Record, rung: int, until: int, ending: Iterable[int] = ()) -> bool:
+    def allows(self, record: Record, rung: int, until: int, training: Collection[int] = ()) -> bool:
         """Whether a segment from one rung (−1: the start) to another stays within every limit.
 
-        Until a trial has a loss at the last rung, enough must be left to bring the most advanced trial there. A new member of
-        a population also needs the device hours of all members to the end; the first member runs alone, to measure the speed.
+        Until a trial has a loss at the last rung, enough must be left to bring the most advanced trial there. With a limit of
+        device hours, the first trial trains alone to its first rung, since that measures the speed; a new member of a
+        population then needs the hours of all members to the end.
 
         Args:
-            ending: Cancelled trials that still train to their next rung.
+            training: Trials that train; cancelled trials still train to their next rung.
         """
         if not self.is_limited:
             return True
+        if self.max_device_hours is not None and not record.tokens and training:
+            return False
         if rung < 0 and self.all_to_the_end and self.max_device_hours is not None:
             members = self._tokens_of(len(record.configs) + 1) + self.repeated_tokens
-            if self._hours(record, members) > self.max_device_hours if record.tokens else record.open:
+            if self._hours(record, members) > self.max_device_hours:
                 return False
+        ending = [trial for trial in training if trial in record.cancelled]
         tokens = self.spent(record) + self._in_flight(record, ending) + self._step(record, rung, until)
-        tokens += self._reserve(record, until) + self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
+        tokens += (
+            self._reserve(record, rung, until) + self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
+        )
         flops = 6.0 * self.n_params * tokens
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
@@ -122,10 +128,15 @@ class SweepBudget:
         """Tokens of a further segment, and of the branch that becomes due at its first rung."""
         return self._segment(rung, until) + self._owed(record, rung, more=1) - self._owed(record, rung)
 
-    def _reserve(self, record: Record, until: int) -> int:
-        """Tokens that bring the most advanced trial from its target rung to the last; a further trial is about to run to `until`."""
+    def _reserve(self, record: Record, rung: int, until: int) -> int:
+        """Tokens that bring the most advanced trial from its target rung to the last; a further trial is about to run to `until`.
+
+        The most advanced trial itself continues without: what it could not spend, no other trial could.
+        """
         top = len(self.rung_tokens) - 1
         if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(top)):
+            return 0
+        if rung >= 0 and not record.open and not any(record.waiting(above) for above in range(rung + 1, top)):
             return 0
         going = max([until, *record.open.values()])  # the segment includes the branch at its target rung
         waiting = next((rung for rung in reversed(range(going + 1, top)) if record.waiting(rung)), None)

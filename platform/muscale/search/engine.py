@@ -267,9 +267,8 @@ class Engine:
 
     def _allows(self, move: Start | Advance) -> bool:
         rung = self.record.last_rung(move.trial) if isinstance(move, Advance) else -1
-        record = self.record
-        ending = [what for what in self._in_flight if isinstance(what, int) and what in record.cancelled]
-        return self.budget.allows(record, rung, move.until, ending)
+        training = [what for what in self._in_flight if isinstance(what, int)]
+        return self.budget.allows(self.record, rung, move.until, training)
 
     def _segment(self, trial: int) -> TrialSegment:
         self._in_flight.add(trial)

@@ -344,6 +344,63 @@ def test_a_scheduler_of_a_users_own_is_asked_for_one_move(make_engine: MakeEngin
     assert [engine.record.last_rung(trial) for trial in range(5)] == [0] * 5
 
 
+SECONDS = 0.02  # of a token
+
+
+def drive_timed(engine: Engine, *, workers: int, first: float = 1.0) -> float:
+    """Run the segments that an engine gives, the first rung of the first trial `first` times as slow; return the device hours due."""
+    tokens, working, record = (1000, 1000, 2000, 4000), list[tuple[TrialSegment, int]](), engine.record
+    while True:
+        while len(working) < workers and isinstance(segment := engine.next(), TrialSegment):
+            working.append((segment, segment.first))
+        if not working:
+            return record.seconds / record.tokens * engine.budget.spent(record) / 3600
+        one, rung = working.pop(0)
+        seconds = tokens[rung] * SECONDS * (first if record.tokens == 0 else 1.0)
+        engine.add_result(
+            RungResult(
+                trial=one.trial, rung=rung, loss=3.0 - rung / 9, segment="s", tokens=tokens[rung], seconds=seconds
+            )
+        )
+        if rung == one.until:
+            engine.finished(one)
+        else:
+            working.append((one, rung + 1))
+
+
+@pytest.mark.parametrize("scheduler", ["none", "asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule"])
+@pytest.mark.parametrize("hours", [0.06, 0.2])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_device_hours_are_kept_by_however_many_workers_and_bring_one_to_the_end(
+    make_engine: MakeEngine, scheduler: str, hours: float, workers: int
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40, max_device_hours=hours))
+    assert drive_timed(engine, workers=workers) <= hours
+    assert engine.is_finished
+    assert engine.record.ranking(3)
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "tune:HyperBandScheduler", "tune:MedianStoppingRule"])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_a_slow_start_does_not_end_a_search_in_device_hours(
+    make_engine: MakeEngine, scheduler: str, workers: int
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40, max_device_hours=0.1))
+    assert drive_timed(engine, workers=workers, first=3.0) <= 0.1
+    assert engine.record.ranking(3)
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "pbt"])
+def test_a_first_trial_that_fails_does_not_hold_up_a_search_in_device_hours(
+    make_engine: MakeEngine, scheduler: str
+) -> None:
+    engine, done = make_engine(settings(scheduler=scheduler, max_device_hours=0.5)), set[AnnealJob]()
+    drive_failing(engine, lambda segment: segment.trial == 0, done)
+    assert engine.is_finished
+    assert engine.record.status(0, 3) == "failed"
+    assert engine.record.ranking(3)
+
+
 @pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
 @pytest.mark.parametrize("hours", [0.1, 0.2, 0.3])
 @pytest.mark.parametrize("workers", [1, 8])
@@ -351,22 +408,10 @@ def test_device_hours_leave_a_population_its_last_generation(
     make_engine: MakeEngine, scheduler: str, hours: float, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler=scheduler, trials=40, max_device_hours=hours))
-    tokens, seconds = (1000, 1000, 2000, 4000), 0.02
-    working: list[TrialSegment] = []
-    while True:
-        while len(working) < workers and isinstance(segment := engine.next(), TrialSegment):
-            working.append(segment)
-        if not working:
-            break
-        one = working.pop(0)
-        rung, at = one.first, tokens[one.first]
-        engine.add_result(
-            RungResult(trial=one.trial, rung=rung, loss=3.0 - rung / 9, segment="s", tokens=at, seconds=at * seconds)
-        )
-        engine.finished(one)
+    due = drive_timed(engine, workers=workers)
     record = engine.record
     members = len(record.configs)
     assert engine.is_finished
     assert [record.last_rung(trial) for trial in range(members)] == [3] * members
-    assert members == int(hours * 3600 / seconds / 9_500)
-    assert engine.budget.spent(record) * seconds / 3600 <= hours
+    assert members == int(hours * 3600 / SECONDS / 9_500)
+    assert due <= hours
