@@ -222,9 +222,7 @@ def test_a_contradictory_source_is_refused(values: dict[str, object], message: s
 
 def test_a_folder_without_a_readable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(
-        CorpusError, match=re.escape(f"{tmp_path}: the corpus is empty, no file *.jsonl, *.json lies there")
-    ):
+    with pytest.raises(CorpusError, match=re.escape(f"{tmp_path}: ") + r".*\*\.jsonl, \*\.json"):
         Source(path=str(tmp_path), kind="jsonl").files()
 
 

@@ -65,7 +65,7 @@ def test_unigram_takes_what_is_frequent_and_trains_alike_every_time(unigram: Fil
     assert len(unigram.encode([WORDS])[0]) < 0.9 * len(WORDS)
     contents = {train_unigram(iter([VARIED]), 290) for _ in range(3)}
     assert len(contents) == 1
-    with pytest.raises(CorpusError, match="has pieces for a vocabulary of .* only, got vocab_size = 400"):
+    with pytest.raises(CorpusError, match="vocab_size = 400"):
         train_unigram([WORDS], 400)
 
 
