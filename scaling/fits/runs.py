@@ -135,7 +135,7 @@ def _json_lines(path: Path) -> pd.DataFrame:
 
 
 def _separated(path: Path) -> pd.DataFrame:
-    """Read a table with the separator that its header has most of; with semicolons, a comma is a decimal point.
+    """Read a table with the separator that its header has most of; with semicolons, a comma may be the decimal point.
 
     A first line `sep=;`, as Excel understands it, states the separator instead.
     """
@@ -145,7 +145,16 @@ def _separated(path: Path) -> pd.DataFrame:
         separator = stated[1] if stated else max(",;\t", key=header.count)
         if not stated:
             lines.seek(0)
-        return pd.read_csv(lines, sep=separator, decimal="," if separator == ";" else ".")
+        table = pd.read_csv(lines, sep=separator, decimal="," if separator == ";" else ".")
+    return table.apply(_with_points) if separator == ";" else table
+
+
+def _with_points(column: pd.Series[Any]) -> pd.Series[Any]:
+    """Return the column as numbers if it has numbers with decimal points, else unchanged."""
+    try:
+        return pd.to_numeric(column)
+    except (ValueError, TypeError):
+        return column
 
 
 _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {

@@ -7,6 +7,7 @@ records with the sweep that they were used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,11 @@ def _values(
 ) -> list[Any]:
     """Return a hyperparameter's values; they are None in rows in which it is inactive, whose cells are not checked."""
     values: list[Any] = table[name].tolist()
+    with suppress(
+        ValueError, TypeError
+    ):  # numbers are text in a column with a dash where the hyperparameter is inactive
+        numbers = iter(pd.to_numeric(table[name][list(active)]).tolist())
+        values = [next(numbers) if there else None for there in active]
     rules: Mapping[type[Distribution], Any] = {
         Uniform: lambda v: isinstance(v, int | float),
         LogUniform: lambda v: isinstance(v, int | float) and v > 0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import socket
 import sqlite3
 import subprocess
@@ -227,10 +229,12 @@ def test_inactive_cells_of_a_conditional_space_are_not_looked_at(tmp_path: Path)
     tau = {"distribution": "log_uniform", "low": 0.01, "high": 1.0, "when": {"optimizer": ["adamw"]}}
     space = Space.from_dict({"optimizer": {"distribution": "choice", "values": ["adamw", "lion"]}, "tau": tau})
     path = tmp_path / "results.csv"
-    path.write_text("optimizer,tau,loss\nadamw,.1,2.9\nlion,,2.88\nlion,0,2.87\n")
-    found = outside_results(path, space, n_params=1000, n_tokens=1000)
-    assert found["tau"].notna().tolist() == [True, False, False]
-    assert found["loss"].tolist() == [2.9, 2.88, 2.87]
+    for separator, cell in itertools.product(",;", ("", "0", "-", "NA")):
+        lines = ["optimizer,tau,loss", "adamw,.1,2.9", f"lion,{cell},2.88", "adamw,0.2,2.87"]
+        path.write_text("\n".join(lines).replace(",", separator) + "\n")
+        found = outside_results(path, space, n_params=1000, n_tokens=1000)
+        assert found["tau"].tolist() == pytest.approx([0.1, math.nan, 0.2], nan_ok=True)
+        assert found["loss"].tolist() == [2.9, 2.88, 2.87]
 
 
 def test_a_study_that_maximises_informs_no_searcher(tmp_path: Path) -> None:

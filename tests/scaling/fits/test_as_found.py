@@ -94,7 +94,8 @@ def test_tokens_follow_from_compute_with_a_note(name: str, unit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "separator", "decimal"), [("a.tsv", "\t", "."), ("a.csv", "\t", "."), ("a.csv", ";", ",")]
+    ("name", "separator", "decimal"),
+    [("a.tsv", "\t", "."), ("a.csv", "\t", "."), ("a.csv", ";", ","), ("a.csv", ";", ".")],
 )
 def test_files_are_read_by_the_separator_that_they_have(
     name: str, separator: str, decimal: str, tmp_path: Path
@@ -212,7 +213,7 @@ def test_what_is_ambiguous_is_refused() -> None:
         rows_of(PLAIN.rename(columns={"loss": "val_loss"}).assign(test_loss=3.0))
     mixed = PLAIN.rename(columns={"n_params": "Params (M)"}).astype({"Params (M)": object})
     mixed.loc[2, "Params (M)"] = "1.3B"
-    with pytest.raises(ValueError, match=r"Params \(M\) must hold numbers, got '1.3B' in row 2"):
+    with pytest.raises(ValueError, match=r"Params \(M\) must.*got '1.3B'.*2"):
         rows_of(mixed)
 
 
@@ -267,7 +268,7 @@ def test_the_last_row_of_each_run_that_the_caller_names_is_fitted() -> None:
     table = pd.concat([early.assign(member=range(14)), PLAIN.assign(member=range(14))], ignore_index=True)
     found = check_runs(read_runs(table, {"run": "member"}), (), max_regret=1.0, loss_unit=None)
     assert [*found.rows.index] == [*(rows_of(PLAIN).index + 14)]
-    with pytest.raises(ValueError, match="run must have one n_params"):
+    with pytest.raises(ValueError, match="run.*n_params"):
         check_runs(read_runs(table.assign(member=0), {"run": "member"}), (), max_regret=1.0, loss_unit=None)
 
 
