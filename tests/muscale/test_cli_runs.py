@@ -135,7 +135,7 @@ def test_two_runs_are_compared(runs: pd.DataFrame) -> None:
 
 def test_a_key_must_mean_one_run(runs: pd.DataFrame) -> None:
     assert one_run(runs, "b")["key"] == "bb33"
-    with pytest.raises(RunSelectionError, match=r"'aa' begins the keys of 2 runs \(aa11, aa22\): write more of it"):
+    with pytest.raises(RunSelectionError, match=r"'aa'.*2 runs \(aa11, aa22\):"):
         one_run(runs, "aa")
     for nothing in ("zz", ""):
         with pytest.raises(RunSelectionError, match="no run's key begins with"):

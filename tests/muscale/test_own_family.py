@@ -102,7 +102,7 @@ def test_a_study_of_a_config_of_transformers_is_read_without_it(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert Study.open(path, quiet=True).config.model == trained
     path.write_text(path.read_text().replace("head_dim", "head_size"))
-    with pytest.raises(StudyFileError, match=r"model.args.head_size: unknown key .* did you mean head_dim"):
+    with pytest.raises(StudyFileError, match=r"model.args.head_size:.*head_dim"):
         monkeypatch.undo()
         StudyConfig.read(path, trains=True)
 
@@ -278,16 +278,14 @@ def test_a_model_of_a_family_that_the_study_file_does_not_name_is_not_trained(ow
 
 def test_a_study_is_not_read_before_its_members_are_counted(own_study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counted, "_counted", {})
-    with pytest.raises(
-        StudyFileError, match=rf"model.family: its members were not counted yet \(.*{MEMBERS} is missing"
-    ):
+    with pytest.raises(StudyFileError, match=rf"model.family:.*\(.*{MEMBERS}"):
         Study.open(own_study, quiet=True)
     first = Study.open(own_study, quiet=True, trains=True).config.model
     assert isinstance(first, ModuleConfig)
     monkeypatch.setattr(counted, "_counted", {})
     again = Study.open(own_study, quiet=True)
     assert again.config.model == first
-    with pytest.raises(StudyFileError, match="ladder.stems: width 96, depth 3 of .* was not counted yet"):
+    with pytest.raises(StudyFileError, match="ladder.stems: width 96, depth 3"):
         monkeypatch.setitem(sys.modules, NAME.partition(":")[0], None)
         StudyConfig.read(own_study, {"ladder.stems": [{"width": 96, "depth": 3, "n_tokens": 16384}]})
 

@@ -301,7 +301,7 @@ def test_what_a_program_cannot_do_is_refused_in_a_sentence(make: Callable[[str],
         "continue": lambda: study.continue_run("more.toml"),
     }
     for stage, call in refused.items():
-        with pytest.raises(StageError, match=rf"^{stage}: the study's models are built by its \[trainer\] program; "):
+        with pytest.raises(StageError, match=rf"^{stage}:.*\[trainer\] program; "):
             call()
 
 

@@ -206,7 +206,7 @@ def check_bundle(study: Study, promotion: Promotion) -> None:
 
 
 def test_a_study_without_a_promoted_run_has_no_bundle(make_study: MakeStudy) -> None:
-    with pytest.raises(StageError, match="no run was promoted to its end yet; run `muscale promote` first"):
+    with pytest.raises(StageError, match="`muscale promote` first"):
         Study.open(make_study(), quiet=True).bundle()
 
 

@@ -117,7 +117,7 @@ def test_a_schedule_has_only_the_settings_that_it_reads() -> None:
 def test_the_batches_are_powers_of_two_between_the_bounds() -> None:
     assert batch()["batch_tokens"].grid(1) == [2**k for k in range(15, 23)]
     assert batch(smallest=500, largest=2_048)["batch_tokens"].grid(1) == [512, 1024, 2048]
-    with pytest.raises(SpaceError, match="two powers of two from smallest to largest, got 500 and 1000"):
+    with pytest.raises(SpaceError, match="got 500 and 1000"):
         batch(smallest=500, largest=1_000)
 
 

@@ -72,7 +72,7 @@ def test_what_is_active_and_missing_is_named(space: Space) -> None:
 
 
 def test_only_the_wrong_parent_is_reported_and_not_its_child(space: Space) -> None:
-    with pytest.raises(SpaceError, match="^optimizer = 'adam' is not in choice adamw \\| lion \\| sgd$"):
+    with pytest.raises(SpaceError, match="^optimizer = 'adam'.*\\| lion \\| sgd$"):
         space.validate({"optimizer": "adam", "n_layers": 1, "beta1": 0.9})
     with pytest.raises(SpaceError, match="^optimizer is missing$"):
         space.validate({"n_layers": 1, "beta1": 0.9})

@@ -321,5 +321,5 @@ def test_results_without_a_column_or_a_loss_are_refused() -> None:
         narrow(SPACE, results.drop(columns="dropout"))
     with pytest.raises(SpaceError, match="need columns loss$"):
         narrow(SPACE, results.drop(columns="loss"))
-    with pytest.raises(SpaceError, match="no trial inside the space has a loss: 10 trials, 10 inside"):
+    with pytest.raises(SpaceError, match="10 trials, 10 inside"):
         narrow(SPACE, results.assign(loss=math.nan))

@@ -97,7 +97,7 @@ def test_a_corner_encodes_though_nothing_is_left_of_the_stick() -> None:
 def test_other_mixtures_are_not_in_it(value: object) -> None:
     simplex = Simplex(parts=PARTS[:3], low=Weights(code=0.1))
     assert not simplex.contains(value)
-    with pytest.raises(SpaceError, match="is not in simplex web \\+ code >= 0.1 \\+ books"):
+    with pytest.raises(SpaceError, match="\\+ code >= 0.1 \\+ books"):
         simplex.encode(value)
 
 

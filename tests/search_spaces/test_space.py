@@ -57,7 +57,7 @@ def test_samples_stay_the_same_between_versions() -> None:
 
 
 def test_sampling_refuses_a_negative_number_and_a_seed_that_is_not_whole(space: Space) -> None:
-    with pytest.raises(SpaceError, match="must not be negative, got -1"):
+    with pytest.raises(SpaceError, match="must.*got -1"):
         space.sample(-1, seed=0)
     with pytest.raises(TypeError):
         space.sample(1, seed=0.5)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_the_unit_cube_has_only_the_searched_axes(space: Space) -> None:
     assert space.encode(config)[[0, 1, 3, 4]].tolist() == [0, 0, 0.25, 0.25]
     with pytest.raises(SpaceError, match=r"a point needs shape \(5,\) .* got \(6,\)"):
         space.decode(np.zeros(6))
-    with pytest.raises(SpaceError, match=r"^dropout: a place to decode must lie in \[0, 1\], got 2"):
+    with pytest.raises(SpaceError, match=r"^dropout:.*\[0, 1\], got 2"):
         space.decode([0.5, 2, 0.5, 0.5, 0.5])
 
 

@@ -90,7 +90,7 @@ def test_an_unknown_name_is_refused_and_never_assumed() -> None:
 
 @pytest.mark.parametrize(("transfer", "axes"), [(TransferClass.BY_LAW, ()), (TransferClass.NEVER, ("horizon",))])
 def test_a_law_runs_over_axes_and_nothing_else_does(transfer: TransferClass, axes: tuple[Axis, ...]) -> None:
-    with pytest.raises(SpaceError, match="x: by_law needs axes and no other class takes any"):
+    with pytest.raises(SpaceError, match="x: by_law"):
         Transferability(name="x", transfer=transfer, axes=axes, reason="It is.", source="assumed")
 
 

@@ -110,7 +110,7 @@ def test_what_is_no_manifest_is_refused(folder: Path, content: str, message: str
 
 
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"not a bundle, its manifest.json: there is no such file"):
+    with pytest.raises(BundleError, match=r"manifest.json:"):
         verify(tmp_path)
     (tmp_path / MANIFEST).symlink_to("/dev/zero")
     with pytest.raises(BundleError, match="not a bundle's manifest"):

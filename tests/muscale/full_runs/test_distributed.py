@@ -170,9 +170,7 @@ def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, tmp_
         os, "environ", {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     )
     with (
-        pytest.raises(
-            StageError, match=r"2 of 3 ranks did not start within 0:00:00\.3.*: 1, 2; .*start_timeout_minutes"
-        ),
+        pytest.raises(StageError, match=r"2 of 3.*0:00:00\.3.*: 1, 2.*start_timeout_minutes"),
         process_group(torch.device("cpu"), timeout=timedelta(seconds=0.3), records=tmp_path),
     ):
         pass

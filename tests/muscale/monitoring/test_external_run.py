@@ -280,7 +280,7 @@ def test_a_plan_that_was_promoted_here_has_its_own_run(elsewhere: Elsewhere) -> 
         ResultKind.PROMOTION_STARTED, elsewhere.plan.key, {"at": "2026-01-02T03:04:05+00:00"}
     )
     study = Study.open(elsewhere.study, quiet=True)
-    with pytest.raises(StageError, match=f"plan {elsewhere.plan.key} was promoted in this study"):
+    with pytest.raises(StageError, match=f"plan {elsewhere.plan.key}"):
         study.watch(pd.DataFrame({"tokens": [1], "val_loss": [1.0]}))
     assert not (elsewhere.ledger.directory / EXTERNAL_RUNS).exists()
     study.ledger.close()

@@ -185,7 +185,7 @@ def test_a_plan_of_another_study_or_a_missing_file_is_refused(
     path = write(plan, config, ledger.directory)
     other = Ledger(tmp_path / "other.sqlite")
     try:
-        with pytest.raises(StageError, match=rf"plan: must be one that this study registered, got '{plan.key}'"):
+        with pytest.raises(StageError, match=rf"plan: must.*got '{plan.key}'"):
             read(path, other, config)
     finally:
         other.close()

@@ -138,7 +138,7 @@ def test_settings_that_only_change_messages_keep_the_key(planned: MakePlan, corp
 
 
 def test_serving_alone_may_cost_the_budget(planned: MakePlan) -> None:
-    with pytest.raises(StageError, match=r"plan: serving 1e\+12 tokens alone costs more than 2.5e\+10 FLOPs"):
+    with pytest.raises(StageError, match=r"plan: serving 1e\+12.*2.5e\+10 FLOPs"):
         planned("plan.served_tokens=1e12")
 
 

@@ -331,7 +331,7 @@ def test_a_budget_that_pays_for_one_trial_brings_one_to_the_end(
 
 @dataclass(frozen=True)
 class Stops:
-    """A scheduler of a user's own, which sends nobody on."""
+    """A user's scheduler that advances no trial."""
 
     def next(self, record: Record, *, may_start: bool) -> Start | None:
         return Start(until=0) if may_start else None

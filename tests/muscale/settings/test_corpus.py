@@ -140,7 +140,7 @@ def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
 
 def test_documents_are_separated_by_the_id_that_closes_them(mixed: Path) -> None:
     study = Study.open(mixed, ["model.document_separator=3"], quiet=True)
-    with pytest.raises(StageError, match="model.document_separator: documents of the corpus are closed by id 0, got 3"):
+    with pytest.raises(StageError, match="model.document_separator:.*0, got 3"):
         _ = study.corpus
 
 

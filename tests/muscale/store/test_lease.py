@@ -93,7 +93,7 @@ def test_a_silent_owner_elsewhere_expires_and_its_token_is_refused(
     monkeypatch.setattr(leases, "_me", lambda: "another-machine/1/0.00")
     with leases.lease(ledger, "line") as old, leases.lease(ledger, "line") as new:
         ledger.write(check_token, "line", new)
-        with pytest.raises(LeaseLostError, match="held with token 1, but the current one is 2"):
+        with pytest.raises(LeaseLostError, match="1.*2"):
             ledger.write(check_token, "line", old)
 
 
@@ -199,7 +199,7 @@ def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledge
         record = Record(ledger.under("sweep s", old), "s")
         record.start({"learning_rate": 0.1}, until=0)
         ledger.write(_take_over, "sweep s")
-        with pytest.raises(LeaseLostError, match=f"held with token {old}, but the current one is {old + 1}"):
+        with pytest.raises(LeaseLostError, match=f"{old}.*{old + 1}"):
             record.start({"learning_rate": 0.2}, until=0)
         result = RungResult(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
         with pytest.raises(LeaseLostError):

@@ -106,7 +106,7 @@ def test_a_ledger_that_stays_busy_is_reported_as_busy(ledger: Ledger, monkeypatc
     ledger.trials("s")
     with sqlite3.connect(ledger.directory / LEDGER) as holder:
         holder.execute("BEGIN IMMEDIATE")
-        with pytest.raises(LedgerUnavailableError, match="ledger.sqlite: another process has kept the ledger busy"):
+        with pytest.raises(LedgerUnavailableError, match="ledger.sqlite:"):
             ledger.record_result(ResultKind.CHECK, "k", {})
         holder.rollback()
     holder.close()

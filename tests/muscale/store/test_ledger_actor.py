@@ -104,7 +104,7 @@ def test_a_moved_or_missing_ledger_is_reported(ledger: Ledger, tmp_path: Path) -
     with pytest.raises(StudyDirectoryError, match=r"gone.sqlite: the study's ledger is gone"):
         open_ledger(actor, lost, "s").trials("s")
     (lost / LEDGER_PLACE).write_text(json.dumps({**place, "host": "node-7"}))
-    with pytest.raises(StudyDirectoryError, match=f"lies on node-7, which is no node .*{socket.gethostname()}"):
+    with pytest.raises(StudyDirectoryError, match=f"node-7.*{socket.gethostname()}"):
         open_ledger(actor, lost, "s").trials("s")
     (lost / LEDGER_PLACE).write_text("{}")
     with pytest.raises(StudyDirectoryError, match="does not say where the ledger lies"):

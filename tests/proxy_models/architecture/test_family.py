@@ -226,9 +226,7 @@ def test_numerics_are_read_back_with_their_key(corpus: Corpus) -> None:
 
 
 def test_a_family_of_another_source_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"the source of tests.proxy_models.families:Recurrent is .* here, and 'other' where"
-    ):
+    with pytest.raises(ValueError, match=r"tests.proxy_models.families:Recurrent is.*'other'"):
         family_of(replace(SCALED.base, source="other"))
 
 
@@ -380,9 +378,7 @@ def test_a_model_that_sees_the_future_is_refused_unless_its_loss_is_its_own(corp
 
 
 def test_a_readout_that_the_model_does_not_have_is_named_with_those_it_has() -> None:
-    with pytest.raises(
-        ValueError, match=r"Misnamed.readout .* Network, got 'lm_head'; it has symbols, layers, norm, head"
-    ):
+    with pytest.raises(ValueError, match=r"Misnamed.readout.*Network, got 'lm_head'"):
         Misnamed(vocab_size=256, context_length=32).member(32, 2)
 
 

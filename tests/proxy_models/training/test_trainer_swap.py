@@ -114,7 +114,7 @@ def test_only_where_a_swap_is_planned_may_a_state_be_another_optimizer_s(
     first = replace(before, end=4 * BATCH)
     state = trainer.train(numerics, first).state
     late = replace(after, start=4 * BATCH)
-    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and muon here"):
+    with pytest.raises(ValueError, match="optimizer.*adamw.*muon"):
         trainer.train(numerics, late, state)
     rebased = replace(numerics, base=family.at(width=16))
     at_swap = trainer.train(numerics, before).state

@@ -106,7 +106,7 @@ def test_what_has_no_minimum_among_its_sizes_is_left_out() -> None:
     assert len(result.points) == 3
     assert "1e+18 FLOPs: no minimum among the sizes" in result.warnings
     assert "3e+18 FLOPs: fewer than 4 sizes" in result.warnings
-    with pytest.raises(ScalingError, match="need two budgets with a minimum among their sizes, got 1"):
+    with pytest.raises(ScalingError, match="two budgets.*got 1"):
         two(isoflops(EVEN).iloc[:7])
 
 
@@ -162,7 +162,7 @@ def test_where_a_curve_ends_is_no_crossing() -> None:
     whole = fit_envelope(rows, n_params_convention="total", n_bootstrap=20)
     assert 2 <= len(result.points) < len(whole.points)
     assert result.params_exponent == pytest.approx(whole.params_exponent, abs=0.02)
-    with pytest.raises(ScalingError, match="need two crossings of curves on the envelope, got 0 among 2 sizes"):
+    with pytest.raises(ScalingError, match="got 0 among 2 sizes"):
         fit_envelope(curves(EVEN, 2), n_params_convention="total")
 
 

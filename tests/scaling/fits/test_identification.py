@@ -41,7 +41,7 @@ def line() -> ScalingFit:
 
 def test_one_ratio_is_refused_and_the_two_runs_named_settle_it(line: ScalingFit) -> None:
     line = line
-    with pytest.raises(ScalingError, match=r"do not tell the best one.*two runs bring it to.*tokens_per_param=20"):
+    with pytest.raises(ScalingError, match=r"tokens_per_param=20"):
         decide(line, 1e22)
     doubt = line.unidentified(1e22)
     assert doubt is not None

@@ -113,7 +113,7 @@ def test_what_goes_to_tokens_is_what_does_not_go_to_parameters(ladder: Ladder) -
 
 def test_bad_names_and_too_few_runs(ladder: Ladder) -> None:
     result = fitted(ladder(0.003))
-    with pytest.raises(ValueError, match="name must be one of E, A, B, alpha, beta, params_exponent, .* got 'gamma'"):
+    with pytest.raises(ValueError, match="name.*E, A, B.*params_exponent.*got 'gamma'"):
         result.profile("gamma")
     with pytest.raises(ValueError, match="at .*got n_params"):
         result.profile("loss", at={"n_params": 1e9})

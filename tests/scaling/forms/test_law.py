@@ -27,7 +27,7 @@ def test_loss_broadcasts(planted: Law) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("E", -0.1), ("A", 0.0), ("beta", -0.3), ("alpha", float("nan"))])
 def test_bad_parameters_are_named(planted: Law, name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be finite and .* got {value}"):
+    with pytest.raises(ValueError, match=rf"{name} must.*got {value}"):
         Chinchilla().law(**{**planted.parameters, name: value})
 
 

@@ -106,7 +106,7 @@ def test_no_usable_answer() -> None:
     with pytest.raises(ScalingError, match="add a batch or"):
         fit_batch_law(grid(batches=(2.0**17, 2.0**18.5, 2.0**20)))
     once = grid().assign(seed=0)
-    with pytest.raises(ValueError, match="row 3 is another of group size 0.0, n_tokens 1e.09"):
+    with pytest.raises(ValueError, match="row 3.*0.0, n_tokens 1e.09"):
         fit_batch_law(pd.concat([once, once.iloc[[3]]]))
     with pytest.raises(ValueError, match="missing column batch_tokens"):
         fit_batch_law(grid().drop(columns="batch_tokens"))

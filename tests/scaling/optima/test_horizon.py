@@ -215,7 +215,7 @@ def test_optima_fitted_elsewhere_are_held_to_their_rules() -> None:
         fit_horizon_law(sweep(), optima=given.assign(stderr=math.inf))
     with pytest.raises(ValueError, match="missing column stderr"):
         fit_horizon_law(sweep(), optima=given.drop(columns="stderr"))
-    with pytest.raises(ValueError, match="no grid's of the rows, got 64 in both"):
+    with pytest.raises(ValueError, match="got 64"):
         fit_horizon_law(sweep(), optima=given.assign(group=64))
     rising = sweep().assign(loss=lambda rows: rows["rate"] ** 0.1)
     with pytest.raises(ScalingError, match="tested rates, .*level"):

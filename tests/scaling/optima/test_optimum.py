@@ -156,7 +156,7 @@ def test_bad_arguments() -> None:
         fit_optimum([0.0, 0.2, 0.4], [3.0, 3.0, 3.1])
     with pytest.raises(ValueError, match="one length, got"):
         fit_optimum([0.1, 0.2, 0.4], [3.0, 3.0])
-    with pytest.raises(ValueError, match=r"must be of one length, got shapes \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"must.*got shapes \(2, 7\)"):
         fit_optimum(np.tile(RATES, (2, 1)), np.tile(planted_loss(OCTAVES), (2, 1)))
     with pytest.raises(ValueError, match="seed .* row 3 "):
         fit_optimum(RATES, planted_loss(OCTAVES), seeds=[0, 0, 0, math.nan, 0, 0, 0])

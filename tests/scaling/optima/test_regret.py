@@ -77,7 +77,7 @@ def test_five_degrees_of_freedom_estimate_the_noise(n_runs: int) -> None:
 
 def test_too_few_runs_are_refused() -> None:
     rows, groups = planted(9)
-    with pytest.raises(ScalingError, match=r"4 slopes and curvatures of rate, init"):
+    with pytest.raises(ScalingError, match=r"4.*rate, init"):
         fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=groups)
     with pytest.raises(ScalingError, match="cannot determine"):
         rows, groups = planted(60)

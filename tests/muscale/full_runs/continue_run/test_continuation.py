@@ -158,7 +158,7 @@ def test_a_curriculum_by_fractions_is_the_continuation_s_own_and_can_t_be_read_o
     )
     done = case.trained(CONTINUATION.replace("more", "mixed") + sources + first + last)
     assert done.after.own == done.after.sources["code"] < done.before.own
-    with pytest.raises(StageError, match=r"corpus: .* end at fractions of the run that read it; set \[corpus\]"):
+    with pytest.raises(StageError, match=r"corpus:.*\[corpus\]"):
         case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
 
 
@@ -252,7 +252,7 @@ def test_a_continuation_file_is_read_strictly(tmp_path: Path, text: str, message
         ContinuationFile.read(path, vocab_size=256)
     assert f"{path}: " in str(refusal.value)
     assert message in str(refusal.value)
-    with pytest.raises(StudyFileError, match="none.toml: there is no such file"):
+    with pytest.raises(StudyFileError, match="none.toml:"):
         ContinuationFile.read(tmp_path / "none.toml", vocab_size=256)
 
 

@@ -195,7 +195,7 @@ def test_within_reserves_nothing_and_prompts_need_a_tokenizer(run: FullRun, tmp_
     given = write_corpus(tmp_path / "tokens", Source(kind="tokens", path=str(ids), dtype="uint16", vocab_size=200))
     unwritten = longer(replace(run, corpus=given.folder))
     with (
-        pytest.raises(StageError, match="promote.prompts: .* their tokenizer is not known"),
+        pytest.raises(StageError, match="promote.prompts:"),
         async_evaluation_of(unwritten, settings(prompts=("a",)), SMALL),
     ):
         pytest.fail("training would begin")

@@ -86,9 +86,9 @@ def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, t
     def tried(steps: int, train: Callable[[FullRun], None] = lambda run: None) -> None:
         smoke_test(run, train, plan="p", steps=steps, estimated_bytes=1)
 
-    with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):
+    with pytest.raises(StageError, match=r"steps.*5, got 4"):
         tried(4)
-    with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
+    with pytest.raises(StageError, match=r"40.*21"):
         tried(21)
     with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
         tried(5)

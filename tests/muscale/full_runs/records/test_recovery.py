@@ -158,7 +158,7 @@ def test_interventions_have_a_budget_and_a_run_without_a_policy_ends(
     with pytest.raises(StageError, match="diverged: .* nan at step 10.*promote.max_interventions"):
         train(spike_handling(run, policy))
     assert [incident.step for incident in read_incidents(run.directory)] == [5, 8]
-    with pytest.raises(StageError, match="diverged: the training loss is nan at step 5"):
+    with pytest.raises(StageError, match="diverged:.*5"):
         train(replace(run, directory=tmp_path / "plain"))
     with pytest.raises(ValueError, match="on_spike needs a guard"):
         replace(run, on_spike=policy)

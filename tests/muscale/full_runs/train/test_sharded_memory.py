@@ -172,5 +172,5 @@ def test_norms_alone_are_whole_on_every_device() -> None:
     estimate = partial(training_memory, model, world_size=2)
     assert largest_micro_batch(partial(estimate, tensor_parallel=2), 8, limit=limit) == 8
     assert largest_micro_batch(estimate, 8, limit=limit) < 8
-    with pytest.raises(ValueError, match="tensor_parallel must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="tensor_parallel must.*1, got 0"):
         training_memory(model, micro_batch=1, tensor_parallel=0)

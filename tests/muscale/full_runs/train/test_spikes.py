@@ -117,8 +117,8 @@ def test_a_run_resumes_as_it_was_planned(planned: Planned, ledger: Ledger) -> No
     ended(ledger, plan, config)
     ended(ledger, plan, planned(*ROLLBACK, "promote.max_interventions=9")[1])
     _, other = planned('promote.on_spike="skip"')
-    with pytest.raises(StageError, match=r"promote.on_spike must be the plan's, 'rollback', got 'skip'"):
+    with pytest.raises(StageError, match=r"promote.on_spike must.*'rollback', got 'skip'"):
         ended(ledger, plan, other)
     _, lower = planned(*ROLLBACK, "promote.spike_threshold=5.0")
-    with pytest.raises(StageError, match=r"promote.spike_threshold must be .* 10.0, got 5.0: it changes what is comp"):
+    with pytest.raises(StageError, match=r"promote.spike_threshold must be.*10.0, got 5.0:"):
         ended(ledger, plan, lower)

@@ -139,7 +139,7 @@ def test_a_divergence_noticed_late_ends_the_run_at_its_step_before_anything_of_l
     with_spike(monkeypatch.setattr, float("nan"), at=8)
     if guarded:
         run = skipping(run, max_interventions=0)
-    with pytest.raises(StageError, match="diverged: the training loss is nan at step 8"):
+    with pytest.raises(StageError, match="diverged:.*8"):
         train(run)
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, 9))
     saved = [path.name.removesuffix(".unfinished") for path in (run.directory / CHECKPOINTS).iterdir()]
