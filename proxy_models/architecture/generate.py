@@ -114,4 +114,5 @@ def continue_text(
         stop=end,
         n_ids=tokenizer.vocab_size,
     )
-    return tokenizer.decode(new[new != end])
+    before, after = (tokenizer.decode(np.append(ids, part)) for part in (ids[:0], new[new != end]))
+    return after[len(before) :]  # decoded with the prompt: a text that begins there would lose its first space

@@ -73,7 +73,7 @@ def tokenizer_name(settings: TokenizerSettings) -> str:
         CorpusError: If the file of a tokenizer can't be used.
     """
     if settings.kind == "file":
-        return f"tokenizer.json {_given(settings).key}"
+        return _given(settings).name
     return "bytes" if settings.kind == "bytes" else f"{settings.kind} of {settings.vocab_size} ids"
 
 
@@ -87,18 +87,18 @@ def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText
         return BytesTokenizer()
     given = _given(settings) if settings.kind == "file" else None
     wanted = {
-        "name": tokenizer_name(settings),
+        "name": given.name if given else tokenizer_name(settings),
         "trained_on": None if given else text.key,
         "end_of_document": given.end_name if given else None,
     }
     path = folder / TOKENIZER_MANIFEST
     if not path.exists() or json.loads(path.read_text()) != wanted:
         path.unlink(missing_ok=True)
-        if settings.vocab_size is None:
-            content = Path(str(settings.path)).expanduser().read_bytes()
+        if given:
+            content = given.content
         else:
             train = train_bpe if settings.kind == "bpe" else train_unigram
-            content = train(text.read(progress), settings.vocab_size).encode()
+            content = train(text.read(progress), settings.vocab_size or 0).encode()
         replace(folder / TOKENIZER, content)
         replace(path, json.dumps(wanted, indent=1).encode())
     return FileTokenizer(folder / TOKENIZER, wanted["end_of_document"])

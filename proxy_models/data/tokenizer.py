@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE or Unigram trained on the corpus, or any `tokenizer.json`.
+"""Tokenizers: bytes, byte-level BPE or Unigram trained on the corpus, any `tokenizer.json`, or a SentencePiece model.
 
 A special token closes every document. Text can't produce that token: with bytes it is byte 0, which no text
 contains, and otherwise special tokens that are spelled out in a text are encoded as plain characters.
@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from proxy_models.data import sentencepiece_file
 from proxy_models.data.sources import CorpusError, TokenDtype
 
 if TYPE_CHECKING:
@@ -61,9 +62,11 @@ class TokenizerSettings:
     """Choice of the tokenizer for writing a corpus.
 
     Attributes:
-        kind: "bytes"; "bpe" or "unigram", trained on the training split of the corpus; or "file", a `tokenizer.json`.
+        kind: "bytes"; "bpe" or "unigram", trained on the training split of the corpus; or "file", a `tokenizer.json` or a
+            SentencePiece `.model`.
         vocab_size: Number of ids of a trained tokenizer, including the closing token and the 256 bytes.
-        end_of_document: Token of a "file" that closes documents; None: the only usual name that the tokenizer has.
+        end_of_document: Token of a "file" that closes documents; None: that of the SentencePiece model, or the only usual name that
+            the tokenizer has.
     """
 
     kind: TokenizerKind = "bytes"
@@ -112,7 +115,12 @@ class BytesTokenizer:
 
 
 class FileTokenizer:
-    """Tokenizer from a `tokenizer.json`, read by the tokenizers library."""
+    """Tokenizer from a `tokenizer.json`, or from a SentencePiece `.model` that is converted to one; the tokenizers library reads it.
+
+    Attributes:
+        content: Content of the `tokenizer.json`.
+        name: Kind and hash of the given file.
+    """
 
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
         """Read a tokenizer.
@@ -124,17 +132,26 @@ class FileTokenizer:
             content = path.read_bytes()
         except OSError as error:
             raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
+        given, kind, end = content, "tokenizer.json", None
+        if path.suffix == sentencepiece_file.SUFFIX:
+            converted, end = sentencepiece_file.converted(content, path)
+            content, kind = converted.encode(), "SentencePiece"
         self._loaded = _load(content, path)
         self._loaded.no_truncation()
         self._loaded.no_padding()
         self._loaded.encode_special_tokens = True
-        self.end_name = end_of_document or _usual_end(self._loaded, path)
+        self.end_name = end_of_document or end or _usual_end(self._loaded, path)
         identifier = self._loaded.token_to_id(self.end_name)
         if identifier is None:
             raise CorpusError(f"{path}: end_of_document must be a token of this tokenizer, got {self.end_name!r}")
-        self.key = hashlib.sha256(content + self.end_name.encode()).hexdigest()[:16]
+        self.content = content
+        self.key = self._key(content)
+        self.name = f"{kind} {self._key(given)}"
         self.vocab_size = max(self._loaded.get_vocab().values()) + 1
         self.end_of_document: int = identifier
+
+    def _key(self, content: bytes) -> str:
+        return hashlib.sha256(content + self.end_name.encode()).hexdigest()[:16]
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the ids of each text, computed in parallel."""

@@ -67,9 +67,9 @@ class CorpusSettings(FileSettings):
     source: str = EMBEDDED  # or a file, or a folder, relative to the study file
     sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of source and the keys of its files
     stages: tuple[StageSettings, ...] = ()
-    # or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
+    # or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json or SentencePiece .model, relative to the study file
     tokenizer: str = "bytes"
-    end_of_document: str | None = None  # token of a tokenizer.json that closes documents
+    end_of_document: str | None = None  # token of such a file that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
     # of held-out words, in documents that the training text also holds (assumed)

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from proxy_models.data.hugging_face import write_tokenizer
-from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, train_bpe
+from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, train_bpe, train_unigram
 
 TEXTS = [
     "the rate of the batch is the rate of the step",
@@ -29,6 +29,25 @@ def bpe(tmp_path: Path) -> FileTokenizer:
     path = tmp_path / "bpe.json"
     path.write_text(train_bpe([text.encode() for text in TEXTS * 3], 300))
     return FileTokenizer(path)
+
+
+def unigram(tmp_path: Path) -> FileTokenizer:
+    path = tmp_path / "unigram.json"
+    path.write_text(train_unigram([Path(__file__).read_bytes()], 300))
+    return FileTokenizer(path)
+
+
+def sentencepiece(tmp_path: Path, kind: str) -> FileTokenizer:
+    library: Any = pytest.importorskip("sentencepiece")
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(__file__).read_text().splitlines()),
+        model_prefix=str(tmp_path / "given"),
+        model_type=kind,
+        vocab_size=400,
+        byte_fallback=True,
+        minloglevel=3,
+    )
+    return FileTokenizer(tmp_path / "given.model")
 
 
 def with_template(tmp_path: Path) -> FileTokenizer:
@@ -63,11 +82,14 @@ def in_transformers(transformers: ModuleType, tokenizer: Tokenizer, folder: Path
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "file"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram", "file", "sentencepiece-bpe", "sentencepiece-unigram"])
 def test_transformers_gives_the_ids_that_the_corpus_has(kind: str, transformers: ModuleType, tmp_path: Path) -> None:
     makers: dict[str, Callable[[Path], Tokenizer]] = {
         "bytes": lambda _: BytesTokenizer(),
         "bpe": bpe,
+        "unigram": unigram,
+        "sentencepiece-bpe": lambda folder: sentencepiece(folder, "bpe"),
+        "sentencepiece-unigram": lambda folder: sentencepiece(folder, "unigram"),
         "file": with_template,
     }
     ours = makers[kind](tmp_path)
