@@ -19,7 +19,10 @@ from typing import Any
 
 from muscale.formatting import format_path
 
-_OF_STUDIES = "bundle|check|compare|continue|fit|gc|ladder|plan|promote|report|run|runs|sweep|sync|transfer|ui|watch"
+_OF_STUDIES = (
+    "bundle|check|compare|continue|data check|data clean|fit|gc|ladder|plan|promote|report|run|runs|sweep|sync|transfer|ui"
+    "|watch"
+)
 """Commands whose first argument is the study file."""
 _NAMED = rf"muscale ({_OF_STUDIES})((?: -[^`<\n]*)?)"  # a command with an argument is complete
 _IN_TEXT = re.compile(f"(?:(?<=`)|(?<= it: )){_NAMED}(?=`|$)", re.MULTILINE)  # "settle it: muscale …" ends a line
@@ -39,7 +42,7 @@ class StudyCommands:
         anew = {word.partition("=")[0] for before, word in pairwise(given) if before == "--set"}
         kept = [setting for setting in self.settings if setting.partition("=")[0].strip() not in anew]
         settings = [word for setting in kept for word in ("--set", setting)]
-        return shlex.join(["muscale", command, format_path(self.study), *settings, *given])
+        return shlex.join(["muscale", *command.split(), format_path(self.study), *settings, *given])
 
     def completed(self, text: str) -> str:
         """Return the text with its commands completed."""

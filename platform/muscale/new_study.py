@@ -15,23 +15,20 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muscale.errors import StageError, StudyDirectoryError, StudyFileError
+from muscale.errors import StudyDirectoryError, StudyFileError
+from muscale.found_source import found_source
 from muscale.layout import STUDY_FILE
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
-    from proxy_models.data.sources import Kind
+    from proxy_models.data.sources import Source
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
 # passes over the text after which further ones are worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
 MOST_OFTEN = 4
 FAMILY = ("my_family.py", "test_my_family.py")
 """Files that --family writes: a custom family and its test."""
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
-_DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_infos?)\b.*", re.IGNORECASE)
-_TABLES = (".csv", ".tsv")
-_SAMPLE_BYTES = 65536
 _SHOWN_FILES = 10
 
 
@@ -117,13 +114,13 @@ def write_study(
     """Write the study file into a directory, which is created if missing.
 
     Args:
-        source: A text file, or a folder of text, .jsonl or .parquet files; None keeps the quickstart's.
+        source: A file or folder of any kind that [corpus] reads; None keeps the quickstart's.
         name: Name of the study; by default the directory's.
         family: Also write a model family to edit and its test, and name the family in the study file, which has smaller sizes.
 
     Raises:
         StudyDirectoryError: If the study file, or one of the family's files, exists already.
-        StageError: If the source is missing, empty or not text; nothing is written then.
+        StageError: If the source is missing, empty or can't be read; nothing is written then.
     """
     path = directory / STUDY_FILE
     if path.exists():
@@ -141,19 +138,23 @@ def write_study(
     if source is None:
         _write_all(path, text, family=family)
         return NewStudy(path=str(path))
-    kind = _kind(source)
+    found, files = found_source(source.expanduser())
     place = _place(source.expanduser().absolute(), directory.absolute())
     text = _with_value(text, "source", place)
-    if kind != "text":
-        text = re.sub(r"^(source = .*)$", rf'\1\nkind = "{kind}"', text, count=1, flags=re.MULTILINE)
+    stated = {name: value for name, value in found.to_dict().items() if value != getattr(type(found), name, place)}
+    lines = "".join(f"\n{name} = {json.dumps(value)}" for name, value in stated.items() if name != "path")
+    text = re.sub(r"^(source = .*)$", lambda line: line[0] + lines, text, count=1, flags=re.MULTILINE)
+    if found.vocab_size:
+        sized = rf"\1\nvocab_size = {found.vocab_size}"
+        text = re.sub(r"^(context_length = .*)$", sized, text, count=1, flags=re.MULTILINE)
     intro = (
         f"# A study of {json.dumps(source.name, ensure_ascii=False)}, whose sizes and budgets are for two CPU cores and about ten\n"
         "# minutes: raise them to what you have."
     )
     text = re.sub(r"\A#[^\n]*\n", lambda _: intro + "\n", text)
-    found = _measured(path, place, source, kind, text)
+    measured = _measured(path, place, found, files, text)
     _write_all(path, text, family=family)
-    return found
+    return measured
 
 
 def _write_all(path: Path, text: str, *, family: bool) -> None:
@@ -180,49 +181,23 @@ def _write(path: Path, text: str) -> None:
         unfinished.write_text(text)
 
 
-def _kind(source: Path) -> Kind:
-    """Return the kind of the source's files by their names, without documentation; raise StageError if others lie next to data."""
-    from proxy_models.data.sources import is_hidden
-
-    source = source.expanduser()
-    if source.is_file():
-        return _KINDS.get(source.suffix, "text")
-    files = [path for path in sorted(source.rglob("*")) if path.is_file() and not is_hidden(path, source)]
-    files = [path for path in files if not _DOCUMENTATION.fullmatch(path.name)]
-    data = [path for path in files if path.suffix in _KINDS]
-    if not data:
-        return "text"
-    if odd := [path for path in files if path.suffix != data[0].suffix]:
-        raise StageError(
-            f"--source: {odd[0]}: lies next to {data[0].name}; a folder's files must be of one kind: move {len(odd)} elsewhere"
-        )
-    return _KINDS[data[0].suffix]
-
-
 def _place(source: Path, directory: Path) -> str:
     """Return the source relative to the study's directory if it is inside, so that both can move together; else the full path."""
     source, directory = Path(os.path.normpath(source)), Path(os.path.normpath(directory))
     return source.relative_to(directory).as_posix() if source.is_relative_to(directory) else str(source)
 
 
-def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> NewStudy:
+def _measured(path: Path, place: str, source: Source, files: list[Path], text: str) -> NewStudy:
     from muscale.settings.config import StudyConfig
-    from proxy_models.data.sources import CorpusError, Source
+    from proxy_models.data.file_contents import UTF8, encoding_of
+    from proxy_models.data.sources import decompressor
 
-    try:
-        root, files = Source(path=str(source), kind=kind).files()
-    except CorpusError as error:
-        raise StageError(f"--source: {error}") from error
-    if kind == "text":
-        _require_text(files)
-        _require_no_data(files)
+    root = Path(source.path) if Path(source.path).is_dir() else files[0].parent
     n_bytes = sum(file.stat().st_size for file in files)
-    if not n_bytes:
-        raise StageError(f"--source: {root}: the corpus is empty, no file in it holds a byte")
     config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
     corpus = config.corpus
-    known = kind == "text"
-    everything = root.rglob("*") if source.expanduser().is_dir() else ()
+    known = source.kind == "text" and not any(decompressor(file) or encoding_of(file, None) != UTF8 for file in files)
+    everything = root.rglob("*") if Path(source.path).is_dir() else ()
     left_out = {path for path in everything if path.is_file()} - set(files)
     held_out, uneven = _held_out(root, files, corpus.validation_fraction) if known else (0, "")
     return NewStudy(
@@ -255,46 +230,6 @@ def _held_out(root: Path, files: list[Path], fraction: float) -> tuple[int, str]
         "side: put the text into one file (`cat`), whose end is held out, or cut large files (`split -C 64K`), such as "
         f"{largest.name} ({sizes[largest]:,} bytes)"
     )
-
-
-def _require_no_data(files: list[Path]) -> None:
-    """Refuse JSON lines and tables under other names, if they make up most of the bytes."""
-    data = [file for file in files if file.suffix in _TABLES or _begins_as_json(file)]
-    if 2 * sum(file.stat().st_size for file in data) > sum(file.stat().st_size for file in files):
-        raise StageError(
-            f"--source: {data[0]}: holds records, not text, as do {len(data)} files; give JSON lines the suffix .jsonl, and convert "
-            "other records to .jsonl or .parquet"
-        )
-
-
-def _begins_as_json(file: Path) -> bool:
-    """Whether the file begins with an object, or a list of objects, whose first key is on the first line."""
-    with file.open("rb") as content:
-        return re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{[ \t]*"[^"\n]*"[ \t]*:', content.read(_SAMPLE_BYTES)) is not None
-
-
-def _require_text(files: list[Path]) -> None:
-    """Refuse files that do not begin with UTF-8, before a study fails on them; the error lists all of them."""
-    from proxy_models.data.sources import decompressor
-
-    faulty: list[str] = []
-    for file in files:
-        if tool := decompressor(file):
-            raise StageError(f"--source: {file}: is compressed; decompress it, and the others, as with `{tool}`")
-        with file.open("rb") as content:
-            sample = content.read(_SAMPLE_BYTES)
-        try:
-            sample[: sample.rfind(b"\n") + 1 or None].decode()
-        except UnicodeDecodeError as error:
-            if error.start < len(sample) - 4:  # later bytes may be a character that the sample cuts
-                faulty.append(f"--source: {file}: is not text in UTF-8 (byte {error.start})")
-    if faulty:
-        shown = [*faulty[:_SHOWN_FILES], *([f"and {n} files more"] if (n := len(faulty) - _SHOWN_FILES) > 0 else [])]
-        raise StageError(
-            "\n".join(shown)
-            + "\nconvert texts, as with `iconv -f LATIN1 -t UTF-8 FILE`, and move other files elsewhere; .jsonl "
-            "and .parquet files are read where the folder has no others"
-        )
 
 
 def _longest_runs(config: StudyConfig) -> dict[str, int]:

@@ -58,6 +58,7 @@ from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import OtherCorpusError, discard_corpus
 from proxy_models.data.sources import CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import ScalingFit, Verdict
@@ -143,24 +144,31 @@ class Study(Result):
         """The token files, written at first use."""
         config, folder = self.config, self.directory / CORPUS
         try:
-            with self._display.reading("corpus") as on_progress:
-                if config.trainer:
+            if config.trainer:
+                with self._display.reading("corpus"):
                     return config.trainer.write_corpus(folder)
-                with cluster_map(config.resources) as parallel:
-                    corpus = data.write(
-                        config.corpus,
-                        self.directory,
-                        folder,
-                        config.model.vocab_size,
-                        on_progress,
-                        parallel_map=parallel,
-                    )
+            try:
+                corpus = self._write_corpus(folder)
+            except OtherCorpusError:
+                if self.ledger.is_begun:
+                    raise
+                discard_corpus(
+                    folder
+                )  # nothing was trained on it; its settings, such as [corpus.clean], have changed since
+                corpus = self._write_corpus(folder)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
         if not known_leaks(config, self.ledger, corpus):
             self._find_leaks(corpus)
         return corpus
+
+    def _write_corpus(self, folder: Path) -> Corpus:
+        config = self.config
+        with self._display.reading("corpus") as on_progress, cluster_map(config.resources) as parallel:
+            return data.write(
+                config.corpus, self.directory, folder, config.model.vocab_size, on_progress, parallel_map=parallel
+            )
 
     def _find_leaks(self, corpus: Corpus) -> LeakCheck:
         with self._display.reading("leaks") as on_progress:

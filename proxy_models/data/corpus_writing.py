@@ -35,6 +35,10 @@ from proxy_models.files import folder_lock
 from proxy_models.hashing import content_key
 
 
+class OtherCorpusError(CorpusError):
+    """Error for a folder that holds another corpus than the requested one."""
+
+
 def write_corpus(
     folder: Path,
     source: str | Source,
@@ -102,6 +106,12 @@ def write_mixture(
     ).fulfil(folder, on_progress)
 
 
+def discard_corpus(folder: Path) -> None:
+    """Remove the manifests of a corpus, so that the next one is written over it."""
+    for manifest in (folder / MANIFEST, *folder.glob(f"{SOURCES}/*/{MANIFEST}")):
+        manifest.unlink(missing_ok=True)
+
+
 def write_own_data(folder: Path, name: str) -> Corpus:
     """Write or open the corpus of a training program that reads its own data; only the name identifies the data.
 
@@ -149,13 +159,15 @@ class _Request:
     def _reopen(self, folder: Path) -> Corpus:
         corpus = Corpus.open(folder)
         if corpus.mixture != self.mixture:
-            raise CorpusError(
+            raise OtherCorpusError(
                 f"{folder}: holds {_described(corpus.mixture)}, not {_described(self.mixture)}; choose another folder, or "
                 f"remove its {MANIFEST} to keep the tokenized sources"
             )
         made_by = tokenizer_name(self.tokenizer)
         if (there := kept_name(folder)) != made_by:
-            raise CorpusError(f"{folder}: holds a corpus in tokens of {there}, not of {made_by}; choose another folder")
+            raise OtherCorpusError(
+                f"{folder}: holds a corpus in tokens of {there}, not of {made_by}; choose another folder"
+            )
         for name, files in corpus.sources.items():
             self._compare(files, name)
         return corpus
@@ -182,7 +194,7 @@ class _Request:
         if changed:
             differences.append(f"{len(changed)} of {len({*found, *before})} files differ, the first is {changed[0]}")
         if differences:
-            raise CorpusError(
+            raise OtherCorpusError(
                 f"{files.folder}: holds the corpus of {there}, not of {source} as it is now: {'; '.join(differences)}; "
                 "choose another folder or remove this one"
             )

@@ -22,6 +22,7 @@ ALL = ["--set", "plan.compute_flops=1e21", "--set", "transfer.octaves=4"]
             "transfer --set 'transfer.octaves=8'",
             ["transfer", "a b/study.toml", *ALL[:2], "--set", "transfer.octaves=8"],
         ),
+        ("data check", ["data", "check", "a b/study.toml", *ALL]),
         ("report other.toml", ["report", "other.toml"]),
         ("init DIRECTORY", ["init", "DIRECTORY"]),
     ],

@@ -1,15 +1,21 @@
 """`muscale init`: a study file with one's own text in it, and whether that is enough."""
 
 import gzip
+import struct
 import tomllib
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.new_study import write_study
 from muscale.settings.config import StudyConfig
+from muscale.settings.corpus import sources
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.documents import in_validation
 from proxy_models.data.sources import Source
@@ -102,14 +108,15 @@ def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
     (hollow / "a.txt").touch()
     mixed = tmp_path / "mixed"
     mixed.mkdir()
-    for name, encoding in (("fine.txt", "utf-8"), ("old.txt", "latin-1"), ("wide.txt", "utf-16")):
-        (mixed / name).write_text("Süden, und noch mehr davon", encoding=encoding)
+    (mixed / "fine.txt").write_text("Süden, und noch mehr davon")
+    for name in ("one.bin", "two.dat"):
+        (mixed / name).write_bytes(b"\xff\0\xfe")
     for source, message in (
         (tmp_path / "none", "--source: .*none: no such file or folder"),
         (empty, "--source: .*empty: the corpus is empty"),
         (hollow, "--source: .*hollow: the corpus is empty, no file in it"),
-        (picture, r"--source: .*picture.png: is not text in UTF-8 \(byte 0\)"),
-        (mixed, r"old.txt.*\(byte 1\)\n(.*\n)*.*wide.txt.*\(byte 0\)"),  # all faulty files at once
+        (picture, r"--source: .*picture.png: byte 0x89 at 0"),
+        (mixed, r"one.bin.*\n(.*\n)*.*two.dat"),  # all faulty files at once
     ):
         with pytest.raises(StageError, match=message):
             write_study(tmp_path / "mine", source)
@@ -140,13 +147,93 @@ def test_a_study_file_that_is_there_stays(tmp_path: Path) -> None:
 RECORDS = '{"text": "a document"}\n' * 200
 
 
+def write_parquet(path: Path, field: str) -> None:
+    pq.write_table(pa.table({"id": range(50), field: ["a document"] * 50}), path)
+
+
+def write_tokens(path: Path, field: str) -> None:
+    np.save(path, np.arange(500, dtype=np.uint16))
+
+
+def write_megatron(path: Path, field: str) -> None:
+    ids = np.arange(300, dtype=np.uint16)
+    path.write_bytes(ids.tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)
+    path.with_suffix(".idx").write_bytes(head + struct.pack("<iqqq", len(ids), 0, 0, 1))
+
+
+def writer(content: str, compress: Callable[[bytes], bytes] = bytes) -> Callable[[Path, str], None]:
+    return lambda path, field: (path.write_bytes(compress(content.replace("text", field).encode())), None)[1]
+
+
+WRITERS: dict[str, Callable[[Path, str], None]] = {
+    "train.jsonl": writer(RECORDS),
+    "train.jsonl.gz": writer(RECORDS, gzip.compress),
+    "train.json": writer('[\n{"text": "a"},\n{"text": "b"}]'),
+    "train.csv": writer("id,text\n" + "1,a\n" * 50),
+    "train.tsv": writer("id\ttext\n" + "1\ta\n" * 50),
+    "train.parquet": write_parquet,
+    "train.npy": write_tokens,
+    "train.bin": write_megatron,
+}
+KINDS = {".jsonl": "jsonl", ".gz": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("field", ["text", "content"])
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_data_is_recognized_with_the_field_of_its_text(tmp_path: Path, name: str, field: str, as_folder: bool) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    WRITERS[name](folder / name, field)
+    (folder / "README.md").write_text("what it is")
+    written = write_study(tmp_path / "mine", folder if as_folder else folder / name)
+    assert written.n_files == 1
+    config = StudyConfig.read(Path(written.path))
+    kind = KINDS.get(Path(name).suffix, "tokens")
+    assert config.corpus.kind == kind
+    if kind == "tokens":
+        assert config.corpus.vocab_size == config.model.vocab_size == (500 if name.endswith(".npy") else 300)
+    else:
+        assert config.corpus.field == field
+    named = sources(config.corpus, tmp_path / "mine")["corpus"]
+    assert named.files()[1] == [folder / name]
+
+
+def test_text_in_other_encodings_and_compressed_is_text(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    (source / "wide.txt").write_text("Süden, und noch mehr davon\n" * 20, encoding="utf-16")
+    (source / "old.txt").write_text("Съешь же ещё этих мягких французских булок\n" * 20, encoding="cp1251")
+    (source / "small.txt.gz").write_bytes(gzip.compress("Süden\n".encode() * 200, mtime=0))
+    written = write_study(tmp_path / "mine", source)
+    assert (written.n_files, written.training_tokens) == (3, None)
+    assert StudyConfig.read(Path(written.path)).corpus.kind == "text"
+
+
+def test_a_saved_data_set_is_recognized(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    table = pa.table({"content": ["a document"] * 20})
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (folder / "dataset_info.json").write_text("{}")
+    config = StudyConfig.read(Path(write_study(tmp_path / "mine", folder).path))
+    assert (config.corpus.kind, config.corpus.field) == ("huggingface", "content")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_documentation_beside_data_and_names_with_a_dot_are_left_out_and_said(tmp_path: Path, kind: str) -> None:
     source = tmp_path / "data"
     left_out = [".cache/x", "LICENSE", "README.md", "dataset_infos.json"]
-    for name in (f"train.{kind}", *left_out):
+    for name in left_out:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(RECORDS)
+    WRITERS[f"train.{kind}"](source / f"train.{kind}", "text")
     written = write_study(tmp_path / "mine", source)
     assert StudyConfig.read(Path(written.path)).corpus.kind == kind
     assert (written.n_files, written.left_out) == (1, tuple(left_out))
@@ -165,14 +252,17 @@ def test_a_repository_of_text_is_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "content", "odd"),
     [
-        (["train.json", "README.md"], RECORDS.encode(), "train.json"),
         (["train.txt"], RECORDS.encode(), "train.txt"),
-        (["train.json"], b'[\n{"text": "a"},\n{"text": "b"}]', "train.json"),
-        (["train.csv"], b"id,text\n1,a\n" * 50, "train.csv"),
         (["a.jsonl", "notes.txt"], RECORDS.encode(), "notes.txt"),
         (["a.jsonl", "b.parquet"], RECORDS.encode(), "b.parquet"),
-        (["part0.jsonl.gz"], gzip.compress(RECORDS.encode(), mtime=0), r"part0\.jsonl\.gz"),
-        (["a.jsonl", "part0.jsonl.gz"], gzip.compress(RECORDS.encode(), mtime=0), "part0.jsonl.gz"),
+        (["a.jsonl", "more.json"], RECORDS.encode(), "more.json"),
+        (["a.csv", "more.bin"], b"id,text\n1,a\n" * 50, "more.bin"),
+        (["a.jsonl"], b"no JSON\n", "a.jsonl"),
+        (["a.jsonl"], b'{"words": "x"}\n', "a.jsonl: line 1.*words"),
+        (["a.csv"], b"id,words\n1,a\n" * 50, "a.csv.*words"),
+        (["a.parquet"], b"no table", "a.parquet"),
+        (["a.bin"], b"\0\1" * 50, "a.bin.*dtype"),
+        (["a.txt.bz2"], b"BZh91AY" + bytes(50), "a.txt.bz2: is compressed"),
     ],
 )
 def test_data_under_another_suffix_is_refused_by_its_name(
@@ -181,7 +271,7 @@ def test_data_under_another_suffix_is_refused_by_its_name(
     source = tmp_path / "data"
     source.mkdir()
     for name in names:
-        (source / name).write_bytes(b"text" if name == "README.md" else content)
+        (source / name).write_bytes(content)
     with pytest.raises(StageError, match=odd):
         write_study(tmp_path / "mine", source)
     assert not (tmp_path / "mine").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
@@ -10,6 +11,10 @@ from muscale.cli.application import INSPECT, app, command
 from muscale.cli.ending import Ending
 from muscale.cli.options import Options, StudyFile
 from muscale.cli.running import run_stage
+
+if TYPE_CHECKING:
+    from muscale.proxies.leak_check import LeakCheck
+    from muscale.study import Study
 
 DATA = App(
     name="data",
@@ -27,7 +32,22 @@ def check(study: StudyFile, *, options: Options = Options()) -> int:
     Prints the shares by source, and the files and lines of the worst passages; --json has up to 1,000. The study's other commands
     make the same check once for each corpus, and the gate of a full run has its result.
     """
-    return run_stage(study, options, lambda opened: opened.check_data(), None, failed=lambda found: not found.passed)
+
+    def ending(opened: Study, found: LeakCheck) -> Ending:
+        if found.passed:
+            return Ending(next=(options.line("run", study, "--dry-run"),))
+        if (clean := opened.config.corpus.clean) and clean.is_on:
+            return Ending()  # what is left, no step removes
+        return Ending(next=(options.line("data clean", study, "--set", "corpus.clean.exact_duplicates=global"),))
+
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.check_data(),
+        None,
+        failed=lambda found: not found.passed,
+        ending=ending,
+    )
 
 
 @command(INSPECT, example="muscale data clean study.toml", within=DATA)
@@ -42,9 +62,7 @@ def clean(study: StudyFile, *, options: Options = Options()) -> int:
         options,
         lambda opened: opened.clean_data(_ask if sys.stdin.isatty() and not options.json else None),
         None,
-        ending=lambda _, cleaned: Ending(
-            wrote={"text": cleaned.folder}, next=(options.line("run", study, "--dry-run"),)
-        ),
+        ending=lambda _, cleaned: Ending(wrote={"text": cleaned.folder}, next=(options.line("data check", study),)),
     )
 
 

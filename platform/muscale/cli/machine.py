@@ -33,7 +33,7 @@ def init(
 
     Args:
         directory: Created if it does not exist.
-        source: A text file, or a folder of text, .jsonl or .parquet files; also checks whether it is enough text for the budgets.
+        source: A file or folder of text, records or tokens; also checks whether it is enough text for the budgets.
         name: Name of the study; by default the directory's.
         family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and a smaller study of it.
         keep: Keep an existing study file instead of refusing.

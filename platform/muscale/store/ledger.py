@@ -123,6 +123,11 @@ class Ledger:
         """The study's identity; None before the first claim."""
         return next((row["identity"] for row in self.read(statements.find, "studies")), None)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything but a check of the family or of the corpus was recorded or is running."""
+        return self.read(statements.is_begun)
+
     def result(self, kind: ResultKind, key: str) -> dict[str, Any] | None:
         """The result of a kind for these inputs; None if there is none."""
         rows = self.read(statements.find, "results", {"kind": kind.value, "key": key})

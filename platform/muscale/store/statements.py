@@ -113,7 +113,7 @@ def claim(
     found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
     if found is None:
         insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
-    elif found != identity and not _is_begun(connection):
+    elif found != identity and not is_begun(connection):
         connection.execute(sa.update(studies).values(identity=identity))
     elif found != identity:
         return found
@@ -123,7 +123,7 @@ def claim(
     return identity
 
 
-def _is_begun(connection: sa.Connection) -> bool:
+def is_begun(connection: sa.Connection) -> bool:
     """Whether anything but a check of the family or of the corpus was recorded or is running."""
     rows = [
         *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),

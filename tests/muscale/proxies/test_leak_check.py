@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from muscale.pages.report import sections_of
 from muscale.plans.gate import leak_line
 from muscale.proxies.leak_check import known_leaks
 from proxy_models.data.documents import in_validation
+from tests.muscale.command_lines import muscale
 
 MakeStudy = Callable[..., Path]
 
@@ -100,3 +103,18 @@ def test_cleaning_opens_the_gate_that_a_copied_file_closes(make_study: MakeStudy
     sections = {section.title: section for section in sections_of(gather(study.contents, Findings()))}
     assert copy in str(sections["Examples of what was removed"].table)
     assert "Held-out text in the training text" in sections
+
+
+def test_the_commands_that_a_check_names_open_a_gate_that_copies_closed(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_study()
+    held_out, training = with_leak(path, leaked=False)
+    shutil.copy(path.parent / "files" / held_out, path.parent / "files" / training)
+    command, done = ["data", "check", str(path)], []
+    for _ in range(3):
+        shown = muscale(capsys, *command)
+        done.append((command[:2], shown.code))
+        command = shlex.split(shown.err.rpartition("next: muscale")[2])
+    assert done == [(["data", "check"], 1), (["data", "clean"], 0), (["data", "check"], 0)]
+    assert command[0] == "run"
