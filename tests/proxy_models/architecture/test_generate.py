@@ -1,5 +1,6 @@
 """Generation: a trained model continues as its data does, seeds decide samples, and arguments out of range are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.generate import continue_text, generate
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.tokenizer import BytesTokenizer
+from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
@@ -117,3 +118,32 @@ def test_a_prompt_begins_a_document() -> None:
     ids = generate(model, [0, *b"abc"], 8, stop=0)
     assert continue_text(model, BytesTokenizer(), "abc", 8) == BytesTokenizer().decode(ids[ids != 0])
     assert len(continue_text(model, BytesTokenizer(), "", 8)) > 0, "an empty prompt is the beginning of a document"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_text_continues_after_the_prompt_with_its_first_space(kind: str, tmp_path: Path) -> None:
+    library: Any = pytest.importorskip("sentencepiece")
+    lines = iter(Path(__file__).read_text().splitlines())
+    library.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_prefix=str(tmp_path / "given"), model_type=kind, vocab_size=400, minloglevel=3
+    )
+    tokenizer = FileTokenizer(tmp_path / "given.model")  # it strips the space before a text
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(d_model=32, n_layers=1, context_length=16, vocab_size=512))
+    (ids,) = tokenizer.encode([b"the model"])
+    spaced = []
+    for seed in range(20):
+        new = generate(
+            model,
+            [tokenizer.end_of_document, *ids],
+            4,
+            temperature=1.0,
+            seed=seed,
+            n_ids=tokenizer.vocab_size,
+            stop=tokenizer.end_of_document,
+        )
+        text = continue_text(model, tokenizer, "the model", 4, temperature=1.0, seed=seed)
+        whole = np.append(ids, new[new != tokenizer.end_of_document])
+        assert "the model" + text == tokenizer.decode(whole)
+        spaced.append(text.startswith(" "))
+    assert any(spaced)
