@@ -194,7 +194,7 @@ def leak_line(leaks: LeakCheck | None) -> GateLine:
     if leaks is None:
         return GateLine(name="leaks", status="unknown", compared="held-out and training text were not compared")
     worst = "".join(f"\n{leak}" for leak in leaks.report.leaks[:WORST_LEAKS] if not leaks.passed)
-    advice = "losses on text that was trained on are too low: `muscale data check` lists the places; remove them with [corpus.clean]"
+    advice = "losses on text that was trained on are too low: `muscale data check` lists the places; `corpus.clean.leaks` removes them"
     return GateLine.judged("leaks", leaks.passed, leaks.compared + worst, advice)
 
 

@@ -16,6 +16,7 @@ from proxy_models.data.cleaning.cleaning_step import CleaningStep
 from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
 from proxy_models.data.cleaning.heuristics import Heuristics, StopWords
 from proxy_models.data.cleaning.languages import Languages
+from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.cleaning.line_duplicates import LineDuplicates
 from proxy_models.data.cleaning.near_duplicates import NearDuplicates
 from proxy_models.data.cleaning.quality import Quality
@@ -70,6 +71,7 @@ class CleanSettings(StrictTable):
     near_duplicates: DuplicateScope = "none"
     near_duplicates_threshold: Annotated[float, Field(gt=0, le=1)] = 0.8  # Jaccard similarity
     quality: QualitySettings | None = None
+    leaks: bool = False  # remove held-out text from training documents
     most_removed: Share = MOST_REMOVED  # of a source's bytes, by one step; more stops with a question
 
     def identity(self) -> dict[str, Any]:
@@ -95,6 +97,8 @@ class CleanSettings(StrictTable):
         if self.quality:
             named = self.quality.model_dump() | {"scores": directory / at_home(self.quality.scores)}
             yield Quality(**named)
+        if self.leaks:
+            yield Leaks()
 
     @property
     def is_on(self) -> bool:

@@ -21,7 +21,7 @@ FREQUENT_TRAINING = (
 )
 SHARE_OF_SHORT = 0.7  # of the units of a short document that a training text must hold in order (assumed)
 LEAST_EDITED = 8  # units of the shortest document that may be edited; shorter ones are like others by chance (assumed)
-SHARE_OF_HITS = 0.4  # of its units that must stand in known sequences, before the texts are compared (assumed)
+SHARE_OF_HITS = 0.4  # of its units that known sequences must cover, before the texts are compared (assumed)
 SHARE_OF_WHOLE = 0.8  # of a longer document; so much of it counts even if it is found often (assumed)
 _GAP, _SHIFT = 32, 8  # units that an edit may replace, and by which it may move what follows (assumed)
 _MOST_PLACES = 100_000  # passages whose places are kept
@@ -36,6 +36,7 @@ class Passage:
         first, last: Units of the index that it spans; the last is exclusive.
         n_units: Units that agree.
         place: The training text, with the passage's line and no content; None beyond `_MOST_PLACES`.
+        last_line: Line at which the passage ends.
         example: Beginning of the passage.
     """
 
@@ -44,17 +45,18 @@ class Passage:
     last: int
     n_units: int
     place: Text | None = None
+    last_line: int = 0
     example: str = ""
 
 
 class HeldOutIndex:
     """Held-out texts in one measure: all of their units, and the known sequences of `measure.seed` units.
 
-    Add the texts, `build` the index, then `search` training texts.
+    Add the texts, `build` the index, then `search` training texts and `keep` what was found.
 
     Attributes:
         document: Index of each unit's text.
-        found: Passages found so far.
+        found: Passages that were kept.
     """
 
     def __init__(self, measure: Measure) -> None:
@@ -103,15 +105,29 @@ class HeldOutIndex:
         """Return the units of the held-out document."""
         return int(self._sizes[self.document[passage.first]])
 
-    def search(self, units: Units) -> None:
-        """Add the passages that a batch of training texts holds to `found`."""
-        passages = list(self._passages(units))
-        lines = units.lines(np.array([at for at, _ in passages], dtype=np.int64)).tolist()
-        for (at, passage), line in zip(passages, lines, strict=True):
-            if len(self.found) < _MOST_PLACES:
-                place = replace(units.texts[units.text_of[at]], line=line, content=b"")
-                passage = replace(passage, place=place, example=units.example(at))
-            self.found.append(passage)
+    def search(self, units: Units) -> tuple[list[Passage], Positions]:
+        """Return the passages that a batch of training texts holds, and the numbers of all known sequences in it."""
+        at, number = self._hits(units)
+        found = list(self._passages(units, at, number))
+        places = np.array([(begin, end - 1) for begin, end, _ in found], dtype=np.int64)
+        lines = units.lines(places.ravel()).reshape(-1, 2).tolist()
+        passages = [
+            replace(
+                passage,
+                place=replace(units.texts[units.text_of[begin]], line=line, content=b""),
+                last_line=last_line,
+                example=units.example(begin),
+            )
+            for (begin, _, passage), (line, last_line) in zip(found, lines, strict=True)
+        ]
+        return passages, number
+
+    def keep(self, passages: Iterable[Passage], sequences: Positions) -> None:
+        """Count what was found in some training texts."""
+        for passage in passages:
+            self.found.append(passage if len(self.found) < _MOST_PLACES else replace(passage, place=None, example=""))
+        seen, times = np.unique(sequences, return_counts=True)
+        self._times_found[seen] += times
 
     def _hits(self, units: Units) -> tuple[Positions, Positions]:
         """Return where known sequences begin, and the numbers of these sequences."""
@@ -125,11 +141,8 @@ class HeldOutIndex:
         is_known = self._known[number] == sequences[at]
         return at[is_known], number[is_known]
 
-    def _passages(self, units: Units) -> Iterator[tuple[int, Passage]]:
-        """Yield where passages of at least a sequence begin, and the passages: hits that follow each other in both texts."""
-        at, number = self._hits(units)
-        seen, times = np.unique(number, return_counts=True)
-        self._times_found[seen] += times
+    def _passages(self, units: Units, at: Positions, number: Positions) -> Iterator[tuple[int, int, Passage]]:
+        """Yield passages of at least a sequence, each with its units in the training text: hits that follow each other in both."""
         is_rare = ~self._is_frequent[number]
         at, held_out = at[is_rare], self._first_place[number[is_rare]]
         if not len(at):
@@ -145,16 +158,17 @@ class HeldOutIndex:
         last = np.maximum.reduceat(held_out, begins) + seed
         gained = np.concatenate([[0], np.where(is_end, 0, np.minimum(step, seed))])
         n_units = np.minimum(np.add.reduceat(gained, begins) + seed, last - first)
+        ends = np.maximum.reduceat(at, begins) + seed
         at, document, sizes = at[begins], document[begins], self._sizes[document[begins]]
         is_enough = n_units >= np.minimum(self.measure.least, sizes)
         may_be_edited = self.measure.by_document & (sizes >= LEAST_EDITED) & (n_units >= SHARE_OF_HITS * sizes)
         for i in np.flatnonzero(is_enough | may_be_edited):
-            where, source = int(at[i]), units.texts[units.text_of[at[i]]].source
+            where, end, source = int(at[i]), int(ends[i]), units.texts[units.text_of[at[i]]].source
             passage = Passage(source=source, first=int(first[i]), last=int(last[i]), n_units=int(n_units[i]))
             if is_enough[i]:
-                yield where, passage
+                yield where, end, passage
             elif edited := self._edited(units, where, passage, int(document[i])):
-                yield where, edited
+                yield where, end, edited
 
     def _edited(self, units: Units, at: int, passage: Passage, document: int) -> Passage | None:
         """Compare a whole short document with the text around a hit; None if they differ by more than a few edits."""
@@ -174,14 +188,17 @@ class HeldOutIndex:
 
     def rare(self) -> list[Passage]:
         """Return the passages found that are no boilerplate."""
+        return [passage for passage, is_rare in zip(self.found, self.is_rare(), strict=True) if is_rare]
+
+    def is_rare(self) -> list[bool]:
+        """Return for each passage found whether it is no boilerplate."""
         if self.measure.by_document:
             times = Counter(int(self.document[passage.first]) for passage in self.found)
-            return [passage for passage in self.found if times[int(self.document[passage.first])] <= FREQUENT_TRAINING]
+            return [times[int(self.document[passage.first])] <= FREQUENT_TRAINING for passage in self.found]
         return [
-            passage
+            passage.last - passage.first >= SHARE_OF_WHOLE * self.size_of(passage)
+            or bool(np.median(self._times_found[self._sequences_of(passage)]) <= FREQUENT_TRAINING)
             for passage in self.found
-            if passage.last - passage.first >= SHARE_OF_WHOLE * self.size_of(passage)
-            or np.median(self._times_found[self._sequences_of(passage)]) <= FREQUENT_TRAINING
         ]
 
     def _sequences_of(self, passage: Passage) -> NDArray[np.int32]:
@@ -189,7 +206,7 @@ class HeldOutIndex:
         return numbers[numbers >= 0]
 
     def repeated(self, passages: Iterable[Passage]) -> NDArray[np.bool_]:
-        """Return for each unit whether it stands in one of these passages, or in another copy of it among the held-out texts."""
+        """Return for each unit whether it belongs to one of these passages, or to another copy of one among the held-out texts."""
         changes = np.zeros(len(self._hashes) + 1, dtype=np.int32)
         is_found = np.zeros(len(self._known) + 1, dtype=np.bool_)  # the last: no sequence
         for passage in passages:

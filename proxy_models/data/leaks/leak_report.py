@@ -41,10 +41,10 @@ class SourceLeaks:
 
     Attributes:
         documents: Held-out documents that were looked up.
-        leaked_documents: Those that stand in the training text almost as a whole.
+        leaked_documents: Those that the training text holds almost as a whole.
         n_units: Words (or bytes, or tokens) of all documents.
         leaked_units: Words of the leaked documents.
-        repeated_units: Words of all passages that stand in the training text.
+        repeated_units: Words of all passages that the training text holds.
         by_source: These words, by training source.
         skipped: Documents that are too short to look up.
     """

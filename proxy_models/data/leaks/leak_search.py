@@ -9,12 +9,13 @@ text whose words are too long to be words (DNA, encoded data) is compared by byt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from proxy_models.data.documents import ReadReport, batches, in_validation, pieces
-from proxy_models.data.leaks.held_out_index import HeldOutIndex
+from proxy_models.data.leaks.folded_text import Positions
+from proxy_models.data.leaks.held_out_index import HeldOutIndex, Passage
 from proxy_models.data.leaks.leak_report import Leak, LeakReport, SourceLeaks
 from proxy_models.data.leaks.text_units import (
     BATCH_BYTES,
@@ -32,7 +33,7 @@ from proxy_models.data.tokenization import blocks
 from proxy_models.data.tokenizer import BytesTokenizer
 
 SHARE_OF_LEAKED = 0.9
-"""Share of the words of a leaked document that stands in the training text (assumed)."""
+"""Share of a leaked document's words that the training text holds (assumed)."""
 MOST_HELD_OUT = 100_000_000
 """Bytes of held-out text that are indexed, which takes some 15 bytes of memory each; of more text a sample is indexed."""
 SHORT = 50
@@ -79,18 +80,17 @@ def find_leaks(
                     yield text
 
     skipped: Counter[str] = Counter()
-    indexes = _text_indexes(texts(held_out, "validation", tokens=False), skipped)
+    indexes = text_indexes(texts(held_out, "validation", tokens=False), skipped)
     if indexes:
-        for batch in map(FoldedBatch.of, batches(texts(training, "train", tokens=False), BATCH_BYTES)):
-            for index in indexes:
-                index.search(batch.letters if index.measure is BYTES else batch.words)
+        for number, passages, sequences in search_texts(indexes, texts(training, "train", tokens=False)):
+            indexes[number].keep(passages, sequences)
     tokens = HeldOutIndex(TOKENS)
     for one in batches(texts(held_out, "validation", tokens=True), BATCH_BYTES):
         tokens.add(token_units(one), np.ones(len(one), dtype=np.bool_))
     if tokens.texts:
         tokens.build()
         for one in batches(texts(training, "train", tokens=True), BATCH_BYTES):
-            tokens.search(token_units(one))
+            tokens.keep(*tokens.search(token_units(one)))
         indexes.append(tokens)
     return _report(indexes, skipped, indexed)
 
@@ -99,7 +99,7 @@ def _size(source: Source) -> int:
     return sum(path.stat().st_size for path in source.files()[1])
 
 
-def _text_indexes(held_out: Iterator[Text], skipped: Counter[str]) -> list[HeldOutIndex]:
+def text_indexes(held_out: Iterable[Text], skipped: Counter[str]) -> list[HeldOutIndex]:
     """Index texts by words, or by bytes if they have none; counts those that are too short."""
     indexes = {measure: HeldOutIndex(measure) for measure in (WORDS, SHORT_TEXTS, BYTES)}
     for batch in map(FoldedBatch.of, batches(held_out, BATCH_BYTES)):
@@ -115,6 +115,15 @@ def _text_indexes(held_out: Iterator[Text], skipped: Counter[str]) -> list[HeldO
     for index in filled:
         index.build()
     return filled
+
+
+def search_texts(
+    indexes: Sequence[HeldOutIndex], training: Iterable[Text]
+) -> Iterator[tuple[int, list[Passage], Positions]]:
+    """Search batches of texts; yield the number of each index with what it found: passages and known sequences."""
+    for batch in map(FoldedBatch.of, batches(training, BATCH_BYTES)):
+        for number, index in enumerate(indexes):
+            yield number, *index.search(batch.letters if index.measure is BYTES else batch.words)
 
 
 def _of_text(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:

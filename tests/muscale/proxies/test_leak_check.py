@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 import shutil
@@ -118,3 +119,29 @@ def test_the_commands_that_a_check_names_open_a_gate_that_copies_closed(
         command = shlex.split(shown.err.rpartition("next: muscale")[2])
     assert done == [(["data", "check"], 1), (["data", "clean"], 0), (["data", "check"], 0)]
     assert command[0] == "run"
+
+
+def test_removing_leaks_opens_the_gate_and_leaves_the_rest_of_the_document(make_study: MakeStudy) -> None:
+    path = make_study()
+    held_out, training = with_leak(path, leaked=True)
+    folder, draw = path.parent / "files", random.Random(1)
+    rest = "".join(sentence(draw) for _ in range(10))
+    (folder / training).write_text((folder / training).read_text() + rest)
+    own = (folder / training).read_text().replace((folder / held_out).read_text(), "")
+    closed = Study.open(path, quiet=True)
+    assert closed.check_data().report.share > 0.02
+    assert leak_line(closed.check_data()).status == "failed"
+    cleaned = make_study("cleaned")
+    folder.rename(cleaned.parent / "files")
+    cleaned.write_text(path.read_text() + "\n[corpus.clean]\nleaks = true\n")
+    study = Study.open(cleaned, quiet=True)
+    found = study.check_data()
+    assert (found.report.share, found.report.n_leaks) == (0, 0)
+    assert leak_line(found).status == "passed"
+    (steps,) = (files.manifest["cleaned"] for files in study.corpus.sources.values())
+    (step,) = steps
+    assert (step["step"], step["documents"], step["documents_left"]) == ("leaks", 40, 40)
+    assert step["bytes"] - step["bytes_left"] == len((cleaned.parent / "files" / held_out).read_bytes())
+    assert [(one["file"], one["kept"]) for one in step["examples"]] == [(training, f"corpus, {held_out}:1")]
+    lines = [line for file in study.clean_data().folder.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert own in [json.loads(line)["text"] for line in lines]

@@ -23,12 +23,14 @@ from proxy_models.data.cleaning.cleaning_step import CleaningStep
 from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
 from proxy_models.data.cleaning.heuristics import Heuristics
 from proxy_models.data.cleaning.languages import Languages
+from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.cleaning.line_duplicates import LineDuplicates
 from proxy_models.data.cleaning.near_duplicates import NearDuplicates
 from proxy_models.data.cleaning.quality import Quality
 from proxy_models.data.cleaning.shingles import jaccard, shingles
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.documents import in_validation
+from proxy_models.data.leaks.leak_search import find_leaks
 from proxy_models.data.sources import CorpusError, Source
 
 FRACTION = 0.2
@@ -170,6 +172,57 @@ def test_lines_of_many_documents_are_removed_from_all(tmp_path: Path) -> None:
     assert counts(kept) == {("line_duplicates", "corpus"): (14, 14)}
 
 
+def with_leaks() -> tuple[list[str], list[str]]:
+    """Texts, and what the leak step leaves of them: 20 are held out, 40 clean, 10 mostly copied, and 10 have a leaked line."""
+    held_out, clean = on_side(True, 20), on_side(False, 40, 1000)
+    copies, long, left = [], [], []
+    for number, text in enumerate(held_out[:10]):
+        copy = f"Copied:\n{text.upper()}\n{text_of(3000 + number, 10)}"
+        copies.append(next(there for n in range(99) if not in_validation(there := f"{copy} {n}", FRACTION)))
+        leaked, own = text.replace(" ", "\u00a0"), [text_of(4000 + 3 * number + line) for line in range(3)]
+        for n in range(99):
+            lines = [own[0], f"He wrote: {leaked}.", *own[1:], f"{n}\n"]
+            if not in_validation("\n".join(lines), FRACTION):
+                break
+        long.append("\n".join(lines))
+        left.append("\n".join([lines[0], *lines[2:]]))
+    return [*held_out, *clean, *copies, *long], [*held_out, *clean, *left]
+
+
+def test_held_out_text_goes_from_training_documents_by_lines_or_as_a_whole(tmp_path: Path) -> None:
+    texts, expected = with_leaks()
+    source = {"corpus": write_lines(tmp_path / "t", texts)}
+    assert find_leaks(source, source, validation_fraction=FRACTION).share == 0.5
+    found = cleaned(tmp_path / "c", source, Leaks())
+    assert [document["text"] for document in left(found)] == expected
+    assert counts(found) == {("leaks", "corpus"): (80, 70)}
+    row = found.manifest["removed"]["corpus"][0]
+    assert (row["passages"], row["held_out_looked_up"]) == (20, 1)
+    assert row["bytes"] - row["bytes_left"] == sum(map(len, map(str.encode, texts))) - sum(map(len, expected))
+    assert [(one["line"], one["kept"]) for one in row["examples"]] == [
+        (61 + number, f"corpus, texts.jsonl:{1 + number}") for number in range(5)
+    ]
+    assert find_leaks(found.sources, found.sources, validation_fraction=FRACTION).n_leaks == 0
+
+
+def test_held_out_text_of_one_source_goes_from_another_and_frequent_text_stays(tmp_path: Path) -> None:
+    notice = text_of(1, 20)
+    held_out = on_side(True, 3)
+    training = [f"{text}\n{notice}" for text in on_side(False, 30, 1000)]
+    with_notice = next(text for n in range(999) if in_validation(text := f"{text_of(2000 + n)}\n{notice}", FRACTION))
+    training = [text for text in training if not in_validation(text, FRACTION)]
+    leaked = next(
+        text for n in range(99) if not in_validation(text := f"{held_out[0]}\n{text_of(9000, 200)} {n}", FRACTION)
+    )
+    sources = {
+        "one": write_lines(tmp_path / "one", [*held_out, with_notice]),
+        "other": write_lines(tmp_path / "other", [*training, leaked]),
+    }
+    found = cleaned(tmp_path / "c", sources, Leaks())
+    assert [document["text"] for document in left(found, "one")] == [*held_out, with_notice]
+    assert [document["text"] for document in left(found, "other")] == [*training, leaked.split("\n")[1]]
+
+
 PROSE = (
     "The committee met on Tuesday to discuss the bridge that crosses the river near the old mill. Several members said that "
     "repairs would have to begin before winter, and the engineer agreed with them. A budget was drawn up to be sent to the "
@@ -303,7 +356,7 @@ def test_parallel_shards_give_the_same_files_and_progress_only_grows(
     monkeypatch.setattr(text_shards, "SHARD_BYTES", 3000)
     texts = [text_of(seed % 150) for seed in range(200)]
     source = {"corpus": write_lines(tmp_path / "t", texts)}
-    steps = (ExactDuplicates(), NearDuplicates(), LineDuplicates())
+    steps = (ExactDuplicates(), NearDuplicates(), LineDuplicates(), Leaks())
     progress: list[tuple[int, int]] = []
     one = cleaned(tmp_path / "one", source, *steps, on_progress=lambda done, total: progress.append((done, total)))
     with ThreadPoolExecutor(2) as pool:
@@ -313,7 +366,7 @@ def test_parallel_shards_give_the_same_files_and_progress_only_grows(
     assert one.manifest == two.manifest
     assert progress == sorted(progress)
     n_bytes = (tmp_path / "t" / "texts.jsonl").stat().st_size
-    assert progress[-1] == (7 * n_bytes, 7 * n_bytes)
+    assert progress[-1] == (9 * n_bytes, 9 * n_bytes)
 
 
 PROGRAM = """
@@ -322,6 +375,7 @@ from pathlib import Path
 from proxy_models.data.cleaning import text_shards
 from proxy_models.data.cleaning.clean import clean
 from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
+from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.cleaning.near_duplicates import NearDuplicates
 from proxy_models.data.sources import Source
 
@@ -329,33 +383,43 @@ text_shards.SHARD_BYTES = 3000
 clean(
     {"corpus": Source(path=sys.argv[1], kind="jsonl")},
     Path(sys.argv[2]),
-    [ExactDuplicates(), NearDuplicates()],
+    [ExactDuplicates(), NearDuplicates(), Leaks()],
     validation_fraction=0.2,
     on_progress=lambda done, total: time.sleep(float(sys.argv[3])),
 )
 """
 
 
-@pytest.mark.parametrize("until", ["read/corpus/00003.json", "step1/corpus/00003.json", "step2/corpus/00003.json"])
+@pytest.mark.parametrize(
+    "until",
+    [
+        "read/corpus/00003.json",
+        "step1/corpus/00003.json",
+        "step2/corpus/00003.json",
+        "step2.json learned/corpus/00003.npz",
+        "step3/corpus/00003.json",
+    ],
+)
 def test_a_killed_process_is_continued(tmp_path: Path, until: str) -> None:
-    texts = [text_of(seed % 150) for seed in range(200)]
+    texts = [text_of(seed % 150) for seed in range(200)] + with_leaks()[0]
     source = write_lines(tmp_path / "t", texts)
     arguments = [sys.executable, "-c", PROGRAM, source.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     work = tmp_path / "c" / ".work"
     with subprocess.Popen([*arguments, str(tmp_path / "c"), "0.02"], env=environment) as process:
-        deadline = time.monotonic() + 60
-        while not (work / until).exists():
+        deadline = time.monotonic() + 240
+        while not all((work / path).exists() for path in until.split()):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "c" / "cleaning.json").exists()
-    before = {path: path.stat().st_mtime_ns for path in (work / until).parent.glob("*.json")}
-    assert before
     subprocess.run([*arguments, str(tmp_path / "whole"), "0"], env=environment, check=True)
     found = clean(
-        {"corpus": source}, tmp_path / "c", [ExactDuplicates(), NearDuplicates()], validation_fraction=FRACTION
+        {"corpus": source},
+        tmp_path / "c",
+        [ExactDuplicates(), NearDuplicates(), Leaks()],
+        validation_fraction=FRACTION,
     )
     whole = Cleaned.open(tmp_path / "whole")
     assert left(found) == left(whole)
