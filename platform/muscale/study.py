@@ -37,7 +37,7 @@ from muscale.programs.program_family import files_of
 from muscale.progress import Display, following, silent
 from muscale.proxies import comparison, transfer
 from muscale.proxies.comparison import Comparison
-from muscale.proxies.leak_check import LeakCheck, check_leaks, known_leaks
+from muscale.proxies.leak_check import LeakCheck, check_leaks, count_near_duplicates, known_leaks
 from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
@@ -57,6 +57,7 @@ from muscale.store.open_ledger import open_ledger
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.cleaning.cleaned import Cleaned
+from proxy_models.data.cleaning.cleaning_step import MissingLibraryError
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import OtherCorpusError, discard_corpus
 from proxy_models.data.sources import CorpusError
@@ -178,13 +179,21 @@ class Study(Result):
         return found
 
     def check_data(self) -> LeakCheck:
-        """How much held-out text the training text holds.
+        """How much held-out text the training text holds, and the share of near-duplicates within the training text.
 
         Raises:
             StageError: If a program reads its own data, or a source can't be read.
         """
         self._require_no_trainer("data check", "its data are not seen here")
-        return check_leaks(self.config, self.ledger, self.corpus, self.directory, silent)
+        corpus = self.corpus
+        try:
+            with self._display.reading("near-duplicates") as on_progress:
+                count_near_duplicates(self.config, self.ledger, corpus, self.directory, on_progress)
+        except MissingLibraryError as error:
+            self._display.line(f"not counted: {error}")
+        except CorpusError as error:
+            raise StageError(f"data check: {error}") from error
+        return check_leaks(self.config, self.ledger, corpus, self.directory, silent)
 
     def clean_data(self, confirm: Callable[[str], bool] | None = None) -> Cleaned:
         """Clean the text of the corpus as [corpus.clean] says, or open the cleaned text.

@@ -29,8 +29,9 @@ app.command(DATA)
 def check(study: StudyFile, *, options: Options = Options()) -> int:
     """Look for held-out text in the training text; exit code 1 if there is more than corpus.most_leaked allows.
 
-    Prints the shares by source, and the files and lines of the worst passages; --json has up to 1,000. The study's other commands
-    make the same check once for each corpus, and the gate of a full run has its result.
+    Prints the shares by source, the files and lines of the worst passages (--json has up to 1,000), and the share of near-duplicates
+    within the training text. The study's other commands look for held-out text once for each corpus, and the gate of a full run has
+    the result.
     """
 
     def ending(opened: Study, found: LeakCheck) -> Ending:

@@ -200,7 +200,7 @@ def _data_sections(contents: ReportContents) -> Iterator[Section]:
             title="Held-out text in the training text",
             command="data check",
             about="Losses on text that was trained on are too low. The longest passages that training and held-out text share.",
-            result=f"{'Passed' if leaks.passed else 'FAILED'}: {leaks.compared}.",
+            result=f"{'Passed' if leaks.passed else 'FAILED'}: {'; '.join(filter(None, (leaks.compared, leaks.repeated)))}.",
             table=as_table(leaks.table()),
         )
 

@@ -1,8 +1,8 @@
-"""The check for held-out text in a study's training text, and its record in the ledger."""
+"""The check of a study's text: held-out text in the training text, near-duplicates within it, and their records in the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from muscale.settings import corpus as data
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.cleaning.duplicate_share import NearDuplicateShare, near_duplicate_shares
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.leaks.leak_report import LeakReport
 from proxy_models.data.leaks.leak_search import find_leaks
@@ -27,12 +28,14 @@ class LeakCheck(Recorded):
 
     Attributes:
         most_leaked: Limit on the share of held-out words in leaked documents.
+        near_duplicates: Near-duplicates within the training text of each source; None if they were not counted.
     """
 
     DERIVED = ("passed",)
 
     report: LeakReport
     most_leaked: float
+    near_duplicates: Mapping[str, NearDuplicateShare] | None = None
 
     @property
     def passed(self) -> bool:
@@ -48,6 +51,18 @@ class LeakCheck(Recorded):
             f"{report.share:.2%} of held-out words are in documents that the training text holds (at most {self.most_leaked:.2%}), "
             f"{report.repeated_share:.2%} in any passage of it{checked}"
         )
+
+    @property
+    def repeated(self) -> str:
+        """The near-duplicates by source in one line; empty if they were not counted, or no source is text."""
+        if not self.near_duplicates:
+            return ""
+        shares = ", ".join(
+            f"{name} {one.share:.2%} ({one.duplicates:,} of {one.documents:,} documents"
+            f"{f' in a sample of {one.compared:.1%}' if one.compared < 1 else ''})"
+            for name, one in self.near_duplicates.items()
+        )
+        return f"near-duplicates within the training text: {shares}"
 
     def table(self) -> pd.DataFrame:
         """Return a row for each of the worst passages, with both places."""
@@ -80,15 +95,19 @@ class LeakCheck(Recorded):
         lines += [f"  {leak}: {leak.text[:60]!r}" for leak in self.report.leaks[:SHOWN]]
         if (more := self.report.n_leaks - SHOWN) > 0:
             lines.append(f"  and {more:,} more passages")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.repeated] if self.repeated else lines)
 
 
 def known_leaks(config: StudyConfig, ledger: Ledger, corpus: Corpus) -> LeakCheck | None:
     """Return the recorded check of a corpus; None if there is none."""
-    known = ledger.result(ResultKind.LEAKS, corpus.key)
+    known, shares = (ledger.result(kind, corpus.key) for kind in (ResultKind.LEAKS, ResultKind.NEAR_DUPLICATES))
     if known is None:
         return None
-    return LeakCheck(report=converter.structure(known, LeakReport), most_leaked=config.corpus.most_leaked)
+    return LeakCheck(
+        report=converter.structure(known, LeakReport),
+        most_leaked=config.corpus.most_leaked,
+        near_duplicates=None if shares is None else converter.structure(shares, dict[str, NearDuplicateShare]),
+    )
 
 
 def check_leaks(
@@ -110,3 +129,19 @@ def check_leaks(
     )
     ledger.record_result(ResultKind.LEAKS, corpus.key, converter.unstructure(report))
     return LeakCheck(report=report, most_leaked=config.corpus.most_leaked)
+
+
+def count_near_duplicates(
+    config: StudyConfig, ledger: Ledger, corpus: Corpus, directory: Path, on_progress: Callable[[int, int], None]
+) -> None:
+    """Count the near-duplicates within the corpus's training text and record their shares.
+
+    Raises:
+        CorpusError: If a source can't be read, or the library that finds them is missing.
+    """
+    if ledger.result(ResultKind.NEAR_DUPLICATES, corpus.key) is None:
+        sources = data.tokenized_sources(config.corpus, directory, directory, on_progress)
+        shares = near_duplicate_shares(
+            sources, validation_fraction=config.corpus.validation_fraction, on_progress=on_progress
+        )
+        ledger.record_result(ResultKind.NEAR_DUPLICATES, corpus.key, converter.unstructure(shares))

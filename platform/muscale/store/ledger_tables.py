@@ -159,6 +159,7 @@ class ResultKind(StrEnum):
 
     CHECK = "check"
     LEAKS = "leaks"  # held-out text in the training text, of each corpus
+    NEAR_DUPLICATES = "near_duplicates"  # within the training text, of each corpus
     TRANSFER = "transfer"
     COMPARISON = "comparison"  # of the study's variants
     OUTSIDE_RESULTS = "outside_results"  # used by a sweep

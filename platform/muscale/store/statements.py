@@ -32,6 +32,7 @@ from muscale.store.storage import T
 
 EVENTS = ("trials", "rungs", "decisions")  # tables that share the sequence numbers of a sweep
 KEYS_AT_ONCE = 500  # most keys in one statement
+_CHECKS = (ResultKind.CHECK.value, ResultKind.LEAKS.value, ResultKind.NEAR_DUPLICATES.value)
 _OUTCOME = (
     "loss",
     "source_losses",
@@ -127,7 +128,7 @@ def is_begun(connection: sa.Connection) -> bool:
     """Whether anything but a check of the family or of the corpus was recorded or is running."""
     rows = [
         *(sa.select(sa.literal(1)).select_from(table) for table in (segments, forecasts)),
-        sa.select(sa.literal(1)).where(results.c.kind.not_in([ResultKind.CHECK.value, ResultKind.LEAKS.value])),
+        sa.select(sa.literal(1)).where(results.c.kind.not_in(_CHECKS)),
         sa.select(sa.literal(1)).where(leases.c.owner.is_not(None)),
     ]
     return any(connection.execute(query.limit(1)).first() for query in rows)

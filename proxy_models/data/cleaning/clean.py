@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from proxy_models.data.cleaning.cleaned import COUNTS, FORMAT, Cleaned, share_removed
-from proxy_models.data.cleaning.cleaning_step import CleaningStep, Judge
+from proxy_models.data.cleaning.cleaning_step import CleaningStep, Judge, require_library
 from proxy_models.data.cleaning.shard_passes import Map, ShardPasses
-from proxy_models.data.cleaning.text_shards import Shard, documents, shards_of, write
+from proxy_models.data.cleaning.text_shards import Shard, documents, shards_of, write, write_all
 from proxy_models.data.corpus import NAME, NAMED
 from proxy_models.data.sources import CLEANING, CorpusError, Source, SourceFile
 from proxy_models.data.token_files import OnProgress, replace
@@ -66,7 +66,8 @@ def clean(
 
     Raises:
         RemovesTooMuchError: If a step would remove more of a source than `most_removed`, and this is not confirmed.
-        CorpusError: If a source can't be read, or the folder holds the text of other sources or of other steps.
+        CorpusError: If a source can't be read, the folder holds the text of other sources or of other steps, or a step's library
+            is missing.
     """
     if not steps:
         raise ValueError("cleaning needs at least one step, got none")
@@ -99,6 +100,8 @@ def clean(
         if finished:
             shutil.rmtree(folder / _WORK, ignore_errors=True)
             return Cleaned.open(folder)
+        for step in steps:
+            require_library(step.name)
         (folder / _WORK).mkdir(exist_ok=True)
         replace(folder / _WORK / _REQUEST, json.dumps(request, indent=1).encode())
         n_bytes = sum(file.bytes for files in prints.values() for file in files)
@@ -134,12 +137,7 @@ class _Run:
             sizes = accumulate((file.bytes for file in prints[name]), initial=done)
             before = dict(zip((file.path for file in prints[name]), sizes, strict=False))
             for number, shard in enumerate(shards_of(stream), len(there)):
-                with (
-                    atomic_write(place / name / f"{number:05}.jsonl") as unfinished,
-                    unfinished.open("wb") as output,
-                ):
-                    for document, _ in shard:
-                        write(document, output)
+                write_all((document for document, _ in shard), place / name / f"{number:05}.jsonl")
                 n_bytes = sum(document.n_bytes for document, _ in shard)
                 counts = {"documents_left": len(shard), "bytes_left": n_bytes}
                 replace(place / name / f"{number:05}.json", json.dumps(counts).encode())

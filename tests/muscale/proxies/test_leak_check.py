@@ -6,6 +6,7 @@ import json
 import random
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from muscale.findings import Findings
 from muscale.pages.contents import gather
 from muscale.pages.report import sections_of
 from muscale.plans.gate import leak_line
-from muscale.proxies.leak_check import known_leaks
+from muscale.proxies.leak_check import LeakCheck, known_leaks
 from proxy_models.data.documents import in_validation
+from proxy_models.files import LOCK
 from tests.muscale.command_lines import muscale
 
 MakeStudy = Callable[..., Path]
@@ -145,3 +147,43 @@ def test_removing_leaks_opens_the_gate_and_leaves_the_rest_of_the_document(make_
     assert [(one["file"], one["kept"]) for one in step["examples"]] == [(training, f"corpus, {held_out}:1")]
     lines = [line for file in study.clean_data().folder.rglob("*.jsonl") for line in file.read_text().splitlines()]
     assert own in [json.loads(line)["text"] for line in lines]
+
+
+def test_near_duplicates_within_the_training_text_are_counted_once_and_shown(
+    make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_study()
+    with_leak(path, leaked=False)
+    folder = path.parent / "files"
+    training = sorted(one for one in folder.iterdir() if not in_validation(one.name, 0.1))
+    copies = [name for n in range(99) if not in_validation(name := f"copy {n}.txt", 0.1)][:3]
+    for original, copy in zip(training, copies, strict=False):
+        (folder / copy).write_text(original.read_text().replace("\n", "\nand\n", 3))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "rensa", None)
+        found = Study.open(path, quiet=True).check_data()
+        assert (found.passed, found.near_duplicates) == (True, None)
+    study = Study.open(path, quiet=True)
+    found = study.check_data()
+    assert found.near_duplicates is not None
+    counted = found.near_duplicates["corpus"]
+    assert (counted.documents, counted.duplicates, counted.compared) == (len(training) + 3, 3, 1)
+    assert counted.share == pytest.approx(3 / counted.documents, rel=0.02)
+    assert LeakCheck.from_dict(found.to_dict()) == found
+    monkeypatch.setattr("muscale.proxies.leak_check.near_duplicate_shares", None)
+    assert Study.open(path, quiet=True).check_data() == found
+    sections = {section.title: section for section in sections_of(gather(study.contents, Findings()))}
+    assert found.repeated in str(sections["Held-out text in the training text"].result)
+
+
+def test_a_step_without_its_library_stops_before_anything_is_written(
+    make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_study()
+    path.write_text(path.read_text() + '\n[corpus.clean]\nnear_duplicates = "global"\n')
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    done = muscale(capsys, "data", "clean", path)
+    assert done.code == 2
+    assert "rensa" in done.err
+    assert "muscale[data]" in done.err
+    assert [one.name for one in (path.parent / "cleaned").rglob("*") if one.name != LOCK and one.is_file()] == []
