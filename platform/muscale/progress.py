@@ -95,6 +95,7 @@ class Display:
         self._quiet, self._completed = quiet, completed
         self._clock = clock
         self._console = Console(file=sys.stderr)
+        self._bar: Progress | None = None
 
     def line(self, text: str) -> None:
         """Print a line above the bars."""
@@ -147,6 +148,7 @@ class Display:
             TextColumn("{task.description}"),
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
+            self._bar = progress
             task = progress.add_task("", stage=name, total=None, count="")
 
             def update(done: float, total: float, note: str, *, share: float | None = None) -> None:
@@ -155,6 +157,16 @@ class Display:
                 progress.update(task, completed=way, total=total, description=note, count=f"{done:,.0f}/{total:,.0f}")
 
             yield update
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the bar away within the block, since it would hide a question to the user."""
+        if self._bar is None:
+            yield
+            return
+        self._bar.stop()
+        yield
+        self._bar.start()
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Callable[[int, int], None]]:

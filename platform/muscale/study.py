@@ -210,12 +210,17 @@ class Study(Result):
             raise StageError("data clean: [corpus.clean] of the study file must have a step, such as exact_duplicates")
         try:
             with self._display.reading("clean") as on_progress, cluster_map(self.config.resources) as parallel:
+
+                def confirmed(question: str) -> bool:
+                    with self._display.paused():
+                        return confirm is not None and confirm(question)
+
                 return data.write_cleaned(
                     settings,
                     self.directory,
                     self.directory,
                     on_progress,
-                    confirm=confirm or (lambda question: False),
+                    confirm=confirmed,
                     parallel_map=parallel,
                 )
         except CorpusError as error:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from muscale.errors import StageError
 from muscale.ray_connection import connected
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def _in_tasks(function: Callable[[Any], Any], items: list[Any]) -> Iterator[Any]
             yield ray.get(running.pop(0))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
+        except ray.exceptions.RayError as error:
+            raise StageError(
+                f"a task on text failed in Ray, which tries again when a worker dies: {error}; the same command continues from the "
+                "finished files; if memory ran out, give each task more by a smaller resources.workers"
+            ) from error
         running += [task.remote(shared, item) for item in islice(left, 1)]
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -39,7 +39,12 @@ from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.families import load
 from proxy_models.architecture.family import Family
+from proxy_models.data.cleaning.clean import clean
+from proxy_models.data.cleaning.cleaning_step import CleaningStep
+from proxy_models.data.cleaning.heuristics import Heuristics
+from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.data.sources import Source
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
 from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -79,10 +84,15 @@ def finish(
     guard: GuardSettings | None = None,
     family: Family | None = None,
     depth: int = 2,
+    steps: Sequence[CleaningStep] = (),
 ) -> FinishedRun:
     """A real run in one process, with what a plan and a promotion would say of it."""
     write_text(folder / "text", documents=30, words=300)
-    corpus = write_corpus(folder / "corpus", str(folder / "text"), tokenizer=tokenizer)
+    source = Source(path=str(folder / "text"))
+    if steps:
+        (folder / "text" / "notice.txt").write_text("All rights of this text are reserved by its author.\n")
+        source = clean({"corpus": source}, folder / "cleaned", steps, validation_fraction=0.1).sources["corpus"]
+    corpus = write_corpus(folder / "corpus", source, tokenizer=tokenizer)
     shape = {"context_length": 32, "vocab_size": 300, **(options or {})}
     family = family or DecoderFamily.of(ModelConfig(d_model=32, n_layers=2, **shape))
     model, base = (family.member(width, depth) for width, depth in ((32, depth), (16, 1)))
@@ -233,6 +243,18 @@ def test_the_facts_are_those_of_the_run(case: Case) -> None:
     assert (case.bundle / parts.METRICS).read_text() == (run.directory / METRICS).read_text()
     assert f"torch=={metadata.version('torch')}" in (case.bundle / parts.LOCK).read_text().splitlines()
     assert bundle.read(parts.ENVIRONMENT)["run"] == json.loads((run.directory / RESULT).read_text())["environment"]
+
+
+def test_a_cleaned_corpus_is_kept_with_what_each_step_removed(tmp_path: Path) -> None:
+    run = finish(tmp_path, steps=[Heuristics(stop_words="none", repetition=False), Leaks()])
+    bundle = write_bundle(run, tmp_path / "bundle").path
+    (steps,) = (source["cleaned"] for source in json.loads((bundle / parts.DATA).read_text())["sources"].values())
+    assert [(step["step"], step["documents"], step["documents_left"]) for step in steps] == [
+        ("heuristics", 31, 30),
+        ("leaks", 30, 30),
+    ]
+    assert [example["file"] for example in steps[0]["examples"]] == ["notice.txt"]
+    assert verify(bundle).passed
 
 
 def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> None:
