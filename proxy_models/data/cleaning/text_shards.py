@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,7 +67,8 @@ def parse(line: bytes) -> Document:
 
 def write(document: Document, stream: BinaryIO) -> None:
     """Write a document as a line."""
-    stream.write(json.dumps(asdict(document), ensure_ascii=False).encode() + b"\n")
+    fields = {"text": document.text, "file": document.file, "line": document.line, "split": document.split}
+    stream.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
 
 
 def write_all(found: Iterable[Document], path: Path) -> None:
