@@ -24,7 +24,7 @@ _OTHERS = Group.create_ordered("Other")
 EXIT_CODES = {
     0: "success",
     1: "a check failed: coordinate check, transfer verdict, gate, bundle, machine, or a run outside its forecast or band",
-    2: "a usage, configuration or data error",
+    2: "an error in usage, configuration or data",
     EXIT_FAULT: "an internal error of muscale",
     EXIT_PREEMPTED: "a full run was preempted and has saved; run the same command to resume",
     130: "interrupted; run the same command to resume",
@@ -56,7 +56,7 @@ app = App(
     help_epilogue="\n\n".join(
         (
             "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
-            "`--debug` on any command, or MUSCALE_DEBUG=1, prints the stack trace of an error. NO_COLOR=1 turns colours off.",
+            "Add `--debug` to any command, or set MUSCALE_DEBUG=1, to print an error's stack trace. NO_COLOR=1 turns colours off.",
             "Example: muscale init my-study --source ~/texts",
         )
     ),
@@ -73,8 +73,8 @@ def command(
     Args:
         group: One of the groups above.
         example: A complete command line at the end of the command's --help; the tests parse it.
-        name: Of the command, by default the function's.
-        within: The application, or a group of commands such as `data`.
+        name: The command's name, by default the function's.
+        within: The application or a group of commands, such as `data`.
     """
 
     def register(function: Function) -> Function:

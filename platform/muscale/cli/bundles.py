@@ -18,8 +18,8 @@ def bundle(
     """Write the promoted run to a self-contained directory, with a hash of each file.
 
     Args:
-        average: Also write the average weights of this many last checkpoints, and print both losses.
-        continuation: Key or name of a finished continuation of `muscale continue`, instead of the promoted run.
+        average: Also write the average weights of the last checkpoints, this many, and print both losses.
+        continuation: Key or name of a finished continuation (`muscale continue`) to write instead of the promoted run.
     """
     return run_stage(
         study,
@@ -30,7 +30,7 @@ def bundle(
             wrote={"bundle": result.path},
             next=tuple(line(use, result.path) for use in ("verify", "generate")[: 1 + opened.config.can_generate]),
         ),
-        trains=True,  # the weights are evaluated again, by the family's code
+        trains=True,  # the family's code evaluates the weights again
     )
 
 
@@ -62,9 +62,9 @@ def export(
     Args:
         bundle: Directory of the bundle.
         folder: An empty or new folder.
-        to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load; "transformers" the one of the
-            model's own class, for a model of `family = "transformers:…"`.
-        averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
+        to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load; "transformers" is the layout of
+            the model's own class, for a model with `family = "transformers:…"`.
+        averaged: Use the averaged weights, if the bundle has them, instead of the last ones.
     """
     from muscale.bundles.bundle import Bundle
 
@@ -94,10 +94,10 @@ def generate(
         bundle: Directory of the bundle.
         prompt: Start of the text.
         tokens: Maximum number of tokens to generate.
-        temperature: 0 always takes the likeliest token, which a small model soon repeats; higher values sample.
-        top_p: Sample only from the likeliest tokens up to this total probability.
-        seed: Seed of the sampling.
-        averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
+        temperature: 0 always takes the most likely token, so a small model soon repeats itself; higher values sample.
+        top_p: Sample only from the most likely tokens, up to this total probability.
+        seed: Seed for sampling.
+        averaged: Use the averaged weights, if the bundle has them, instead of the last ones.
     """
     from muscale.bundles.bundle import Bundle
 

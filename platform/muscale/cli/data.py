@@ -29,9 +29,9 @@ app.command(DATA)
 def check(study: StudyFile, *, options: Options = Options()) -> int:
     """Look for held-out text in the training text; exit code 1 if there is more than corpus.most_leaked allows.
 
-    Prints the shares by source, the files and lines of the worst passages (--json has up to 1,000), and the share of near-duplicates
-    within the training text. The study's other commands look for held-out text once for each corpus, and the gate of a full run has
-    the result.
+    Print the share found in each source, the files and lines of the worst passages (up to 1,000 with --json), and the share of
+    near-duplicates within the training text. The study's
+    other commands run the same check once for each corpus, and the gate of a full run includes its result.
     """
 
     def ending(opened: Study, found: LeakCheck) -> Ending:
@@ -53,10 +53,10 @@ def check(study: StudyFile, *, options: Options = Options()) -> int:
 
 @command(INSPECT, example="muscale data clean study.toml", within=DATA)
 def clean(study: StudyFile, *, options: Options = Options()) -> int:
-    """Clean the text as [corpus.clean] says, and print what each step removed, with examples.
+    """Clean the text as set in [corpus.clean], and print how much each step removed, with examples.
 
-    The study's other commands do the same before they tokenize. In a terminal this command asks before a step removes more than
-    corpus.clean.most_removed of a source.
+    The study's other commands do the same before they tokenize. In a terminal, this command asks for confirmation before a step
+    removes more than corpus.clean.most_removed of a source.
     """
     return run_stage(
         study,

@@ -22,7 +22,7 @@ class Ending:
 
     Attributes:
         wrote: Paths by label.
-        next: Command lines, the likeliest first.
+        next: Command lines, the most likely first.
     """
 
     wrote: dict[str, Path] = field(default_factory=dict)
@@ -44,5 +44,5 @@ def print_ending(ending: Ending, console: Console | None = None) -> None:
 
 
 def line(*words: str | Path) -> str:
-    """A command line that can be pasted into a shell."""
+    """Return a command line that can be pasted into a shell."""
     return shlex.join(("muscale", *map(str, words)))

@@ -20,8 +20,8 @@ from muscale.interrupts import once
 from muscale.secrets import redacted
 
 DEBUG = "--debug"
-_OURS = {"proxy_models", "scaling", "search_spaces"}  # their exceptions are about their input
-_PROTOCOL = "proxy_models.architecture.family"  # not imported here, as --help would wait for it
+_OURS = {"proxy_models", "scaling", "search_spaces"}  # their exceptions describe a fault in the input
+_PROTOCOL = "proxy_models.architecture.family"  # not imported here, because it would delay --help
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _unread()
-    except OSError as error:  # the output goes into a file whose disk is full
+    except OSError as error:  # the output goes to a file and the disk is full
         code = _unwritten(error)
     if "train" in sys.argv and os.environ.get("WORLD_SIZE", "1") != "1":
         # In one of several ranks a gloo thread may still release a tensor, for which it needs Python. If Python is finalizing, torch
@@ -73,14 +73,14 @@ def run(tokens: Sequence[str]) -> int:
 
 
 def _end_wandb() -> None:
-    """End the service of Weights & Biases, if any; its hook at exit writes a stack trace where `ray job stop` has ended it."""
+    """Stop the service of Weights & Biases, if any; if `ray job stop` stopped it first, its exit hook prints a stack trace."""
     if wandb := sys.modules.get("wandb"):
         with suppress(ConnectionError, wandb.Error, KeyboardInterrupt):
             wandb.teardown(130)
 
 
 def _options(tokens: Sequence[str]) -> list[str]:
-    """The tokens before a `--`; nothing after it is an option."""
+    """Return the tokens before a `--`; nothing after it is an option."""
     return list(tokens[: tokens.index("--")] if "--" in tokens else tokens)
 
 
@@ -89,7 +89,7 @@ def _is_on(value: str) -> bool:
 
 
 def _user_message(error: Exception) -> str:
-    """The message of an error that the user can fix; empty for any other."""
+    """Return the message of an error that the user can fix; "" for any other error."""
     if isinstance(error, MuscaleError) or type(error).__module__.partition(".")[0] in _OURS:
         return str(error)
     if message := of_storage(error):
@@ -120,7 +120,7 @@ def _say(text: str, *, debug: bool) -> None:
 
 
 def _fault(error: Exception, tokens: Sequence[str], *, debug: bool) -> int:
-    """Report an internal error; its stack trace goes to a file, or to standard error where that is no terminal."""
+    """Report an internal error. Its stack trace goes to a file, or to standard error if that is not a terminal."""
     message = redacted(f"error: internal error of muscale: {type(error).__name__}: {error}")
     stack = redacted("".join(traceback.format_exception(error)))
     if debug or not sys.stderr.isatty():
@@ -133,13 +133,14 @@ def _fault(error: Exception, tokens: Sequence[str], *, debug: bool) -> int:
         print(redacted(" ".join(("muscale", *tokens))), file=file)
         print(stack, file=file, end="")
     print(
-        f"{message}\nplease report it with {Path(name)}, which has the stack trace (--debug prints it)", file=sys.stderr
+        f"{message}\nplease report it and attach {Path(name)}, which has the stack trace (--debug prints it)",
+        file=sys.stderr,
     )
     return EXIT_FAULT
 
 
 def _is_unread() -> bool:
-    """Whether standard output is the closed pipe, and not a socket."""
+    """Return whether standard output is the closed pipe, rather than a socket."""
     ready = select.poll()
     ready.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in ready.poll(0))
@@ -161,5 +162,5 @@ def _unwritten(error: OSError) -> int:
 
 
 def _interrupt() -> None:
-    """Treat SIGTERM as Ctrl-C: `ray job stop` and batch systems send it."""
+    """Treat SIGTERM, which `ray job stop` and batch systems send, as Ctrl-C."""
     raise KeyboardInterrupt

@@ -32,20 +32,20 @@ def promote(
 ) -> int:
     """Train the planned run and compare its loss with the forecast; exit code 1 if it is outside the interval.
 
-    With --dry-run, print plan, gate, memory and workers; exit code 1 if the gate is closed.
+    With --dry-run, print the plan, the gate, memory and workers; exit code 1 if the gate is closed.
 
     Args:
-        plan: A plan's key, or a file that `muscale plan` wrote, whose [resources] apply. By default the study file's plan.
-        force: Continue despite failed conditions of the gate; the ledger records them.
-        smoke_test: Only train, save and resume a few steps on the real devices, and estimate the wall time.
-        steps: Steps of each of the smoke test's two launches, by default 5.
-        prepare: Only record the start of the run, and write the file that `muscale train` takes where there is no Ray.
-        profile: Steps, such as 20:25, of which each worker writes a trace; sets promote.profile.
+        plan: The key of a plan, or a file written by `muscale plan`, whose [resources] apply. By default the study file's plan.
+        force: Continue although conditions of the gate failed; the ledger records them.
+        smoke_test: Only train a few steps on the real devices, save, resume, and estimate the wall time.
+        steps: Steps in each of the smoke test's two launches; 5 by default.
+        prepare: Only record that the run started, and write the file for `muscale train`, which works without Ray.
+        profile: Range of steps, such as 20:25, for which each worker writes a trace; sets promote.profile.
     """
     if profile is not None:
         options = replace(options, set=(*options.set, f'promote.profile="{profile}"'))
     if steps is not None and not smoke_test:
-        raise StudyFileError(f"promote: --steps {steps} is for --smoke-test; the plan says how long a full run is")
+        raise StudyFileError(f"promote: --steps {steps} is for --smoke-test; the plan sets the length of a full run")
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
@@ -89,10 +89,11 @@ def promote(
 
 @command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
 def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOptions()) -> int:
-    """Continue training from a checkpoint of a full run, on another corpus or more of the same.
+    """Continue training from a checkpoint of a full run, on another corpus or on more of the same one.
 
-    The result is the held-out loss before and after, on the continuation's corpus and on earlier ones. Run the same command
-    again to resume. With --dry-run, print checkpoint, data, rate and schedule, and train nothing. A continuation file:
+    The result is the held-out loss before and after, on the continuation's corpus and on earlier corpora. Run the same command
+    again to resume. With --dry-run, print the checkpoint, data, learning rate and schedule, and train nothing. An example of a
+    continuation file:
 
         name = "code"
         n_tokens = 2_000_000
@@ -103,7 +104,7 @@ def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOpti
         source = "code"
 
     Args:
-        file: The continuation file; paths in it are relative to it.
+        file: The continuation file; paths in it are relative to its directory.
     """
     if options.dry_run:
         from muscale.full_runs.continue_run.continuation import plan_continuation
@@ -145,7 +146,7 @@ def train(run: Path, *, json: AsJson = False) -> int:
 
 
 def after_promotion(opened: Study, promoted: Any, study: Path, options: Options, wrote: dict[str, Path]) -> Ending:
-    """The files of a promotion and its bundle, and what to do with them."""
+    """Return the files of a promotion and its bundle, and the next commands."""
     bundle = opened.directory / BUNDLES / promoted.plan
     report = () if "report" in wrote else (options.line("report", study),)
     if not bundle.exists():

@@ -19,7 +19,7 @@ def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> in
     """Convert another tool's search space to tables of a study file.
 
     Args:
-        source: A W&B sweep (YAML) or an Optuna study in SQLite storage; "#name" behind it names one of several studies.
+        source: A W&B sweep (YAML) or an Optuna study in SQLite storage; append "#name" to choose one of several studies.
         rename: Rename a hyperparameter, theirs=ours; may be repeated.
     """
     from muscale.importers.import_space import import_space
@@ -35,7 +35,7 @@ def export_optuna(study: StudyFile, file: Path, *, options: Options = Options())
     """Export the sweep as an Optuna study, for optuna-dashboard.
 
     Args:
-        file: A new SQLite file.
+        file: The SQLite file to create.
     """
     from muscale.search.optuna_export import export_optuna
     from muscale.search.sweep import Sweep
@@ -52,7 +52,7 @@ def export_optuna(study: StudyFile, file: Path, *, options: Options = Options())
 def sync(study: StudyFile, *, options: Options = Options()) -> int:
     """Send new results to Weights & Biases, TensorBoard or MLflow; trains nothing.
 
-    Every stage does this while it runs; use `sync` for results that a tracker missed. [tracking] of the study file names the
+    Every stage does this while it runs; use `sync` for results that a tracker missed. The study file's [tracking] names the
     trackers.
     """
     from muscale.tracking.trackers import Tracking

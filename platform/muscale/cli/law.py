@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def ladder(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
     """Train the ladder of runs for the scaling law.
 
-    Prints the ladder's own runs; with --json also the runs of earlier stages, which inform the law too.
+    Print the ladder's own runs. With --json, also print the runs of earlier stages, which the fit uses too.
     """
 
     def trained(opened: Study) -> Any:
@@ -52,11 +52,12 @@ def fit(
     """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study or of a table.
 
     Args:
-        runs: Instead of a study, a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
+        runs: Fit this table instead of a study: a CSV, TSV, Parquet or JSON Lines file of finished, tuned runs, with the columns
+            n_params, n_tokens and loss.
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
-        loss_unit: Unit of the table's losses: "nats" per token (assumed by default), "bits" per token, converted to nats, or "bpb".
-        compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
-        html: With --runs, a file for the result as a page: decision, figures of the law, backtest, the runs to make next.
+        loss_unit: Unit of the table's losses: "nats" per token (the default), "bits" per token (converted to nats), or "bpb".
+        compute_flops: With --runs, a compute budget: also print the optimal size for it and the forecast.
+        html: With --runs, also write the result as a page to this file: decision, figures of the law, backtest, runs to train next.
     """
     if runs is not None:
         return _fit_runs(study, runs, n_params, loss_unit, compute_flops, html, columns, options)
@@ -64,8 +65,8 @@ def fit(
         raise StudyFileError("fit: give a study file, or a table of runs with --runs")
     if n_params or loss_unit or compute_flops or html or columns.to_dict():
         raise StudyFileError(
-            "fit: --n-params, --loss-unit, --compute-flops, --html and names of columns are for --runs; "
-            "a study's budget is in its [plan], its page is `muscale report`"
+            "fit: --n-params, --loss-unit, --compute-flops, --html and column names are for --runs; "
+            "a study's budget is in its [plan], and `muscale report` writes its page"
         )
     ending = Ending(next=(options.line("plan", study), options.line("report", study)))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
@@ -87,7 +88,7 @@ def _fit_runs(
         raise StudyFileError("fit: --runs needs no study: leave out the study file and --set")
     if n_params is None:
         raise StudyFileError(
-            'fit: --runs needs --n-params, what n_params counts, such as "without embeddings" or "total"'
+            'fit: --runs needs --n-params: which parameters n_params counts, such as "without embeddings" or "total"'
         )
     if options.dry_run:
         raise StudyFileError("fit: --runs trains nothing; leave out --dry-run")
@@ -125,16 +126,17 @@ def compare(
     columns: Columns = Columns(),
     options: StageOptions = StageOptions(),
 ) -> int:
-    """Say which variants of a recipe still win at the target's compute: promote, reject or undecided, and what to run next.
+    """Decide which variants of a recipe still win at the target's compute: promote, reject or undecided; suggest the next runs.
 
     Args:
-        runs: A study file with tables [variants.NAME], which are tuned and trained; or a CSV, TSV, Parquet or JSON Lines file of
-            runs: variant, loss, compute_flops or n_params and n_tokens, and seed if there are several.
+        runs: A study file with tables [variants.NAME], whose variants are tuned and trained; or a CSV, TSV, Parquet or JSON Lines
+            file of runs with the columns variant, loss, compute_flops (or n_params and n_tokens), and seed if there are several.
         one_size: For a study, compare at the base shape only.
         baseline: For a table, the variant that the others are compared with; "baseline" by default.
-        target_flops: Compute of the run that is decided on; by default the study's [compare] and [plan], or the largest run.
-        worth: Least gain in compute that is worth a change, as a share; by default the study's [compare], or 0.02.
-        html: For a table, write the result and its figures to this page; a study's result is a section of `muscale report`.
+        target_flops: Compute of the run that the decision is for; by default from the study's [compare] and [plan], or that of the
+            table's largest run.
+        worth: Smallest gain in compute that justifies a change, as a fraction; by default from the study's [compare], or 0.02.
+        html: For a table, also write the result and its figures to this page; a study's result is a section of `muscale report`.
     """
     if runs.suffix != ".toml":
         if one_size or options.set or options.dry_run:
@@ -143,7 +145,7 @@ def compare(
             )
         return _compare_runs(runs, baseline or "baseline", target_flops, worth, html, columns, as_json=options.json)
     if columns.to_dict():
-        raise StudyFileError(f"compare: names of columns are for a table of runs; got the study file {runs}")
+        raise StudyFileError(f"compare: column names are for a table of runs; got the study file {runs}")
     if html:
         raise StudyFileError(
             f"compare: --html is for a table of runs; `muscale report {runs}` shows a study's variants"
@@ -201,11 +203,11 @@ def _compare_runs(
 def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions = StageOptions()) -> int:
     """Plan the full run for the budget, register its forecast, and suggest runs that would narrow it.
 
-    With --dry-run, once the ladder is finished, only print the plan, such as that of another budget; register no forecast.
+    With --dry-run, once the ladder is finished, only print the plan, for example for another budget, and register no forecast.
 
     Args:
-        export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule; for a
-            study with [trainer] the full run's job.
+        export: Also write the plan to this folder for another framework: every tensor's hyperparameters and the schedule, or, for
+            a study with [trainer], the full run's job.
     """
     if options.dry_run and is_begun(study):
 
@@ -218,7 +220,7 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
 
         return run_stage(study, options, tried, None, trains=True)
     if export and export.exists() and not export.is_dir():
-        raise StudyFileError(f"plan: --export {export}: is a file; give a folder")
+        raise StudyFileError(f"plan: --export {export} is a file; give a folder")
     wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:
@@ -250,10 +252,10 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
 
 @command(LAW, example="muscale calibration study.toml ../other-study")
 def calibration(study: StudyFile, *others: Path, options: Options = Options()) -> int:
-    """Print how often the forecasts of this study and of others held.
+    """Print how often the forecasts of this study and other studies held.
 
     Args:
-        others: Other studies, by file, directory or ledger; opened read-only.
+        others: Other studies: study files, directories or ledgers; opened read-only.
     """
     from muscale.monitoring.calibration import calibrate
 

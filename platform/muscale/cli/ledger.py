@@ -19,7 +19,7 @@ from muscale.errors import StudyFileError
 if TYPE_CHECKING:
     from muscale.study import Study
 
-_WORDS = 60  # characters of a document that are printed
+_WORDS = 60  # characters printed of each document
 
 
 @command(INSPECT, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
@@ -35,16 +35,17 @@ def runs(
     export: Path | None = None,
     options: Options = Options(),
 ) -> int:
-    """Print the ledger's runs as a table, compare two of them, or name the documents of a step.
+    """Print the ledger's runs as a table, compare two of them, or list the documents of a training step.
 
     Args:
-        where: A condition, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A column is one of the
-            table's, or a hyperparameter.
+        where: Print only runs that meet a condition such as `column<value`, with = != < <= > >=; may be repeated or joined by `and`.
+            The column may also be a hyperparameter.
         sort: Column to sort by; `-column` sorts in descending order.
         limit: Maximum number of runs to print.
-        columns: Columns to print, `key,loss,n_tokens`; hyperparameters are columns, too.
-        compare: Keys of two runs, or prefixes: print both losses and every setting that differs.
-        batch: Key of a run, or a prefix, and a step, counted from 0: print the documents of its batch. A full run has its plan's key.
+        columns: Columns to print, such as `key,loss,n_tokens`; hyperparameters are columns, too.
+        compare: Keys of two runs, or prefixes of keys: print both losses and every setting that differs.
+        batch: Key of a run, or its prefix, and a step, counted from 0: print the documents in that step's batch. The key of a full
+            run is its plan's.
         export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.
     """
     from muscale.store.ledger import NESTED
@@ -110,8 +111,8 @@ def ui(study: StudyFile, *, port: Port = 8719, allow_actions: Flag = False, set:
     """Serve the report as a local web page that updates while the study runs; stop with Ctrl-C.
 
     Args:
-        port: On localhost; 0 picks a free port.
-        allow_actions: Let holders of the printed access token cancel a trial or the study from the page.
+        port: Port on localhost; 0 picks a free one.
+        allow_actions: Let anyone with the printed access token cancel a trial or the study from the page.
     """
     from muscale.pages.live_server import serve
     from muscale.study import Study

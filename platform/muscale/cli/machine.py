@@ -32,11 +32,12 @@ def init(
     """Write a study file to edit: the quickstart's, or one for your own text.
 
     Args:
-        directory: Created if it does not exist.
-        source: A file or folder of text, records or tokens; also checks whether it is enough text for the budgets.
+        directory: The study's directory; created if it does not exist.
+        source: A file or folder of text, records or tokens. The command checks whether the text is enough for the budgets.
         name: Name of the study; by default the directory's.
-        family: Also write my_family.py, a model family of about 40 lines to edit, with its test, and a smaller study of it.
-        keep: Keep an existing study file instead of refusing.
+        family: Also write my_family.py, a model family of about 40 lines to edit, and its test; the study file then uses it and is
+            smaller.
+        keep: Keep an existing study file instead of stopping with an error.
     """
     from muscale.new_study import NewStudy, write_study
 
@@ -51,7 +52,8 @@ def init(
         if family:
             print(f"put the family on the path first: export PYTHONPATH={shlex.quote(str(directory.absolute()))}")
         first = line("check" if family else "doctor", path)
-        run = () if written.too_little else (line("run", path),)  # which would stop, or train on repetitions
+        # With too little text, a run would stop or repeat the text.
+        run = () if written.too_little else (line("run", path),)
         print_ending(Ending(next=(first, line("run", path, "--dry-run"), *run)))
     return 0
 
@@ -66,19 +68,19 @@ def doctor(
     job: Path | None = None,
     json: AsJson = False,
 ) -> int:
-    """Check whether this machine can run a study, with a remedy for each problem; exit code 1 if there is one.
+    """Check whether this machine can run a study, and suggest a remedy for each problem; exit code 1 if there is one.
 
-    Checks versions, devices, communication of two workers, the Ray cluster and its token, storage and the W&B key.
-    With --gpu it trains instead, on one GPU and on all of this machine, and compares losses, memory, speed, collectives,
-    attention's kernels and waits of the host with what they should be. With --trainer it runs a training program of yours.
+    Check versions, devices, communication between two workers, the Ray cluster and its token, storage and the W&B key.
+    With --gpu, train on one GPU and on all GPUs of this machine instead, and compare losses, memory, speed, collectives,
+    attention kernels and host waits with the expected values. With --trainer, test your own training program.
 
     Args:
-        study: The study file whose directory, storage and resources to check; by default the current directory.
-        gpu: Check full runs on this machine's GPUs, which takes some minutes; needs no study and no Ray.
+        study: The study file whose directory, storage and resources are checked; by default the current directory.
+        gpu: Check full runs on this machine's GPUs; takes some minutes and needs neither a study nor Ray.
         out: The file that --gpu writes, to attach to an issue; it contains no host name and no secret.
-        trainer: Check that this program keeps the protocol of docs/own_trainer.md, by about ten short trainings: quoted with its
+        trainer: Check with about ten short runs that this program follows the protocol in docs/own_trainer.md. Quote it with its
             arguments, such as "python train.py --config {config} --state {state}"; it is started without a shell.
-        job: The JSON of the training that --trainer tries; by default one of 16,384 tokens at width 64.
+        job: JSON file with the run that --trainer tries; by default 16,384 tokens at width 64.
     """
     with result_alone(json):
         if gpu:
@@ -112,7 +114,7 @@ def wheel(folder: Path = Path("dist"), *, json: AsJson = False) -> int:
     """Build a wheel of this installation, for `ray job submit`.
 
     Args:
-        folder: Created if it does not exist.
+        folder: Where to write the wheel; created if it does not exist.
     """
     from muscale.fingerprint import write_wheel
 

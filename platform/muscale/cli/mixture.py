@@ -34,29 +34,32 @@ def mixture(
     columns: Columns = Columns(),
     json: AsJson = False,
 ) -> int:
-    """Fit each domain's loss over mixture weights; print the best mixture within limits, and the mixtures to train next.
+    """Fit each domain's loss as a function of the mixture weights; print the best mixture within limits, and mixtures to train next.
 
     Args:
-        runs: A CSV, TSV, Parquet or JSON Lines file of finished runs: weight_DOMAIN (summing to 1), loss_DOMAIN, and n_params
-            and n_tokens where runs differ in them.
-        objective: A loss to minimise, and its weight in the sum, `DOMAIN=WEIGHT`; may be repeated. By default the mean of all losses.
-        at_least: A bound, `DOMAIN=WEIGHT`; may be repeated.
-        at_most: A bound, `DOMAIN=WEIGHT`; may be repeated.
-        available_tokens: Tokens that a domain has, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
-        n_tokens: Tokens of the run that is planned.
+        runs: A CSV, TSV, Parquet or JSON Lines file of finished runs, with the columns weight_DOMAIN (summing to 1), loss_DOMAIN,
+            and n_params and n_tokens if the runs differ in them.
+        objective: A domain whose loss to minimise, with its weight in the sum, `DOMAIN=WEIGHT`; may be repeated. By default the
+            mean of all losses.
+        at_least: Lower bound of a domain's weight, `DOMAIN=WEIGHT`; may be repeated.
+        at_most: Upper bound of a domain's weight, `DOMAIN=WEIGHT`; may be repeated.
+        available_tokens: Number of tokens that a domain has, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
+        n_tokens: Number of tokens of the planned run.
         max_epochs: Maximum number of epochs over any domain.
-        n_params: Size of the run that is planned, where the runs differ in size.
+        n_params: Size of the planned run, if the runs differ in size.
         next: Number of mixtures to suggest; 0 for none.
-        predict: Instead, a table of mixtures (weight_DOMAIN, and n_params and n_tokens if they differ) whose losses to print.
-        weight_prefix: Beginning of the names of the weights' columns.
-        loss_prefix: Beginning of the names of the losses' columns.
-        html: A file for the result as a page: the best mixture with its interval, whose data lowers which loss, the runs to make.
+        predict: Only print the losses predicted for this table of mixtures (weight_DOMAIN, and n_params and n_tokens if they
+            differ).
+        weight_prefix: Prefix of the columns with weights.
+        loss_prefix: Prefix of the columns with losses.
+        html: Also write the result as a page to this file: the best mixture and its interval, the effect of each domain's data on
+            each loss, and runs to train next.
     """
     from scaling import ScalingError, fit_mixture
 
     if html and predict:
         raise StudyFileError(
-            "mixture: --html shows the best mixture, and --predict asks for none; leave one of them out"
+            "mixture: --html shows the best mixture, and --predict does not look for it; leave one of them out"
         )
     if html and not html.absolute().parent.is_dir():
         raise StudyFileError(f"mixture: --html {html}: there is no folder {html.absolute().parent}")
@@ -103,7 +106,7 @@ def _predictions(fit: MixtureFit, path: Path, columns: Columns, n_params: float 
 
 
 def _numbers(option: str, words: tuple[str, ...]) -> dict[str, float]:
-    """`NAME=NUMBER` words as numbers by name."""
+    """Return the numbers of `NAME=NUMBER` words, by name."""
     found = {}
     for word in words:
         name, _, number = word.partition("=")

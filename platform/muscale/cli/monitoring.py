@@ -1,4 +1,4 @@
-"""The command that watches a full run, promoted here or trained elsewhere."""
+"""The command `watch`, for a full run that was promoted here or is trained elsewhere."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def watch(
     every: float = 5.0,
     options: Options = Options(),
 ) -> int:
-    """Show a full run against its forecast band.
+    """Compare a full run's loss with its forecast band while it trains.
 
-    Exit code 0 if its loss is inside the band, 1 if it is outside or alarms, 2 if there is no run.
+    Exit code 0 if its loss is inside the band, 1 if it is outside or raises an alarm, 2 if there is no run.
 
     Args:
-        losses: Losses of a run trained elsewhere: a CSV or .jsonl file with a column tokens or step, and loss or val_loss
-            (held-out), train_loss or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as
-            asserted by the run's owner.
+        losses: Losses of a run trained elsewhere: a CSV or .jsonl file with a column tokens or step, and a column loss or val_loss
+            (held-out), train_loss, or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as
+            reported by the user, not verified.
         follow: With --losses, keep reading until the run has ended.
-        until: Stop after one look ("now"), at the first alarm or the end ("alarm"), or when the run has ended ("end"); by
-            default "end", or with --losses "now".
-        plan: Key of a plan; by default the one whose run began last, or with --losses the plan of the study file and --set.
-        tokens_column: Name of the column of tokens or steps; by default tokens or step.
-        loss_column: Name of the column of held-out losses; by default loss or val_loss.
-        every: Seconds between two looks.
+        until: Stop after one reading ("now"), at the first alarm or at the end ("alarm"), or when the run has ended ("end"). The
+            default is "end", or "now" with --losses.
+        plan: Key of a plan; by default the plan whose run started last, or with --losses the plan of the study file and --set.
+        tokens_column: Column of tokens or steps; by default tokens or step.
+        loss_column: Column of held-out losses; by default loss or val_loss.
+        every: Seconds between two readings.
     """
     from muscale.monitoring.losses import LossSource
 

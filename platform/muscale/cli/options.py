@@ -46,24 +46,24 @@ class Options:
     json: AsJson = False
 
     def line(self, command: str, study: Path, *words: str | Path) -> str:
-        """The line of another command on a study, with the same settings."""
+        """Return the command line of another command on the study, with the same settings."""
         return self.commands(study).line(command, *words)
 
     def commands(self, study: Path) -> StudyCommands:
-        """Commands on a study with the same settings."""
+        """Return the study's commands, with the same settings."""
         return StudyCommands(study, self.set)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of a table's columns, where they are not found by their usual names.
+    """Column names of a table whose columns do not have their usual names.
 
     Attributes:
-        loss: Column of losses in a table of runs.
-        params: Column of n_params in a table of runs.
-        tokens: Column of n_tokens in a table of runs.
-        run: Column in a table of runs that names each row's training run; the last row of each run counts.
+        loss: Column with the losses, in a table of runs.
+        params: Column with n_params, in a table of runs.
+        tokens: Column with n_tokens, in a table of runs.
+        run: Column with the name of the run that a row belongs to; only the last row of each run counts.
     """
 
     loss: str | None = None
@@ -72,7 +72,7 @@ class Columns:
     run: str | None = None
 
     def to_dict(self) -> dict[str, str]:
-        """The table's names by ours."""
+        """Return the table's column names, keyed by muscale's."""
         names = {"loss": self.loss, "n_params": self.params, "n_tokens": self.tokens, "run": self.run}
         return {column: name for column, name in names.items() if name is not None}
 
@@ -83,7 +83,7 @@ class StageOptions(Options):
     """Options of commands that cost compute.
 
     Attributes:
-        dry_run: Print an upper bound of the cost, that of the stages before included, and train nothing.
+        dry_run: Train nothing; print an upper bound of the cost, including the stages before this one.
     """
 
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative=(), show_default=False)] = False

@@ -1,4 +1,4 @@
-"""The frame of a command: open the study, call one method, print its result, return the exit code."""
+"""The steps that all study commands share: open the study, call one method, print its result, return the exit code."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ def run_stage(
 
     Args:
         path: The study file.
-        options: Of the command line.
+        options: Options from the command line.
         stage: Calls the method.
-        name: Of the command, if a dry run prints its cost and that of the stages before it; None: a dry run calls `stage` too.
+        name: The command's name. A dry run then prints its cost and the cost of the stages before it. With None, a dry run calls
+            `stage` too.
         failed: Whether the result means exit code 1.
-        ending: The last lines; not printed with --json.
-        empty: Printed in place of a table without rows.
-        trains: Whether a model family that the file names is imported; commands that only read import nothing.
+        ending: Returns the last lines, which are not printed with --json.
+        empty: Printed instead of a table without rows.
+        trains: Whether to import the model family that the file names; commands that only read do not import it.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
         raise StudyFileError(
@@ -73,7 +74,7 @@ def run_stage(
 
 
 def upper_costs(stage: str, config: StudyConfig, path: Path, *, as_json: bool) -> Any:
-    """Upper bound of the costs of a stage and those before it: a table, as text in as many digits as it is worth."""
+    """Return upper bounds of the costs of a stage and the stages before it, as a table or as text with three digits."""
     from muscale.plans.costs import cost_of, with_device_hours, with_total
 
     table = with_total(with_device_hours(cost_of(stage, config), config, path))
@@ -81,13 +82,13 @@ def upper_costs(stage: str, config: StudyConfig, path: Path, *, as_json: bool) -
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a study has a ledger; without one a dry run reads the study file only, and writes nothing."""
+    """Return whether a study has a ledger. Without one, a dry run reads only the study file and writes nothing."""
     return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
 
 
 @contextmanager
 def result_alone(as_json: bool) -> Iterator[None]:
-    """With --json, redirect the output of libraries and their processes to standard error, so that stdout is JSON alone."""
+    """With --json, redirect the output of libraries and their processes to standard error, so that stdout has only JSON."""
     if not as_json:
         yield
         return
@@ -103,10 +104,10 @@ def result_alone(as_json: bool) -> Iterator[None]:
 
 
 def show(result: Any, *, as_json: bool, empty: str = "", commands: StudyCommands | None = None) -> None:
-    """Print a result as JSON, as a table or by its `str()`; does not import pandas.
+    """Print a result as JSON, as a table or by its `str()`, without importing pandas.
 
     Args:
-        commands: Complete the commands that the result names.
+        commands: Completes the commands that the result names.
     """
     if as_json:
         values = finite(_plain(result))

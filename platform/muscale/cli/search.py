@@ -70,24 +70,24 @@ def sweep(
     """Search the hyperparameter space at the base shape.
 
     Args:
-        narrow: Once the sweep is finished, search again around its best region; an unfinished sweep is only finished.
-        learn_from: Prior runs that warm-start the searcher: another study of the same corpus and family (file, directory or
+        narrow: Search again around the best region of a finished sweep. If the sweep is unfinished, only finish it.
+        learn_from: Prior runs that warm-start the searcher: another study with the same corpus and family (file, directory or
             ledger.sqlite), an Optuna storage, or a CSV, Parquet or JSON Lines file with loss and every searched
             hyperparameter. May be repeated.
-        cancel: Train nothing; ask that trial N ends at its next rung and is never trained further. What was measured of it stays.
+        cancel: Stop trial N at its next rung and never train it further; its results are kept. The command itself trains nothing.
             May be repeated.
     """
     if cancel:
         if narrow or learn_from or options.dry_run:
             raise StudyFileError(
-                "sweep: --cancel stands alone, got it with --narrow, --learn-from or --dry-run; leave them out"
+                "sweep: --cancel cannot be combined with --narrow, --learn-from or --dry-run; leave them out"
             )
         again = Ending(next=(options.line("sweep", study),))
         return run_stage(study, options, lambda opened: _cancelled(opened, cancel), None, ending=lambda *_: again)
     from muscale.importers.imported_space import place_of
 
     if columns.to_dict() and not learn_from:
-        raise StudyFileError("sweep: names of columns are for a table of --learn-from, and none is given")
+        raise StudyFileError("sweep: column names are for a table given with --learn-from, and there is none")
     if missing := [path for path in learn_from if not (path.exists() or Path(place_of(str(path))[0]).exists())]:
         raise StudyFileError(f"sweep: --learn-from {missing[0]}: there is no such file or directory")
     return run_stage(
@@ -107,7 +107,7 @@ def sweep(
 
 
 def _cancelled(opened: Study, trials: Sequence[int]) -> Any:
-    """Cancel trials, and return a table of them."""
+    """Cancel trials, and return them as a table."""
     import pandas as pd
 
     for trial in trials:
@@ -117,7 +117,7 @@ def _cancelled(opened: Study, trials: Sequence[int]) -> Any:
 
 @command(SEARCH, example="muscale transfer study.toml --dry-run")
 def transfer(study: StudyFile, *, options: StageOptions = StageOptions()) -> int:
-    """Check that the best learning rate transfers across widths and depths; exit code 1 if it does not."""
+    """Check whether the best learning rate transfers across widths and depths; exit code 1 if it does not."""
     return run_stage(
         study,
         options,

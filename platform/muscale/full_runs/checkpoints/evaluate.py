@@ -53,7 +53,7 @@ def evaluate_checkpoint(
         device: "cpu", "cuda" or "cuda:<number>".
         prompts: Starts of the samples, one per sample.
         sample_tokens: Most tokens of a sample.
-        temperature: 0 always takes the likeliest token; otherwise tokens are sampled after dividing logits by the temperature.
+        temperature: 0 always takes the most likely token; otherwise tokens are sampled after dividing logits by the temperature.
 
     Raises:
         StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, differs from the run's,
