@@ -72,17 +72,19 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
                 f"or name the columns: columns={{{known[0]!r}: …}}, on the command line --{known[0].removeprefix('n_')}"
             )
         if "n_tokens" in missing and any("flop" in plain(name) for name in got):
-            meant.append("a run's compute in a column compute_flops, in FLOPs, tells n_tokens or n_params too")
+            meant.append("a column compute_flops with each run's FLOPs can replace n_tokens or n_params")
         raise ValueError(
             "; ".join(
                 [
                     f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}",
-                    *(meant or ["rename the one that holds it"]),
+                    *(meant or ["rename the column that has it"]),
                 ]
             )
         )
     if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
-        raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
+        raise ValueError(
+            f"column {repeated[0]} must occur once, but occurs {(rows.columns == repeated[0]).sum()} times"
+        )
 
 
 def plain(name: str) -> str:
@@ -135,7 +137,7 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
         run = ", ".join(
             f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
         )
-        raise ValueError(f"a run must be there once, row {row_name(rows, first)} is another of {run}")
+        raise ValueError(f"a run must occur once, but row {row_name(rows, first)} is another of {run}")
     return np.asarray(rows["seed"])
 
 

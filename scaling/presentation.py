@@ -27,7 +27,7 @@ def span(low: float, high: float, digits: int = 3) -> str:
 
 def counted(n_params_convention: str) -> str:
     """Describe what N counts."""
-    return n_params_convention or "what N counts is not stated"
+    return n_params_convention or "convention of N not given"
 
 
 def lines(rows: dict[str, str]) -> str:

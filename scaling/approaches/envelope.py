@@ -82,12 +82,12 @@ def fit_envelope(
     warnings = []
     if len(points) < MIN_POINTS:
         warnings.append(
-            f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
+            f"{len(points)} crossings on the envelope: at least {MIN_POINTS} are needed to see whether the power law is straight"
         )
     if "annealed" in given and not given["annealed"].isin([True]).all():
         warnings.append("losses in mid-schedule: the envelope compares runs before and after their decay")
     if unanswered > MAX_UNANSWERED:
-        warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
+        warnings.append(f"{unanswered:.0%} of the resamplings have fewer than two crossings")
     return ComputePowers(
         approach="envelope",
         **dict(zip(PARAMETERS, estimate, strict=True)),
@@ -110,7 +110,7 @@ def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
     found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}
     table = pd.DataFrame({**found, "run": names(curves, "run")})
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
-        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
+        raise ValueError(f"n_params must have one value per run, got {several.max()} in run {several.idxmax()}")
     return table, unit
 
 

@@ -157,7 +157,7 @@ def fit_isoflops(
     bias = _bias(law, used, n_params, n_tokens)
     warnings = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_warnings(points, bias)]
     if unanswered > MAX_UNANSWERED:
-        warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
+        warnings.append(f"{unanswered:.0%} of the resamplings have fewer than two budgets with a minimum")
     return ComputePowers(
         approach="isoflops",
         **dict(zip(PARAMETERS, estimate, strict=True)),
@@ -259,7 +259,9 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
 def _warnings(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
     warnings = []
     if len(points) < MIN_POINTS:
-        warnings.append(f"{len(points)} budgets: at least {MIN_POINTS} show whether the power is straight")
+        warnings.append(
+            f"{len(points)} budgets: at least {MIN_POINTS} are needed to see whether the power law is straight"
+        )
     if abs(off := float(points["off_centre"].mean())) > OFF_CENTRE:
         side = "small" if off > 0 else "large"
         warnings.append(

@@ -111,7 +111,7 @@ class Finalists(JsonResult):
         error = f"{reach:.{digits}f}" if math.isfinite(reach) else "not known"
         found = f"trial {self.winner}, {self.loss:.{digits}f} ± {error}"
         if self.verdict == "not known":
-            return f"{found}, the least of {len(self.near_tie) + 1}: whether it is the best is not known"
+            return f"{found}, the least of {len(self.near_tie) + 1}: it is not known whether it is the best"
         tie = f": a near-tie with trial {', '.join(map(str, self.near_tie))}" if self.near_tie else ""
         return f"{found}, best with probability {self.p_best:.2f}{tie}"
 

@@ -80,7 +80,7 @@ def decide(
             message names two runs that would.
     """
     if (budget is None) == (loss is None):
-        raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
+        raise ValueError(f"give either a budget or a loss, got budget={budget!r} and loss={loss!r}")
     if loss is not None:
         require_positive("loss", loss)
     for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
@@ -107,7 +107,7 @@ def decide(
     elif (
         fit and (limits.choices is None or len(limits.choices) > 1) and (doubt := fit.unidentified(given.compute_flops))
     ):
-        raise ScalingError(f"{doubt}; or state it: tokens_per_param={doubt.tokens_per_param:.3g}")
+        raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")
     case = _Case(
         law=law,
         spending=spending,
@@ -117,7 +117,7 @@ def decide(
         tolerance=tolerance,
         level=level,
     )
-    stated = [] if tokens_per_param is None else [f"D/N is stated, {tokens_per_param:.4g}, not decided"]
+    stated = [] if tokens_per_param is None else [f"D/N was given, {tokens_per_param:.4g}, not decided"]
     return Decision(
         law=point,
         n_params=case.n_params,
@@ -261,7 +261,7 @@ class _Case:
             yield f"{ratio:.3g} tokens per parameter: no known ladder reaches that ratio"
         if UNIQUE in spending.form.columns and (epochs := self.n_tokens / spending.unique_tokens) > 1:
             seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
-            where = "repeats were found to be worth nothing" if fit is None else "the runs end"
+            where = "repeats were found to be worthless" if fit is None else "the runs end"
             if epochs > seen:
                 yield f"{epochs:.4g} epochs: {where} at {seen:.3g}"
         if spending.sizes is None and self.tolerance > 0:
@@ -285,7 +285,7 @@ class _Case:
         if math.isfinite(spending.unique_tokens):
             repeats = UNIQUE in spending.form.columns
             yield (
-                "the law includes what repeats of a token are worth"
+                "the law includes the value of repeated tokens"
                 if repeats
                 else "no token is seen twice: the law has no term for repeats"
             )

@@ -138,7 +138,7 @@ def next_runs(
             stopped = f"the interval is at most {width:.2%} wide and within what was tested"
             break
         if (pick := next(picks, None)) is None:
-            stopped = "no candidate is left that can be paid for"
+            stopped = "no affordable candidate is left"
             break
         index, design = pick
         then = _with_run(rows, size[index], tokens[index])

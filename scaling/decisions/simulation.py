@@ -142,7 +142,7 @@ def simulate(
         raise ValueError(f"n_trials must be at least 2, got {n_trials}")
     if {*law.form.columns} != {"n_params", "n_tokens"}:
         raise ValueError(
-            f"law must be one of n_params and n_tokens, got {law.form.name} of {', '.join(law.form.columns)}"
+            f"law must be a function of n_params and n_tokens, got {law.form.name} of {', '.join(law.form.columns)}"
         )
     runs = pd.DataFrame({"n_params": size, "n_tokens": tokens}).assign(
         stem=design["stem"].to_numpy() if "stem" in design else np.arange(len(design)), cost_flops=cost

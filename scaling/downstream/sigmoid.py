@@ -140,8 +140,8 @@ def fit_downstream(
     for name, given in (("chance", chance), ("ceiling", ceiling)):
         if most >= PERCENT and given is not None and 0 < given < 1:
             raise ValueError(
-                f"{name} must be in the unit of {metric}, of which the most is {most:g}, got {given!r}: that looks like a share "
-                "(if it is none, divide the metric, too, and leave most at 1)"
+                f"{name} must be in the unit of {metric}, whose maximum is {most:g}, got {given!r}: that looks like a fraction "
+                "(if it is not, divide the metric too and leave most at 1)"
             )
     low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
     if not 0 <= low < top <= most:
@@ -256,7 +256,7 @@ def _warnings(
     rise = float(_sigmoid(theta, loss.min()) - _sigmoid(theta, loss.max()))
     warnings = []
     if n_runs < MIN_ROWS:
-        warnings.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
+        warnings.append(f"{n_runs} independent runs: intervals over runs need at least {MIN_ROWS}")
     if np.ptp(value) == 0:
         warnings.append(f"the metric is {value[0]:g} in every row: its dependence on the loss is not visible")
     elif falls(loss, value):
@@ -268,7 +268,7 @@ def _warnings(
     if width > MAX_WIDTHS * float(np.ptp(loss)):
         warnings.append("a straight line fits as well: neither floor nor ceiling is seen")
     if not ceiling_held and ceiling > top - 1e-4 and midpoint < loss.min():
-        warnings.append(f"no run is half-way up: the ceiling is the largest possible, {top:g}, not the runs'")
+        warnings.append(f"no run has reached the midpoint: the ceiling is the largest possible, {top:g}, not the runs'")
     return warnings
 
 

@@ -125,7 +125,7 @@ def _as_stated(table: pd.DataFrame, columns: Mapping[str, str], notes: list[str]
     for column, name in columns.items():
         if (times := int((table.columns == name).sum())) != 1:
             raise ValueError(
-                f"{column} must be a column that the table has once, got {name!r}, which it has {times} times; "
+                f"{column} must be a column that occurs once in the table, got {name!r}, which it has {times} times; "
                 f"the columns are {', '.join(map(str, table.columns))}"
             )
     if len({*columns.values()}) < len(columns):
@@ -197,7 +197,7 @@ def _counts_of_others(table: pd.DataFrame, notes: list[str]) -> None:
         with np.errstate(all="ignore"):
             if units:
                 counts, note = unit * by / (FLOPS_PER_PARAM_TOKEN * known), f"{name} / (6·{other})"
-                note += ": C = 6·N·D is taken for granted"
+                note += ": C = 6·N·D is assumed"
                 note += (
                     ", a PF-day of 8.64e19 FLOPs" if unit == PF_DAY else f", in units of {unit:.0e} FLOPs" * (unit != 1)
                 )

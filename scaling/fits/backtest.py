@@ -122,7 +122,7 @@ def backtest(
         TypeError: an option is unknown, or one of `forms` is no form.
     """
     if fixed := {"form", "n_bootstrap"} & set(options):
-        raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
+        raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: pass forms as forms=[…]")
     forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
     require_convention(n_params_convention)
     table = read_runs(runs, columns).reset_index(drop=True)

@@ -35,8 +35,8 @@ def high_floor(law: Law) -> Iterator[str]:
     """Caveat if E is above any seen in nats: losses assumed to be in nats may be in bits."""
     if (E := law.parameters.get("E", 0.0)) > MOST_E:
         yield (
-            f"E = {E:.3g} nats per token is above {MOST_E:g}, more than public ladders have: if the losses are bits, "
-            "say loss_unit='bits'; if they are nats, say loss_unit='nats'"
+            f"E = {E:.3g} nats per token is above {MOST_E:g}, more than public ladders have: if the losses are in bits, "
+            "set loss_unit='bits'; if they are in nats, set loss_unit='nats'"
         )
 
 

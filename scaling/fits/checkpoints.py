@@ -69,7 +69,9 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
         sizes = n_params.groupby(table["run"].to_numpy()).transform("nunique").to_numpy()
         if (sizes > 1).any():
             row = int(np.argmax(sizes > 1))
-            raise ValueError(f"run must have one n_params, got {sizes[row]} in that of row {row_name(table, row)}")
+            raise ValueError(
+                f"a run must have a single n_params, got {sizes[row]} in that of row {row_name(table, row)}"
+            )
     called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
     steps = any(name in STEPS for name in called.values())
     named = [

@@ -185,7 +185,7 @@ def _rising(rows: pd.DataFrame) -> str:
         if len(sizes) > 1 and sizes.iloc[-1] > sizes.iloc[0]:
             return (
                 f"the loss rises with n_params at {n_tokens:.3g} tokens, from {sizes.iloc[0]:.4g} to {sizes.iloc[-1]:.4g}: "
-                "is it tuned at each size, and is less better?"
+                "check that it is tuned at each size and that lower is better"
             )
     return ""
 

@@ -60,7 +60,7 @@ class Unidentified:
             for run in self.runs.itertuples()
         )
         return (
-            f"the runs' D/N, {span(*self.tokens_per_param_range)}, do not tell the best one: its 90% interval reaches a factor "
+            f"the runs' D/N, {span(*self.tokens_per_param_range)}, do not determine the best one: its 90% interval reaches a factor "
             f"of {self.factor:.3g} either way, more than {MOST_FACTOR:g}; two runs bring it to {self.factor_then:.2g}: {pair}"
         )
 

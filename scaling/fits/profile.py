@@ -175,7 +175,7 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
     exponents = {"params_exponent", "tokens_exponent"}
     named = dict(zip(form.parameters, range(len(form.parameters)), strict=True))
     if name != "loss" and at:
-        raise ValueError(f"at must be given with the loss only, got it with {name!r}")
+        raise ValueError(f"at is only for the loss, got it with {name!r}")
     if name in named:
         return lambda theta: np.asarray(np.log(problem.natural(theta)[:, named[name]]))
     if name == "loss":

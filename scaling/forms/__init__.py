@@ -28,7 +28,7 @@ def form_named(name: str) -> Form:
     known = Form.own | ALL_FORMS
     if name not in known:
         raise ValueError(
-            f"form must be one of {', '.join(known)}, got {name!r}; define a form of your own before its law is read"
+            f"form must be one of {', '.join(known)}, got {name!r}; define a custom form before reading its law"
         )
     return known[name]()
 

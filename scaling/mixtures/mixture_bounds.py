@@ -57,7 +57,7 @@ def weight_limits(domains: tuple[str, ...], given: MixtureLimits) -> tuple[Array
         low[domains.index(name)], high[domains.index(name)] = pair
     positive("max_epochs", max_epochs)
     if available_tokens and n_tokens is None:
-        raise ValueError("available_tokens needs n_tokens, the tokens of the run that is planned")
+        raise ValueError("available_tokens needs n_tokens, the number of tokens of the planned run")
     for name, tokens in (available_tokens or {}).items():
         positive(f"available_tokens of {name}", tokens)
         most = float(tokens) * max_epochs / float(positive("n_tokens", n_tokens or np.nan))
@@ -65,7 +65,7 @@ def weight_limits(domains: tuple[str, ...], given: MixtureLimits) -> tuple[Array
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
         least = ", ".join(f"{name} {a:.3g} to {b:.3g}" for name, a, b in zip(domains, low, high, strict=True) if a > b)
         raise ScalingError(
-            f"no mixture is within the bounds and caps: the least weights sum to {low.sum():.3g}, the largest to {high.sum():.3g}"
+            f"no mixture is within the bounds and caps: the smallest weights sum to {low.sum():.3g}, the largest to {high.sum():.3g}"
             + (f"; {least}" if least else "")
         )
     return low, high

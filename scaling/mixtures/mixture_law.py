@@ -83,7 +83,7 @@ class MixtureLaw(JsonResult):
             positive(name, value)
             if name not in self.varying and not (self.scales.get(name, pd.Series([np.nan])) == value).all():
                 raise ValueError(
-                    f"{name}: the runs do not differ in it, so the law holds for theirs alone; got {value:g}; leave it out"
+                    f"{name}: the runs do not differ in it, so the law holds only for their value; got {value:g}; leave it out"
                 )
         given = {"n_params": n_params, "n_tokens": n_tokens}
         return {name: given[name] or float(self.scales[name].max()) for name in self.varying}
@@ -98,7 +98,7 @@ class MixtureLaw(JsonResult):
                 end, bound = ("largest", runs.max()) if value > runs.max() else ("smallest", runs.min())
                 found.append(
                     f"{name} {value:.3g} lies {ratio:.3g} times beyond the {end} run's {bound:.3g}: "
-                    "intervals hold within the runs' only"
+                    "intervals hold only within the runs'"
                 )
             elif (n := int((runs >= value / SAME_SCALE).sum())) < LEAST_RUNS:
                 found.append(f"{n} runs have {name} {value:.3g} or more: add {LEAST_RUNS - n} for intervals that hold")
@@ -171,7 +171,7 @@ class MixtureLaw(JsonResult):
         require_known("objective", given, self.targets)
         values = np.array([float(given.get(name, 0.0)) for name in self.targets])
         if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
-            raise ValueError(f"objective must have finite weights of at least 0, one above it, got {given}")
+            raise ValueError(f"objective must have finite weights of at least 0, one of them above 0, got {given}")
         return values
 
 

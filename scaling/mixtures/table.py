@@ -155,7 +155,10 @@ def _prefixed(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
         return rows
     rows = rows.rename(columns=found)
     first, ours = next(iter(found.items()))
-    rows.attrs[NOTES] = (*rows.attrs.get(NOTES, ()), f"{ours} is column {first}, and {len(found) - 1} more likewise")
+    rows.attrs[NOTES] = (
+        *rows.attrs.get(NOTES, ()),
+        f"{ours} is column {first}, and {len(found) - 1} more in the same way",
+    )
     return rows
 
 
@@ -175,8 +178,8 @@ def _refuse_split(others: pd.DataFrame, weights: Array, y: Array, scales: pd.Dat
             unexplained.append((left**2).sum() / max(n - np.linalg.matrix_rank(design), 1))
         if unexplained[1] < (1 - SPLIT) * unexplained[0]:
             raise ValueError(
-                f"column {column!r} splits the losses, and the law would pool its values {sorted(set(values))[:5]}: if it is the size "
-                "or length of the runs, name it n_params or n_tokens, as numbers; else keep the rows of one value, or drop the column"
+                f"column {column!r} separates the losses, but the law would pool its values {sorted(set(values))[:5]}: if it is "
+                "the size or length of the runs, name it n_params or n_tokens, as numbers; else keep one value, or drop the column"
             )
 
 

@@ -237,9 +237,11 @@ def _warnings(
     ]
     budgets = used["n_tokens"].nunique()
     if budgets < MIN_BUDGETS:
-        warnings.append(f"{budgets} token budgets: at least {MIN_BUDGETS} show whether the law is straight")
+        warnings.append(
+            f"{budgets} token budgets: at least {MIN_BUDGETS} are needed to see whether the law is straight"
+        )
     if (ratio := used["n_tokens"].max() / used["n_tokens"].min()) < MIN_SPAN:
-        warnings.append(f"the token budgets span {ratio:.3g}×: at least {MIN_SPAN:g}× is wanted")
+        warnings.append(f"the token budgets span {ratio:.3g}×: at least {MIN_SPAN:g}× is needed")
     if prior is not None and abs(raw - prior[0]) > 2 * math.hypot(raw_stderr, prior[1]):
         warnings.append(
             f"the data's exponent {raw:.2f} contradicts the prior {prior[0]:g} ± {prior[1]:g}: {contradicted}"

@@ -128,7 +128,7 @@ class ScheduleLaw(FittedResult):
             reasons.append(f"{length:g} steps: tested to {MAX_STEPS_RATIO:g}× the fitted {self.steps[1]:g}")
         if depth < self.deepest / MAX_DEPTH_RATIO:
             reasons.append(
-                f"the rate falls to {depth:.3g} of its peak, in the fitted curves to {self.deepest:.3g} at least"
+                f"the rate falls to {depth:.3g} of its peak, but in the fitted curves only to {self.deepest:.3g}"
             )
         return tuple(reasons)
 
@@ -243,7 +243,7 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> Sche
 def _require_schedule(schedule: pd.DataFrame) -> None:
     require_columns(schedule, ("step", "lr"))
     if "run" in schedule and (runs := schedule["run"].unique()).size > 1:
-        raise ValueError(f"a schedule must be of one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
+        raise ValueError(f"a schedule must come from one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
 
 
 def _minimised(curves: list[ScheduleCurve], log_loss: Array) -> tuple[Array, bool]:

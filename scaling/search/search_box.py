@@ -66,7 +66,7 @@ class SearchBox:
         for name, by_scale in self.drift.items():
             for scale, (mean, spread) in by_scale.items():
                 if name not in self.bounds or scale not in self.scales:
-                    raise ValueError(f"drift must be of a numeric coordinate with a scale, got {name} with {scale}")
+                    raise ValueError(f"drift must be for a numeric coordinate with a scale, got {name} with {scale}")
                 if not (math.isfinite(mean) and 0 < spread < math.inf):
                     raise ValueError(
                         f"drift of {name} with {scale} must be finite, its deviation above 0, got {mean!r} ± {spread!r}"

@@ -213,7 +213,7 @@ def _refuse_rising(own: pd.DataFrame, baseline: str, noise: float) -> None:
     if rise > _MOST_RISE * noise:
         raise ValueError(
             f"loss must fall with compute; that of {baseline!r} rises by {math.expm1(rise):.1%} from {math.exp(x.min()):.2g} to "
-            f"{math.exp(x.max()):.2g} FLOPs; if more is better, give what is left to its best value, such as 1 - accuracy"
+            f"{math.exp(x.max()):.2g} FLOPs; if higher is better, pass the distance from the best value, such as 1 - accuracy"
         )
 
 

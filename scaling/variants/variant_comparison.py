@@ -91,10 +91,10 @@ class VariantComparison(JsonResult):
             "at": f"{self.target_flops:.3g} FLOPs, where {self.baseline} has a loss of {self.baseline_loss:.4f} {self.unit}".rstrip(),
             "loss there": f"against {self.baseline} at the same compute, {self.level:.0%} interval",
             "multiplier": f"compute that {self.baseline} would need for the variant's loss at the target, over the variant's own"
-            + ("; the slope is assumed, as there is one size" if self.n_sizes == 1 else ""),
+            + ("; the slope is assumed because there is only one size" if self.n_sizes == 1 else ""),
             "promote": f"multiplier above 1; wrong for any variant{looked} with a probability of {self.error:g} at most",
-            "reject": f"multiplier below {1 + self.worth:g}, no gain worth a change; likewise",
-            "noise": f"{self.noise:.2%} of the loss between two runs that differ by their seed",
+            "reject": f"multiplier below {1 + self.worth:g}, no gain worth a change; same error probability",
+            "noise": f"{self.noise:.2%} of the loss between two runs that differ only in their seed",
         }
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"

@@ -55,7 +55,7 @@ def test_a_damaged_state_is_reported_and_trained_again_to_the_recorded_loss(
     damage(damaged)
     outcome = Worker(ledger, compiled=False).reach(chain)
     assert outcome.loss == expected[chain.key]
-    assert any(str(damaged) in message and "going on without it" in message for message in caplog.messages)
+    assert any(str(damaged) in message and "continuing without it" in message for message in caplog.messages)
     (again,) = ledger.retrained()
     assert again["key"] == chain.parent.key
     assert before["segments"] - rows(study / LEDGER)["segments"], "but for the row that was taken out"

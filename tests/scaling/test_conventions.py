@@ -125,7 +125,7 @@ def test_round_trip(results: dict[str, Any], name: str, kind: Any) -> None:
 def test_a_law_by_hand_does_not_pretend() -> None:
     law = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
     for stated in (law, law.allocate(1e21), decide(law, 1e21)):
-        assert "what N counts is not stated" in str(stated)
+        assert "convention of N not given" in str(stated)
 
 
 @pytest.mark.parametrize("verb", [fit, backtest, fit_isoflops, fit_envelope])

@@ -23,8 +23,8 @@ def require_unchanged(folder: Path) -> None:
     changed, _ = changed_files(corpus)
     if changed:
         raise StageError(
-            f"{folder}: {', '.join(changed)} not as hashed when the corpus was written, so nothing is trained on it; remove "
-            "the folder to have it written again from its source, or bring it back from a copy"
+            f"{folder}: {', '.join(changed)} changed since the corpus was hashed, so nothing is trained on it; remove the "
+            "folder to have it written again from its source, or restore it from a copy"
         )
     _unchanged.add((folder, corpus.key))
 

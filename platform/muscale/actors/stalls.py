@@ -60,7 +60,7 @@ def hint(directory: Path, since: float) -> str:
     """A hint for the message of a worker's death: the file of the newest stall since `since` (seconds of the system's clock)."""
     paths = sorted(directory.joinpath(STALLS).glob("*.txt"), key=lambda path: path.stat().st_mtime)
     return (
-        f"; it was ended as it took no step, {paths[-1]} tells where"
+        f"; it was ended because it took no step; {paths[-1]} shows where"
         if paths and paths[-1].stat().st_mtime >= since
         else ""
     )

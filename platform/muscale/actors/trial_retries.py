@@ -51,6 +51,6 @@ class Attempts:
             self.failures[what] = f"{how} {most} times: {why}"
             return False
         logging.getLogger(__name__).warning(
-            "%s: %s (%d of %d): %s; it continues from what was recorded", label, how, counts[what], most, why
+            "%s: %s (%d of %d): %s; it continues from its last recorded state", label, how, counts[what], most, why
         )
         return True

@@ -155,4 +155,4 @@ def _stop(work: Work) -> None:
     if work.interrupted:
         raise KeyboardInterrupt
     work.interrupted = True
-    logging.getLogger(__name__).warning("interrupted: finishing what is being trained; Ctrl-C again stops at once")
+    logging.getLogger(__name__).warning("interrupted: finishing the running work; press Ctrl-C again to stop at once")

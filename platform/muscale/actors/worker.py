@@ -182,7 +182,7 @@ class Worker:
         except FileNotFoundError:  # pruned since the row was read, or lost
             return None
         except StateError as error:
-            _log.warning("%s; going on without it, from the nearest one before", error)
+            _log.warning("%s; continuing without it, from the previous one", error)
             return None
 
     def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult, *, keep: bool) -> None:

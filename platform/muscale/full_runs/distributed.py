@@ -77,7 +77,7 @@ def rank_device() -> torch.device:
         index = 0
     if index >= count:
         raise StageError(
-            f"promote: each rank needs its own GPU; local rank {index} sees {count} on this node; start as many ranks as GPUs"
+            f"promote: each rank needs its own GPU; local rank {index} sees {count} on this node; start one rank per GPU"
         )
     return torch.device("cuda", index)
 

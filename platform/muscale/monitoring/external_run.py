@@ -43,7 +43,7 @@ class ExternalRun:
         registered = ledger.read(find, "forecasts", order=("registered_at",))
         if plan is None and len(registered) > 1:
             raise StageError(
-                f"watch: {source.name}: needs the plan of the run, as several are registered; name it with --plan, one of "
+                f"watch: {source.name}: several plans are registered; name the run's plan with --plan, one of "
                 f"{', '.join(row['plan'] for row in registered)}"
             )
         row = ledger.forecast(plan) if plan else next(iter(registered), None)

@@ -112,7 +112,7 @@ class LossSource:
             )
         if repeated := [name for name in wanted if columns.count(name) > 1]:
             raise StageError(
-                f"watch: {self.name}: column {repeated[0]} must occur once, got it {columns.count(repeated[0])} times"
+                f"watch: {self.name}: column {repeated[0]} must occur once, got {columns.count(repeated[0])} times"
             )
         unit = "step" if counter.endswith("step") else "tokens"
         rows: list[Row] = []

@@ -115,13 +115,13 @@ def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
             _, key, external = max(begun)
             return key, external
         raise StageError(
-            "watch: no full run has begun; start one with `muscale promote`, or name the losses of a run trained elsewhere "
+            "watch: no full run has started; start one with `muscale promote`, or name the losses of a run trained elsewhere "
             "with --losses"
         )
     for started, external in _STARTED.items():
         if ledger.result(started, plan):
             return plan, external
-    raise StageError(f"watch: no run of plan {plan} has begun; start it with `muscale promote --plan {plan}`")
+    raise StageError(f"watch: no run of plan {plan} has started; start it with `muscale promote --plan {plan}`")
 
 
 def _tokens_per_second(steps: pd.DataFrame) -> float | None:

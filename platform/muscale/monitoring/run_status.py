@@ -130,7 +130,7 @@ class RunStatus(Result):
             evaluations=self.evaluations,
         )
         return (
-            figure.update_layout(title="run trained elsewhere, losses reported by its owner")
+            figure.update_layout(title="run trained elsewhere, losses reported by the user")
             if self.asserted
             else figure
         )

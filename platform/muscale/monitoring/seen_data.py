@@ -47,7 +47,7 @@ class SeenData:
         own = study.corpus
         if own is None or own.is_own_data:
             raise StageError(
-                "runs: --batch needs a corpus, and this study has none: no run began, or the trainer reads its own data"
+                "runs: --batch needs a corpus, but this study has none: no run has started, or the trainer reads its own data"
             )
         if full := find_full_run(run, study.ledger, own, study.config.shared_numerics(own)):
             return cls(corpus=full.corpus, numerics=full.numerics, segments=full.segments, position=full.position)

@@ -52,7 +52,7 @@ def law_sections(
 def _whole(fit: ScalingFit | None) -> Section:
     return _of_fit(
         title="The law and its data",
-        about="The law is fitted to annealed runs near their best rate only.",
+        about="The law is fitted only to annealed runs near their best rate.",
         result=f"L(N, D)  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
         table=as_table(fit.intervals(0.9).rename_axis("parameter").reset_index() if fit else None),
@@ -74,7 +74,7 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         ),
         (
             "Loss over size and tokens",
-            "Contours of loss and of compute by the mean of the forecast's fits; the frontier passes where they touch.",
+            "Contours of loss and of compute by the mean of the forecast's fits; the frontier passes through their points of contact.",
             fit.plot_contours(target),
         ),
         (
@@ -137,7 +137,7 @@ def _profiles(fit: ScalingFit) -> Section:
             drawings += drawn(profile.plot(), f"profile likelihood of {called}")
     return _of_fit(
         title="Profile likelihood of the law",
-        about="Each point is the best fit with that value held fixed. On a side that stays low the runs set no bound.",
+        about="Each point is the best fit with that value held fixed. Where a side of the curve stays low, the runs set no bound.",
         result="\n\n".join(results),
         drawings=drawings,
     )
@@ -154,13 +154,13 @@ def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
             fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, n_bootstrap=_RESAMPLINGS
         )
         if len(powers.points) < _GRIDS:
-            raise ScalingError(f"{len(powers.points)} budgets have a minimum among their sizes, {_GRIDS} are wanted")
+            raise ScalingError(f"{len(powers.points)} budgets have a minimum among their sizes, {_GRIDS} are needed")
         result, beside = (
             str(powers),
             drawn(powers.plot(), "parabolas of loss over size through the runs of each budget"),
         )
     except (ScalingError, ValueError) as error:
-        result, beside = f"no parabolas next to the law, since the ladder is no isoFLOP grid: {error}", ()
+        result, beside = f"no parabolas, because the ladder is not an isoFLOP grid: {error}", ()
     return _of_fit(
         title="IsoFLOPs",
         about="The loss of each size at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",
@@ -192,7 +192,7 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
         title="Variants",
         command="compare",
         group=GROUP,
-        about="Compute that the baseline would need for each variant's loss at the target, over the variant's own, and the verdict.",
+        about="Compute that the baseline would need for each variant's loss at the target, divided by the variant's; and the verdict.",
         result=about,
         drawings=(
             *drawn(outcome.plot(), "multiplier of each variant against compute, with its band up to the target"),

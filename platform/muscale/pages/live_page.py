@@ -140,7 +140,7 @@ class LivePage:
             "actions": self.token is not None,
             "running": () if so_far is None else so_far.running,
         }
-        return Section(title="At work now", command="run", about="", template="now.html.jinja", values={"now": values})
+        return Section(title="Running now", command="run", about="", template="now.html.jinja", values={"now": values})
 
     def _at_work(self) -> list[str]:
         """Describe the running processes of the study, as far as this process can see them."""
@@ -156,7 +156,7 @@ class LivePage:
         """Request that a running trial of the sweep ends; raise StageError if the trial is not running."""
         so_far = search_so_far(self.study.ledger, self.study.config.rung_tokens())
         if so_far is None or trial not in so_far.running:
-            raise StageError(f"cancel: trial {trial} is not at work")
+            raise StageError(f"cancel: trial {trial} is not running")
         cancel_trial(self.study.ledger, so_far.sweep, trial, reason)
 
     def cancel_study(self, reason: str) -> None:

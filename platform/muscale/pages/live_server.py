@@ -147,7 +147,9 @@ def _require_token(request: Request, token: str | None) -> None:
         raise HTTPException(403, "this page is read-only: start it with `muscale ui --allow-actions`")
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-        raise HTTPException(401, "the access token is not the one that was printed", {"WWW-Authenticate": "Bearer"})
+        raise HTTPException(
+            401, "wrong access token; use the one that `muscale ui` printed", {"WWW-Authenticate": "Bearer"}
+        )
 
 
 def _script(request: Request, text: str) -> Response:

@@ -32,7 +32,7 @@ def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
             n, best = runs[purpose]  # NaN if all diverged
             yield (
                 name,
-                f"{n} finished" + (f", least loss {best:.4f} {study.config.model.loss_unit}" if best == best else ""),
+                f"{n} finished" + (f", lowest loss {best:.4f} {study.config.model.loss_unit}" if best == best else ""),
             )
     forecast = study.ledger.latest_forecast()
     if forecast is None:

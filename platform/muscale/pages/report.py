@@ -105,7 +105,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         Section(
             title="The corpus",
             command="check",
-            about="Every source with its share at the end of a run; with a plan, the epochs of the full run on each.",
+            about="Each source's share at the end of a run and, with a plan, the full run's epochs on it.",
             result="\n".join(_corpus_warnings(contents)),
             table=as_table(_sources(contents)),
         ),
@@ -113,7 +113,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         Section(
             title="Coordinate check",
             command="check",
-            about="Every activation must move by the same amount at every width; otherwise values tuned small do not transfer.",
+            about="Every activation must move by the same amount at every width, or values tuned on small models do not transfer.",
             result=contents.check.about if contents.check else None,
             drawings=drawn(
                 contents.check and contents.check.plot(),
@@ -138,8 +138,8 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         _spending(contents.spending),
         _of_ledger(
             title="Every run",
-            about=f"One row for each annealed run, loss in {contents.loss_unit}, held out. A long table shows the "
-            "latest runs; `muscale runs` has all.",
+            about=f"One row for each annealed run, with its held-out loss in {contents.loss_unit}. A long table shows "
+            "the latest runs; `muscale runs` prints all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
         _reproduction(contents.reproduction),
@@ -181,10 +181,10 @@ def _plan(contents: ReportContents) -> Section:
 
 
 def _data_sections(contents: ReportContents) -> Iterator[Section]:
-    """Generate what was removed from the text, and the held-out text that the training text holds."""
+    """Generate the sections on removed text and on held-out text that the training text contains."""
     files = contents.corpus.sources if contents.corpus else {}
     if removed := {name: one.manifest["cleaned"] for name, one in files.items() if one.manifest.get("cleaned")}:
-        about = "What each step of [corpus.clean] removed from each source."
+        about = "Text that each step of [corpus.clean] removed from each source."
         table = removal_table(removed)
         table["removed"] = table["removed"].map("{:.1%}".format)
         yield Section(title="Cleaning", command="data clean", about=about, table=as_table(table))
@@ -199,7 +199,7 @@ def _data_sections(contents: ReportContents) -> Iterator[Section]:
         yield Section(
             title="Held-out text in the training text",
             command="data check",
-            about="Losses on text that was trained on are too low. The longest passages that training and held-out text share.",
+            about="Losses on text seen in training are too low. These are the longest passages that training and held-out text share.",
             result=f"{'Passed' if leaks.passed else 'FAILED'}: {'; '.join(filter(None, (leaks.compared, leaks.repeated)))}.",
             table=as_table(leaks.table()),
         )
@@ -248,7 +248,7 @@ def _calibration(found: Calibration | None) -> list[Section]:
     return [
         _of_full_run(
             title="Did the forecasts hold?",
-            about="Every full run that ended, its residual in units of the forecast's scale. Asserted: reported by the run's owner.",
+            about="Every finished full run; the residual is in units of the forecast's scale. Asserted: reported by the user.",
             table=as_table(found.table[_CALIBRATION].assign(ended=found.table["ended"].str[:19])),
         )
     ]

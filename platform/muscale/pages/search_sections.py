@@ -69,18 +69,16 @@ def _trials(result: SweepResult) -> pd.DataFrame:
 def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:
     """Generate (title, description, figure, table) of every further figure that a sweep has data for."""
     if "learning_rate" in result.fitted.box.bounds:
-        about = (
-            "Dots: annealed runs; lines: the fitted surface, other hyperparameters at their optimum; stars: its optima."
-        )
+        about = "Dots: annealed runs; lines: the fitted surface, with the other hyperparameters at their optimum; stars: its optima."
         yield "Loss against learning rate in the search", about, result.plot_rate(), result.optima
     if result.is_population:
-        about = "Which member continued from whose state; the thick path leads to the winner."
+        about = "Which member continued from which member's state; the thick path leads to the winner."
         yield "The population's lineage", about, result.plot_lineage(), result.copies
     if result.finalists:
         about = "The finalists under new seeds, with 90 % intervals."
         yield FINALISTS, about, result.plot_finalists(), result.finalists.trials.reset_index()
     if result.space.searched:
-        about = "One line per trial; drag along an axis to select some of them."
+        about = "One line per trial; drag along an axis to select trials."
         yield "Every trial across its hyperparameters", about, result.plot_parallel(), None
     if not isinstance(result.importance_or_reason, str):
         about = "Shares of the variance of log loss; grey shares are indistinguishable from noise."
@@ -113,7 +111,7 @@ def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None, loss_
 
 def transfer_sections(verdict: Verdict | None) -> list[Section]:
     """Return the verdict with its drifts, a section for each scale and hyperparameter, and the laws across tokens."""
-    about = "Under muP the best rate does not move with width; the verdict gates promotion."
+    about = "Under muP the best rate should not change with width; the verdict is a condition of the gate."
     horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
     laws = [
         _of_transfer(
@@ -127,7 +125,7 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
         laws.append(
             _of_transfer(
                 title="Best batch against training tokens",
-                about="Loss at equal tokens, the rate tuned for each batch; the best batch depends on the tokens, not on the size.",
+                about="Loss at equal tokens, with the rate tuned for each batch; the best batch depends on tokens, not on size.",
                 result=str(batch) if batch else missing.get("batch law"),
                 drawings=drawn(batch and batch.plot(), "best batch against training tokens"),
                 table=as_table(batch.cells if batch else None),

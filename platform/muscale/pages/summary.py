@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from muscale.pages.contents import ReportContents
 
 _OPEN = (None, None)
-_ROOM = 0.35  # of the interval, left and right of everything drawn
+_ROOM = 0.35  # margin to the left and right of everything drawn, as a share of the interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def conclusion(contents: ReportContents) -> str:
         return (
             "The forecast held: the measured loss is inside its interval."
             if supported
-            else f"The measured loss is inside the interval. Do not rely on the next such interval, though: {untested}."
+            else f"The measured loss is inside the interval. But do not rely on such intervals: {untested}."
         )
     if promotion:
         missed = "The forecast missed: the measured loss is outside its interval"
@@ -126,7 +126,7 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
     if promotion is None or "seconds" not in promotion:
         return []
     workers = promotion["world_size"]
-    note = f"wall time on {workers} workers" if workers else "reported by the run's owner"
+    note = f"wall time on {workers} workers" if workers else "as reported by the user"
     return [Tile(label="trained in", value=format_duration(promotion["seconds"]), note=note)]
 
 
@@ -143,7 +143,7 @@ def _of_gate(contents: ReportContents) -> list[Tile]:
     promotion, gate = contents.promotion or {}, contents.gate
     if promotion.get("forced"):
         past = ", ".join(promotion.get("forced_lines") or ()) or "a closed gate"
-        return [Tile(label="gate", value="forced", note=f"past {past}", state="bad")]
+        return [Tile(label="gate", value="forced", note=f"despite {past}", state="bad")]
     if gate is None:
         return []
     passed = sum(line["status"] == "passed" for line in gate["lines"])

@@ -35,7 +35,7 @@ def write_fit_page(
     """
     decided = [_decided(decision)] if decision else []
     noted = (
-        [_of_fit(title="Warnings", about="What the table makes doubtful.", result="\n".join(warnings))]
+        [_of_fit(title="Warnings", about="Reasons to doubt the result.", result="\n".join(warnings))]
         if warnings
         else []
     )
@@ -69,19 +69,19 @@ def write_mixture_page(
     sections = [
         _of_mixture(
             title="The best mixture",
-            about="Weight of each domain; its interval is where the best mixtures of laws as likely as this one lie.",
+            about="Weight of each domain; the interval is the range of best mixtures over laws as likely as this one.",
             result=best.about,
             drawings=drawn(best.plot(), "weight of each domain in the best mixture, with its interval"),
             table=as_table(weights),
         ),
         _of_mixture(
-            title="Its losses",
-            about="Loss that a run of the best mixture is expected to have on each held-out set of the objective.",
+            title="Losses of the best mixture",
+            about="Loss expected on each held-out set of the objective after training on the best mixture.",
             table=as_table(best.losses),
         ),
         _of_mixture_law(
-            title="Whose data lowers which loss",
-            about="Change of each loss where .1 of the runs' mean mixture gives way to one domain.",
+            title="Which data lowers which loss",
+            about="Change of each loss when .1 of the runs' mean mixture is replaced by one domain.",
             result=fit.about,
             drawings=drawn(fit.plot(), "change of each loss by each domain's data"),
             table=as_table(fit.quality.rename_axis("loss on").reset_index()),
@@ -94,7 +94,7 @@ def write_mixture_page(
         sections.append(
             _of_mixture_law(
                 title="What to train next",
-                about="A column for each run: its weights, and what it is worth once those before it have ended as expected.",
+                about="One column per run: its weights, and its value if the runs before it end as expected.",
                 result=following.about,
                 table=as_table(table),
             )
@@ -106,7 +106,7 @@ def write_mixture_page(
 def _decided(decision: Decision) -> Section:
     return _of_fit(
         title="The decision",
-        about="Size and tokens of least loss for the budget, and the sizes that are about as good.",
+        about="Size and tokens with the lowest loss for the budget, and sizes that are about as good.",
         result=str(decision),
         table=as_table(decision.near),
     )
@@ -116,12 +116,12 @@ def _backtest(fit: ScalingFit) -> Section:
     section = partial(
         _of_fit,
         title="Backtest",
-        about="The larger runs, forecast from those below a tenth and a thirtieth of the largest compute; errors in per cent.",
+        about="Larger runs, forecast from the runs below a tenth and a thirtieth of the largest compute; errors in per cent.",
     )
     try:
         found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit)
         return section(
-            drawings=drawn(found.plot(), "losses forecast from smaller runs against those measured"),
+            drawings=drawn(found.plot(), "losses forecast from smaller runs against measured losses"),
             table=as_table(found.table().drop(columns=["coverage_0.95", "width_0.95"])),
         )
     except (ScalingError, ValueError) as error:

@@ -93,12 +93,12 @@ class Cadence:
 
     def __str__(self) -> str:
         """Return a line with both intervals and their counts."""
-        saves = f"saves each {self.checkpoint_every_tokens:,} tokens ({self.checkpoints})"
+        saves = f"saves every {self.checkpoint_every_tokens:,} tokens ({self.checkpoints})"
         if self.checkpoint_every_minutes:
             saves += f" or {self.checkpoint_every_minutes:.3g} minutes"
         if self.evaluate_every_tokens is None:
-            return f"{saves}, evaluates itself at the end only"
-        return f"{saves}, evaluates itself each {self.evaluate_every_tokens:,} tokens ({self.evaluations})"
+            return f"{saves}, evaluates only at the end"
+        return f"{saves}, evaluates every {self.evaluate_every_tokens:,} tokens ({self.evaluations})"
 
 
 def _minutes_between_saves(save_seconds: float, workers: int) -> float:

@@ -44,8 +44,8 @@ def memory_line(
         state = at_least * workers_on_it
         compared = f"weights, gradients and moments take {state / 2**30:.3g} GiB on {device}"
         if memory_bytes is not None and state > MEMORY_SHARE * memory_bytes:
-            compared += f", of whose {memory_bytes / 2**30:.4g} GiB {MEMORY_SHARE:.0%} may be filled"
-            advice = "take more workers to cut the state over, or devices with more memory"
+            compared += f"; of its {memory_bytes / 2**30:.4g} GiB {MEMORY_SHARE:.0%} may be filled"
+            advice = "use more workers to shard the state over, or devices with more memory"
             return GateLine(name="memory", status="failed", compared=compared, advice=advice)
         advice = "try it with `muscale promote --smoke-test`"
         return GateLine(name="memory", status="unknown", compared=f"{compared}; {untraced}", advice=advice)
@@ -69,7 +69,7 @@ def memory_line(
         "activations": "a smaller micro-batch or activation checkpointing",
         "gathered": "devices with more memory",
         "reduced": "devices with more memory",
-    }.get(largest, "more workers to cut the state over")
+    }.get(largest, "more workers to shard the state over")
     size = getattr(estimate, largest) / 2**30
     advice = f"most of it are {largest}, {size:.3g} GiB: take {remedy}, or devices with more memory"
     return GateLine.judged("memory", needed <= MEMORY_SHARE * memory_bytes, compared, advice)
@@ -91,7 +91,7 @@ def evaluation_line(
     if memory_bytes is None:
         return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")
     compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}"
-    advice = "a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to cut the state over"
+    advice = "a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to shard the state over"
     return GateLine.judged("evaluation", peak <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
@@ -103,7 +103,7 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     """
     fused = f"the {kernel} kernel, heads of {head_dim}"
     math = f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block"
-    advice = "take a model.head_dim that is a multiple of 8, and with model.document_separator at least 16"
+    advice = "use a model.head_dim that is a multiple of 8 and, with model.document_separator, at least 16"
     return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 
@@ -123,11 +123,13 @@ def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, para
     ]
     near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
     if problems:
-        advice.append(f"take {near} workers, or another batch" if near else "take another batch, or another layout")
+        advice.append(f"take {near} workers, or another batch" if near else "use another batch size or another layout")
     odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
     if odd:
         problems += odd
-        advice.append("take a tensor_parallel that divides them, or another size: plan.compute_flops decides it")
+        advice.append(
+            "use a tensor_parallel that divides them, or another model size, which plan.compute_flops determines"
+        )
     if problems:
         return GateLine(
             name="layout",
@@ -154,7 +156,7 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
     """
     saving, evaluating = cadence.save_share(run_seconds), cadence.evaluation_share
     saves = (
-        "of unknown share of the time"
+        "an unknown share of the time"
         if saving is None
         else f"{saving:.2%} of the time at {cadence.save_seconds:.3g} s"
     )
@@ -167,7 +169,7 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
         "evaluate_every_tokens": evaluating,
     }
     over = [f"promote.{key}" for key, share in shares.items() if share > MOST_SHARE]
-    advice = f"raise or leave out {' and '.join(over)}; by default they follow the run"
+    advice = f"raise or leave out {' and '.join(over)}; by default they depend on the run's length"
     return GateLine.judged("cadence", not over, compared, advice)
 
 
@@ -183,14 +185,12 @@ def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLi
         return GateLine(
             name=name,
             status="unknown",
-            compared="no prediction: plan.accelerator names no device whose links are known, or the layout does not stand",
+            compared="no prediction: the links of plan.accelerator are not known, or the layout is not possible",
             advice=f"name one of {', '.join(LINKS)}",
         )
     slower = proposed is not None and step.total > PROPOSED_FROM * proposed.step.total
     waits = step.exposed_share > EXPOSED_SHARE
-    advice = (
-        f"predicted to be faster: {proposed}" if slower else "take fewer workers or a larger batch" if waits else ""
-    )
+    advice = f"predicted to be faster: {proposed}" if slower else "use fewer workers or a larger batch" if waits else ""
     return GateLine(
         name=name, status="passed", compared=f"predicted {step}; more than {EXPOSED_SHARE:.0%} is much", advice=advice
     )
@@ -200,6 +200,6 @@ def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
     """Whether checkpoints fit: `needed` bytes for `kept` of them, including the one being written."""
     compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
     advice = (
-        "make room there, or keep the study on a larger disk; `muscale gc` removes states from which nothing continues"
+        "free some space, or move the study to a larger disk; `muscale gc` removes states that are no longer needed"
     )
     return GateLine.judged("disk", needed <= free, compared, advice)

@@ -86,7 +86,7 @@ class Gate(Recorded):
             f"{line.name}: {line.compared}; {line.advice}" for line in self.lines if line.status == "failed"
         )
         raise StageError(
-            f"promote: the gate is closed:\n{textwrap.indent(failures, '  ')}\nor go through with --force, which the ledger keeps"
+            f"promote: the gate is closed:\n{textwrap.indent(failures, '  ')}\nor continue with --force, which the ledger records"
         )
 
     def record(self, ledger: Ledger) -> None:
@@ -124,12 +124,12 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
     text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
     remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
     too_wide = (
-        f"a tied table's rate is to be trusted over {TIED_REACH:g}× in width, and the full run is {tied_reach:.3g}× as wide as "
+        f"a tied table's rate can be trusted over {TIED_REACH:g}× in width, and the full run is {tied_reach:.3g}× as wide as "
         "the widest grid: add a wider one to transfer.widths, or untie"
     )
     advice = {
         "pass": too_wide if tied_reach > TIED_REACH else "",
-        "fail": "tuned values do not transfer to full size: mend the parametrization, or search less",
+        "fail": "tuned values do not transfer to full size: fix the parametrization, or search fewer hyperparameters",
     }.get(verdict, f"settle it{remedy}")
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
 
@@ -170,13 +170,13 @@ def data_line(
             name="data",
             status="failed",
             compared="; ".join(differing),
-            advice="restore the corpus of the plan, or plan again on this one, which has a different law",
+            advice="restore the plan's corpus, or make a new plan for this one, which has a different law",
         )
     if changed:
         return GateLine(
             name="data",
             status="failed",
-            compared=f"{', '.join(changed)} not as hashed when the corpus was written",
+            compared=f"{', '.join(changed)} changed since the corpus was written and hashed",
             advice="remove the corpus folder, so that it is written again from its source",
         )
     if changed is None:
@@ -184,7 +184,7 @@ def data_line(
             name="data",
             status="unknown",
             compared=f"{text} in the manifest as planned; {n_bytes / 1e9:.3g} GB of tokens were not hashed again",
-            advice="hold sha256sum of the token files against the manifest where storage is in doubt",
+            advice="if you do not trust the storage, compare sha256sum of the token files with the manifest",
         )
     return GateLine(name="data", status="passed", compared=f"{text}, {n_bytes / 1e9:.3g} GB hashed again")
 
@@ -194,7 +194,7 @@ def leak_line(leaks: LeakCheck | None) -> GateLine:
     if leaks is None:
         return GateLine(name="leaks", status="unknown", compared="held-out and training text were not compared")
     worst = "".join(f"\n{leak}" for leak in leaks.report.leaks[:WORST_LEAKS] if not leaks.passed)
-    advice = "losses on text that was trained on are too low: `muscale data check` lists the places; `corpus.clean.leaks` removes them"
+    advice = "losses on text seen in training are too low: `muscale data check` lists the passages; corpus.clean.leaks removes them"
     return GateLine.judged("leaks", leaks.passed, leaks.compared + worst, advice)
 
 
@@ -219,7 +219,7 @@ def hyperparameters_line(provenance: Iterable[HyperparameterProvenance]) -> Gate
     ]
     parts = [f"{len(every) - len(stated) - len(same)} by rule or fixed"]
     parts += [f"explicit: {', '.join(stated)}"] if stated else []
-    parts += [f"the study file's at every size: {', '.join(same)}"] if same else []
+    parts += [f"from the study file at every size: {', '.join(same)}"] if same else []
     return GateLine(name=name, status="passed", compared="; ".join(parts))
 
 
@@ -239,7 +239,7 @@ def batch_line(batch: BatchChoice | None) -> GateLine:
     """Whether the batch is near the proxies' batch, or near the best batch that a law gives for the run."""
     covered = batch is None or batch.is_covered
     compared = "the proxies'" if batch is None else f"{batch}" if covered else f"{batch}; more than {FAR:g}× apart"
-    advice = "take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch"
+    advice = "use a batch closer to one of them, or measure: transfer.batches, at least four around the proxies' batch"
     return GateLine.judged("batch", covered, compared, advice)
 
 
@@ -250,8 +250,8 @@ def by_law_line(departures: Sequence[Departure]) -> GateLine:
         return GateLine(name="by law", status="passed", compared=", ".join(map(str, departures)))
     advice = {
         "batch_tokens": "measure: transfer.batches, at least four around the proxies' batch",
-        "beta1": "state plan.explicit.beta1",
-        "beta2": "state plan.explicit.beta2",
+        "beta1": "set plan.explicit.beta1",
+        "beta2": "set plan.explicit.beta2",
         "weight_decay_tau": "search at a sweep.n_tokens nearer to the run's tokens per parameter, or state "
         "plan.explicit.weight_decay_tau",
     }
@@ -275,12 +275,12 @@ def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16
         return GateLine(
             name="precision",
             status="failed",
-            compared=f"{compared}; {device} has no products in bf16",
-            advice='take another device, or promote.precision = "fp32"',
+            compared=f"{compared}; {device} has no bf16 matrix products",
+            advice='use another device, or promote.precision = "fp32"',
         )
     advice = ""
     if full != proxies:
-        advice = f"the forecast is of losses in {proxies}: train one proxy in {full} too and compare the two"
+        advice = f"the forecast is for losses in {proxies}: train one proxy in {full} as well and compare the two"
     elif full == "fp32" and has_bf16:
         advice = 'promote.precision = "bf16" multiplies several times as fast on this device'
     return GateLine(name="precision", status="passed", compared=compared, advice=advice)
@@ -306,8 +306,8 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
     advice = ""
     if compared != same:
         advice = (
-            "forecast and band are of losses at the proxies' context and do not cover this: a token's loss depends on how much "
-            "stands before it; train a proxy in both ways and compare the two"
+            "forecast and band are for losses at the proxies' context and do not cover this: a token's loss depends on how much "
+            "text precedes it; train a proxy in both ways and compare the two"
         )
     return GateLine(name="context", status="passed", compared=compared, advice=advice)
 

@@ -37,16 +37,16 @@ _OF_THE_RUN = ("precision", "seed", "on_spike", "spike_threshold", "spike_margin
 """Settings of [promote] that change what is computed, and so belong to the plan."""
 _OF_SEARCHES = ("workers", "ranks_per_trial")  # in [resources] of the study file
 _TITLES = {
-    "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
-    "data": "Hashes of the corpus and of its tokenizer; promotion compares them.",
-    "model": "The full-size shape.",
+    "run": "Size of the run. N does not count the embedding table; compute is 6·N·D.",
+    "data": "Hashes of the corpus and its tokenizer; `muscale promote` compares them.",
+    "model": "Shape of the full-size model.",
     "hyperparameters": "At the base shape, which the parametrization carries to the model above; rules: what took each value here.\n"
     "To state one for this run alone: `muscale plan --set plan.explicit.NAME=VALUE`, which makes another plan.",
-    EDITABLE: "What it is trained on. This table may be edited; a key that is taken out has the study file's value.",
-    "cost": "As of the day that the file was written; prices are assumed unless the study file states them.",
-    "forecast": "Of the final annealed validation loss, as registered. Where the loss along the run is forecast too, `along` has\n"
+    EDITABLE: "Machines to train on. This table may be edited; a key that is removed gets the study file's value.",
+    "cost": "Estimated on the day the file was written; prices are assumed unless the study file sets them.",
+    "forecast": "Registered forecast of the final annealed validation loss. If the loss along the run is forecast too, `along` has\n"
     "its points: tokens, loss, low, high.",
-    "decision": "Why this size.",
+    "decision": "Reasons for this size.",
 }
 _Contents = dict[str, Any]
 
@@ -98,8 +98,8 @@ def text(values: _Contents) -> str:
     head = [
         f"# The full run of study {values['study']}, written by `muscale plan`.",
         f"# `muscale promote --plan {values['plan']}` trains it, --dry-run shows what it would do.",
-        "# [resources] may be edited; [cost] and [decision] only inform; any other edit is refused.",
-        f"# {DIGEST} tells a file that was edited, which `muscale plan` does not write over.",
+        "# [resources] may be edited; [cost] and [decision] are for information; any other edit is an error.",
+        f"# {DIGEST} shows whether the file was edited; `muscale plan` does not overwrite an edited file.",
         "",
     ]
     first = {name: value for name, value in values.items() if not isinstance(value, dict)} | {DIGEST: hash_of(values)}
@@ -148,7 +148,7 @@ def _require_unedited(path: Path, values: _Contents) -> None:
         edit
         or f"{key} was edited: {_shown(ours)} by the study file, {_shown(theirs)} in the file; promote the file with --plan"
     )
-    raise StageError(f"{path}: {problem}; or remove the file, and it is written again from the study file")
+    raise StageError(f"{path}: {problem}; or remove the file, so that it is written again from the study file")
 
 
 def read(
@@ -234,7 +234,7 @@ def _canonical(value: Any) -> str:
 
 
 def _read(path: Path) -> _Contents:
-    return read_toml(path, StageError, missing="no such file; `muscale plan` writes one and says where")
+    return read_toml(path, StageError, missing="no such file; `muscale plan` writes one and prints its path")
 
 
 def _resources(config: StudyConfig) -> _Contents:

@@ -239,8 +239,8 @@ class Planner:
         n_tokens = with_explicit(self._at_batch(self.best), self.config.plan.explicit).whole_batches(decision.n_tokens)
         if n_tokens > 2 * decision.n_tokens:  # a single batch: longer runs are rounded to whole ones
             raise StageError(
-                f"plan: the budget must pay for a batch of {n_tokens:,} tokens, got {decision.budget.worth}, which pays for "
-                f"{decision.n_tokens:,.0f} tokens of N = {decision.n_params:,.0f}; raise it, or name smaller plan.shapes"
+                f"plan: the budget must allow a batch of {n_tokens:,} tokens, got {decision.budget.worth}, which allows "
+                f"{decision.n_tokens:,.0f} tokens of N = {decision.n_params:,.0f}; raise it, or list smaller plan.shapes"
             )
         return n_tokens
 

@@ -97,8 +97,8 @@ def with_repeats(law: Law) -> Law:
 def _worth_of_repeats(chosen: Decision, law: Law) -> str:
     higher = chosen.loss / float(law.loss(chosen.n_params, chosen.n_tokens)) - 1
     return (
-        f"the worth of {chosen.epochs:.3g} epochs over {chosen.unique_tokens:.4g} unique tokens is the published one (Muennighoff "
-        f"et al. 2305.16264, appendix A), by which the loss is {higher:.2%} higher; the forecast takes every token for a new one"
+        f"the value of {chosen.epochs:.3g} epochs over {chosen.unique_tokens:.4g} unique tokens is the published one (Muennighoff "
+        f"et al. 2305.16264, appendix A), by which the loss is {higher:.2%} higher; the forecast counts every token as new"
     )
 
 
@@ -108,11 +108,11 @@ def _assumptions(settings: PlanSettings, proxies: Precision, precision: Precisio
         assumed.append(f"{device}: share of the peak and price are assumed unless you set them")
         if device.precision != precision and settings.peak_flops is None:
             assumed.append(
-                f"hours and dollars are at the {device.precision} peak, the full run is in {precision}: see plan.peak_flops"
+                f"hours and dollars assume the {device.precision} peak, the full run is in {precision}: see plan.peak_flops"
             )
     if proxies != precision:
         assumed.append(
-            f"the forecast is of losses in {proxies}, the full run is in {precision}: {LOSS_DIFFERENCE:.2%} apart in measured pairs"
+            f"the forecast is for losses in {proxies}, the full run is in {precision}: {LOSS_DIFFERENCE:.2%} apart in measured pairs"
         )
     return assumed
 

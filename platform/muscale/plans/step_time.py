@@ -287,7 +287,7 @@ class StepTime:
 def links_of(device: Accelerator) -> Links:
     """Return the entry of `LINKS`; raise ValueError if there is no entry."""
     if device.name not in LINKS:
-        raise ValueError(f"links are known of {', '.join(LINKS)}, got {device.name!r}")
+        raise ValueError(f"links are known for {', '.join(LINKS)}, got {device.name!r}")
     return LINKS[device.name]
 
 

@@ -57,7 +57,7 @@ class Comparison(JsonResult):
     @property
     def _tuning(self) -> str:
         rates = ", ".join(
-            f"{row['variant']} {row['octaves']:+.2f}" + (" (at an end of its grid)" if row["at_end"] else "")
+            f"{row['variant']} {row['octaves']:+.2f}" + (" (at the edge of its grid)" if row["at_end"] else "")
             if math.isfinite(row["octaves"])
             else f"{row['variant']} none: no rate of its grid trains"
             for row in self.tuned.to_dict("records")
@@ -94,7 +94,9 @@ def compare(
         StageError: If there are no variants, or the runs can't be compared.
     """
     if not config.variants:
-        raise StageError("compare: the study file has no variants; add a table [variants.NAME] with what differs")
+        raise StageError(
+            "compare: the study file has no variants; add a table [variants.NAME] with the settings that differ"
+        )
     found, rates = tune_rates(config, variants(config, numerics, best, corpora), ledger, train)
     study, *others = found
     if study.log2_rate is None:

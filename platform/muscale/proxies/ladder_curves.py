@@ -121,5 +121,5 @@ def _curve(path: Path) -> pd.DataFrame | None:
     except Exception as error:  # each layer of Arrow and pandas raises different errors for a damaged file
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        logging.getLogger(__name__).warning("%s: is damaged, and its run is left out: %s", path, first_line(error))
+        logging.getLogger(__name__).warning("%s is damaged, so its run is left out: %s", path, first_line(error))
         return None

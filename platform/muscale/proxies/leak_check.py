@@ -48,7 +48,7 @@ class LeakCheck(Recorded):
         report = self.report
         checked = "" if report.indexed == 1 else f"; {report.indexed:.1%} of the held-out text was looked up"
         return (
-            f"{report.share:.2%} of held-out words are in documents that the training text holds (at most {self.most_leaked:.2%}), "
+            f"{report.share:.2%} of held-out words are in documents that the training text contains (at most {self.most_leaked:.2%}), "
             f"{report.repeated_share:.2%} in any passage of it{checked}"
         )
 

@@ -140,8 +140,8 @@ def horizon_of(verdict: Verdict) -> HorizonLaw:
     """Return the law by which the best rate falls with the tokens; raise StageError naming the runs that would determine it."""
     if verdict.horizon is None:
         raise StageError(
-            f"transfer: no horizon law: {verdict.missing['horizon law']}; for an edge widen transfer.octaves, for a flat grid, whose "
-            "noise hides its minimum, add transfer.rates or transfer.seeds"
+            f"transfer: no horizon law: {verdict.missing['horizon law']}; if an optimum is at an edge, widen "
+            "transfer.octaves; if noise hides the minimum of a flat grid, add transfer.rates or transfer.seeds"
         )
     return verdict.horizon
 
@@ -191,7 +191,9 @@ class _Grids:
         """Return a grid of another hyperparameter at the sweep's best rate."""
         if name in self.best.set_by_stages:
             stages = "; ".join(map(str, self.best.stages))
-            raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({stages}): leave it out")
+            raise StageError(
+                f"transfer.over.{name}: the winner's schedule changes it during the run ({stages}): leave it out"
+            )
         values = grid.at or around(getattr(self.best, name), grid.points, grid.octaves)
         label = {"along": along, "size": size, "over": name}
         return [m for value in values for m in self._runs(label, value, model, [length], None, **{name: value})]

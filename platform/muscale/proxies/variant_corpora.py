@@ -73,12 +73,12 @@ def _require_same_text(first: Corpus, held_out: Corpus) -> None:
     for name, files in first.sources.items():
         if files.manifest["text"] is None:
             raise StageError(
-                "corpus.tokenizer: must stay the study's, whose data was given as tokens; its text is not known"
+                "corpus.tokenizer: must stay the study's, because its data was given as tokens and the text is not known"
             )
         if recorded_files(files.manifest) != recorded_files(held_out.sources[name].manifest):
             raise StageError(
-                f"corpus.tokenizer: the files of {name} must be those that the study's corpus was written from, as losses are "
-                "compared on its held-out text; they have changed: bring them back"
+                f"corpus.tokenizer: the files of {name} must be the ones that the study's corpus was written from, because "
+                "losses are compared on its held-out text; they have changed: restore them"
             )
 
 
@@ -95,5 +95,5 @@ def _require_apart(
     if shared > repeated + MOST_SHARED:
         raise StageError(
             f"variants.{name}.corpus: trains on {shared:.1%} of the study's held-out text, of which the study's own training data "
-            f"repeat {repeated:.1%}: its losses would be flattered; give it the same files, whose held-out part is left out, or others"
+            f"repeat {repeated:.1%}: its losses would be too low; give it the same files, without their held-out part, or other files"
         )

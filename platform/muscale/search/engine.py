@@ -169,9 +169,7 @@ class Engine:
                 self._on_result(self.record.fail(what, why))
             else:  # the trial was cancelled
                 continue
-            _log.warning(
-                "trial %d: %s; it counts as one that diverged, and the sweep continues without it", _trial(what), why
-            )
+            _log.warning("trial %d: %s; it counts as diverged, and the sweep continues without it", _trial(what), why)
 
     def _next_segment(self) -> TrialSegment | None:
         record = self.record
@@ -229,7 +227,7 @@ class Engine:
         record, top = self.record, self._top
         if isinstance(move, Start):
             if not may_start:
-                return "no trial may be started where may_start is false"
+                return "no trial may be started if may_start is false"
             return "" if 0 <= move.until <= top else f"rungs go from 0 to {top}"
         if not isinstance(move, Advance):
             return "next returns a Start, an Advance or None"
@@ -241,7 +239,7 @@ class Engine:
         if move.path is None:
             return "" if math.isfinite(record.loss(move.trial, rung)) else "a trial that diverged cannot advance"
         if not self._copies or move.donor is None:
-            return 'a copy names its donor, and needs sweep.scheduler = "pbt" in the study file, whose rules a population keeps'
+            return 'a copy must name its donor, and needs sweep.scheduler = "pbt" in the study file, whose rules it follows'
         *before, (first, config) = move.path
         copied, donors = record.config_at(move.donor, rung), record.path_towards(move.donor, rung)
         if first != rung + 1 or tuple(before) != donors or not may_follow(record.rounds[-1].space, config, copied):

@@ -42,7 +42,7 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
     if not record.configs:
         raise StageError("export-optuna: the sweep has no trials yet; run `muscale sweep` first")
     if path.exists():
-        raise StageError(f"export-optuna: {path}: is there already; give another file, or remove it")
+        raise StageError(f"export-optuna: {path} already exists; give another file, or remove it")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     annealed = sweep.annealed_runs(record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
     losses = dict(zip(annealed["trial"], annealed["loss"], strict=True))

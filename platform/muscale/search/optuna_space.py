@@ -61,7 +61,7 @@ def _ask(trial: optuna.Trial, name: str, distribution: BaseDistribution) -> Any:
             return trial.suggest_int(name, low, high, log=log)
         case CategoricalDistribution(choices=choices):
             return trial.suggest_categorical(name, choices)
-    raise TypeError(f"no suggestion of Optuna's for {distribution!r}")
+    raise TypeError(f"Optuna cannot suggest a value for {distribution!r}")
 
 
 def optuna_params_of(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:

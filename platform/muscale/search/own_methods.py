@@ -43,8 +43,8 @@ def _of_instance(where: str, value: Any) -> dict[str, Any]:
     kind = type(value)
     if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise StageError(
-            f"sweep: {where}: must be a frozen dataclass, as its fields are what the ledger knows the sweep by and what it keeps "
-            f"between calls would be lost when the sweep is resumed; got a {kind.__module__}.{kind.__qualname__}"
+            f"sweep: {where}: must be a frozen dataclass, because its fields identify the sweep in the ledger and any other state "
+            f"would be lost when the sweep is resumed; got a {kind.__module__}.{kind.__qualname__}"
         )
     values = {field.name: _plain(f"{where}.{field.name}", getattr(value, field.name)) for field in fields(kind)}
     return {**_of_definition(where, kind), "fields": values}
@@ -54,7 +54,7 @@ def _of_definition(where: str, defined: Any) -> dict[str, Any]:
     """Return name and source hash of a function, or of a class with its base classes."""
     if "<" in defined.__qualname__:
         raise StageError(
-            f"sweep: {where}: must be defined in a module and have a name, by which the sweep is found again; "
+            f"sweep: {where}: must be defined in a module and have a name, which identifies the sweep when it is resumed; "
             f"got {defined.__module__}.{defined.__qualname__}"
         )
     written = defined.__mro__ if isinstance(defined, type) else (defined,)

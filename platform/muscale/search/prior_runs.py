@@ -47,7 +47,7 @@ def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, 
         for name in {**plain, **found}:  # what is not set may be left out
             if name not in free and found.get(name) != plain.get(name):
                 if name == "stages":
-                    return "its stages are others than the study's"
+                    return "its stages differ from the study's"
                 return f"its {name} is {found.get(name)!r}, the study's is {plain.get(name)!r}"
     return ""
 

@@ -49,7 +49,7 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
             engine = sweep.engine(record, on_result, on_run, to_come)
             if engine.is_finished:
                 raise StageError(
-                    "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
+                    "sweep: its budget is used up, so no narrower space can be searched: raise sweep.max_tokens, "
                     "max_flops or max_device_hours"
                 )
             if record.rounds[-1].first_trial < len(
@@ -63,7 +63,7 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
         elif not record.configs:
             least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
             raise StageError(
-                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
+                f"sweep: the budget does not allow a single trial, which takes up to {least:,} tokens, "
                 f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the finalists: "
                 "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
             )
@@ -84,8 +84,8 @@ def _finished_before(sweep: Sweep, record: Record, *, narrower: bool) -> SweepRe
     if narrower or not is_noted_as_finished(sweep.ledger, sweep.key, sweep.how_much(record)):
         given = ", ".join(f"{role}={identity['name']}(…)" for role, identity in sweep.own_methods.items())
         raise StageError(
-            f"sweep: this study's was begun by study.sweep({given}), and continues only where that is given again; another value of a "
-            "key of [sweep] begins another sweep"
+            f"sweep: this study's sweep was started by study.sweep({given}) and continues only with the same arguments; another value "
+            "of a key of [sweep] starts another sweep"
         )
     return sweep.result(record)
 

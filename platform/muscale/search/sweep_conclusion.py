@@ -104,8 +104,8 @@ def _shorter(plan: TrialPlan, record: Record, rung: int) -> Iterator[str]:
     """Warning that the winner is of a shorter length than the search's, with the number of trials that diverged at that one."""
     if rung < plan.top:
         yield (
-            f"the winner is of {plan.run_tokens(rung):,} tokens, not of {plan.run_tokens(plan.top):,}: no trial has a loss there, "
-            f"and {len(record.ranking(plan.top))} diverged on the way to it"
+            f"the winner has {plan.run_tokens(rung):,} tokens, not of {plan.run_tokens(plan.top):,}: no trial has a loss there, "
+            f"and {len(record.ranking(plan.top))} diverged before they reached it"
         )
 
 
@@ -115,10 +115,10 @@ def _notes(
     yield from _budget_notes(config, plan, record)
     for (trial, rung), reason in record.failed.items():
         if (result := record.results.get((trial, rung))) and result.loss is None:
-            yield f"trial {trial} failed on the way to rung {rung}, and counts as one that diverged: {reason}"
+            yield f"trial {trial} failed before rung {rung} and counts as diverged: {reason}"
     for (trial, rung, seed), reason in record.failed_runs.items():
         run = f"annealed run of trial {trial} from rung {rung}" + ("" if seed is None else f", seed {seed},")
-        yield f"the {run} failed, and counts as one that diverged: {reason}"
+        yield f"the {run} failed and counts as diverged: {reason}"
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
     if searched != wanted:
         yield (
@@ -128,12 +128,12 @@ def _notes(
     if record.rounds[-1].searcher == "grid":
         points = len(config.sweep.space.grid(config.sweep.grid_points))
         if points > config.sweep.trials:
-            yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"
+            yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in order"
     repeats = config.sweep.n_seeds
     done = {} if finalists is None else {int(trial): int(row["n_runs"]) for trial, row in finalists.trials.iterrows()}
     if not comparable:
         yield (
-            "the finalists can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
+            "the finalists can't be compared, because too many of their repetitions diverged: lower the rate's upper bound or raise "
             "sweep.n_seeds"
         )
     elif not done:
@@ -157,4 +157,4 @@ def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Itera
         n_finalists = min(settings.n_finalists, len(record.configs))
         kept = n_finalists * settings.n_seeds * plan.run_tokens(plan.top)
         why = f"; {kept:,} tokens are kept for {settings.n_seeds} seeds of {n_finalists} finalists" if kept else ""
-        yield f"{begun} of {wanted} trials were begun within {' and '.join(limits)}{why}"
+        yield f"{begun} of {wanted} trials were started within {' and '.join(limits)}{why}"

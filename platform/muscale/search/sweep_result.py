@@ -228,7 +228,7 @@ class SweepResult(Result):
     def importance_or_reason(self) -> Importance | str:
         """The importance, or why there is none."""
         if self.is_population:
-            return "members of a population change their values on the way"
+            return "members of a population change their values during the run"
         expected = self.trials.set_index("trial")["expected_loss"]
         last = self.rungs.drop_duplicates("trial", keep="last")
         try:

@@ -160,7 +160,7 @@ def format_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
     """Description of a narrowing: for each hyperparameter a line with its range and the reason."""
     table = narrowing["table"]
     smaller = any(row["before"] != row["after"] for row in table)
-    where = "a narrower space" if smaller else "the same space, as nothing could be cut"
+    where = "a narrower space" if smaller else "the same space, because nothing could be cut"
     width = max(len(row["hyperparameter"]) for row in table)
     lines = [f"round {number}, from trial {narrowing['first_trial']} on, in {where}"]
     for row in table:

@@ -63,7 +63,7 @@ def tune_scheduler(settings: SweepSettings, space: Space) -> Any:
         "log_config": False,
     }
     if settings.is_population and settings.tune.get("synch", True) is not True:
-        raise StageError("sweep.tune.synch: must be true, as a member copies another at the same rung; got false")
+        raise StageError("sweep.tune.synch: must be true, because a member copies another at the same rung; got false")
     scheduler = _made("scheduler", settings.scheduler, settings, defaults)
     scheduler.set_search_properties(LOSS, "min")
     return scheduler
@@ -88,7 +88,7 @@ def require_known_arguments(settings: SweepSettings, searcher: str) -> None:
         raise StageError(
             f"sweep.tune.{key}: must be one of {', '.join(known)}; got {short_repr(settings.tune[key])}"
             if known
-            else f'sweep.tune.{key}: is for a method of Ray Tune\'s, such as scheduler = "tune:ASHAScheduler"; the sweep has none'
+            else f'sweep.tune.{key}: is for Ray Tune\'s methods, such as scheduler = "tune:ASHAScheduler"; the sweep uses none'
         )
 
 
@@ -136,7 +136,7 @@ def domain(where: str, distribution: Distribution) -> Any:
         case Fixed(value=value):
             return value
     raise StageError(
-        f"{where}: Tune's spaces can't express a {distribution.kind}; take a method of muscale's or a space of Tune's own"
+        f"{where}: Tune's spaces can't express a {distribution.kind}; use a method of muscale's or one of Tune's own spaces"
     )
 
 

@@ -117,7 +117,7 @@ def corpus_errors(name: str, variant: VariantSettings, base: CorpusSettings, voc
     """
     where = f"variants.{name}.corpus"
     if kept := [key for key in _SHARED_DATA if key in variant.corpus]:
-        rule = "must stay the study's, as losses are compared on its held-out text"
+        rule = "must stay the study's, because losses are compared on its held-out text"
         return [f"{where}.{key}: {rule}, got {variant.corpus[key]!r}" for key in kept]
     try:
         settings = variant.corpus_of(base)
@@ -150,20 +150,20 @@ def variant_errors(
     """
     where = f"variants.{name}"
     if name == BASELINE:
-        return [f"{where}: is the name of the study itself, choose another"]
+        return [f"{where}: is the name of the study itself; choose another name"]
     if trainer and variant.model:
         return [
-            f"{where}.model: the program of [trainer] has the model, so use {where}.trainer; got {', '.join(variant.model)}"
+            f"{where}.model: the [trainer] program defines the model, so use {where}.trainer; got {', '.join(variant.model)}"
         ]
     if variant.trainer and not trainer:
         return [
-            f"{where}.trainer: needs a study with [trainer], whose program all variants are trained by, got {variant.trainer!r}"
+            f"{where}.trainer: needs a study with [trainer], because its program trains all variants; got {variant.trainer!r}"
         ]
     shared_model = ("context_length",) if new_tokens else ("context_length", "document_separator")
     for table, shared in (("model", shared_model), ("trainer", ("data",))):
         values: Mapping[str, Any] = getattr(variant, table)
         if kept := [key for key in shared if key in values]:
-            rule = "must stay the study's, as losses are compared on the same held-out text"
+            rule = "must stay the study's, because losses are compared on the same held-out text"
             return [f"{where}.{table}.{key}: {rule}, got {values[key]!r}" for key in kept]
     if variant.is_own(base) and own is None:
         return []  # its errors are listed already, or the variant is not trained here
@@ -189,10 +189,10 @@ def _sized(model: Member, stems: tuple[Stem, ...], widths: tuple[int, ...]) -> N
 
 def _trainable(h: Hyperparameters, model: Member, stems: tuple[Stem, ...]) -> None:
     if h.swap_optimizer or h.schedule == "constant":
-        raise ValueError(f"a variant is annealed under one optimizer, got {h.swap_optimizer or h.schedule!r}")
+        raise ValueError(f"a variant must be annealed with one optimizer, got {h.swap_optimizer or h.schedule!r}")
     if h.zero_readout and family_of(model).is_tied(model):
         raise ValueError(
-            "zero_readout: a readout that is the embedding table, as under model.tied, can't start at zero, got true"
+            "zero_readout: a readout tied to the embedding table (model.tied) can't start at zero, got true"
         )
     if h.batch_tokens % model.context_length:
         raise ValueError(

@@ -49,10 +49,10 @@ class StudyConfig(StudyTables):
             StudyFileError: Naming file, key, rule and value of each error.
         """
         missing = f"no such file; `muscale init {path.parent}` writes one to edit"
-        is_folder = f"is a directory; give the study file in it, {path / STUDY_FILE}"
+        is_folder = f"is a directory; give the study file in it: {path / STUDY_FILE}"
         values = read_toml(path, StudyFileError, missing=missing, is_folder=is_folder)
         if {"run", "forecast"} <= values.keys():
-            raise StudyFileError(f"{path}: is a plan's file; give the file of the study that the plan was made in")
+            raise StudyFileError(f"{path}: is a plan file; give the study file of the study that made the plan")
         for key, value in (
             _values(overrides).items() if isinstance(overrides, Mapping) else map(_parsed, as_set(overrides))
         ):
@@ -101,7 +101,7 @@ class StudyConfig(StudyTables):
             problems += format_errors(error, where, cls, listed=values.keys() - tables.keys())
             missing = [fault["loc"] for fault in error.errors() if fault["type"] == "missing"]
             if any(len(keys) == 1 and keys[0] not in values for keys in missing):
-                problems.append(f"{where}: `muscale init DIRECTORY` writes a complete study file, to copy tables from")
+                problems.append(f"{where}: `muscale init DIRECTORY` writes a complete study file to copy tables from")
             raise StudyFileError("\n".join(problems)) from error
         if trains:
             config._own_model = own

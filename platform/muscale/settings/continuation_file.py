@@ -54,7 +54,7 @@ class ContinuationFile(StrictTable):
         given = self.model_fields_set
         if "learning_rate" in given and "learning_rate_factor" in given:
             raise ValueError(
-                f"learning_rate and learning_rate_factor exclude each other, got {self.learning_rate} and "
+                f"learning_rate and learning_rate_factor can't be combined, got {self.learning_rate} and "
                 f"{self.learning_rate_factor}"
             )
         for name, readers in (("cooldown_fraction", COOLING), ("final_fraction", ("cosine",))):
@@ -64,8 +64,8 @@ class ContinuationFile(StrictTable):
                 )
         if self.optimizer and (self.learning_rate is None or not self.rewarm_tokens):
             raise ValueError(
-                f'optimizer = "{self.optimizer}" needs learning_rate, as rates of two optimizers are not comparable, and '
-                f"rewarm_tokens, as its moments start at zero; got {self.learning_rate} and {self.rewarm_tokens}"
+                f'optimizer = "{self.optimizer}" needs learning_rate, because rates of two optimizers are not comparable, '
+                f"and rewarm_tokens, because its moments start at zero; got {self.learning_rate} and {self.rewarm_tokens}"
             )
         return self
 

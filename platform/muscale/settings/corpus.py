@@ -105,7 +105,7 @@ class CorpusSettings(FileSettings):
                 if name in self.model_fields_set
             ]
         elif self.stages:
-            problems.append("corpus.stages: need corpus.sources, which they weigh")
+            problems.append("corpus.stages: need corpus.sources, to which they give weights")
         for name, source in self.sources.items():
             if (source.weight is None) != bool(self.stages):
                 rule = "can't be combined with corpus.stages" if self.stages else "missing, a value is required"
@@ -176,11 +176,13 @@ def mixture(settings: CorpusSettings) -> Mixture | None:
     for number, stage in enumerate(settings.stages):
         if set(stage.weights) != set(settings.sources):
             raise ValueError(
-                f"stage {number} must weigh the sources {', '.join(sorted(settings.sources))}, "
+                f"stage {number} must give weights to the sources {', '.join(sorted(settings.sources))}, "
                 f"got {', '.join(sorted(stage.weights))}"
             )
     if settings.stages_by_fraction and any(stage.until_tokens is not None for stage in settings.stages):
-        raise ValueError("until_tokens and until_fraction exclude each other, as runs have several lengths; got both")
+        raise ValueError(
+            "until_tokens and until_fraction can't be combined, because runs have several lengths; got both"
+        )
     return Mixture(
         stages=tuple(
             MixtureStage(weights=s.weights, until_tokens=s.until_tokens, until_fraction=s.until_fraction)

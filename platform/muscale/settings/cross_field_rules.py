@@ -52,11 +52,11 @@ def cross_field_errors(config: StudyTables) -> list[str]:
 def _trainer_errors(config: StudyTables) -> Iterator[str]:
     """Settings that a study whose [trainer] is a program can't have."""
     if "corpus" in config.model_fields_set:
-        yield "corpus: the [trainer] program reads its own data; leave out [corpus], trainer.data names them"
+        yield "corpus: the [trainer] program reads its own data; leave out [corpus] and name the data in trainer.data"
     if (ranks := config.resources.ranks_per_trial) > 1:
-        yield f"resources.ranks_per_trial: must be 1 with [trainer], whose program starts its own ranks, got {ranks}"
+        yield f"resources.ranks_per_trial: must be 1 with [trainer], because its program starts its own ranks; got {ranks}"
     if doublings := config.hyperparameters.batch_doublings:
-        yield f"hyperparameters.batch_doublings: must be 0 with [trainer], whose jobs have one batch, got {doublings}"
+        yield f"hyperparameters.batch_doublings: must be 0 with [trainer], because its jobs have one batch size; got {doublings}"
 
 
 def _batch_errors(config: StudyTables) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
     if searched := config.sweep.space.get("batch_tokens"):
         key = "sweep.space.batch_tokens"
         if not isinstance(searched, Choice | Ordinal | Fixed):
-            yield f'{key}: rungs lie at whole batches of every trial: list them, as "ordinal", got {searched}'
+            yield f'{key}: rungs lie at whole batches of every trial, so list the batch sizes as an "ordinal"; got {searched}'
             return
         for batch in config.batches:
             if config.largest_batch % batch:
@@ -194,7 +194,7 @@ def _declared_errors(config: StudyTables) -> Iterator[str]:
     """Reasons against a context, rotary base or batch that only the full run has."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
     if "rope_theta" in explicit and family_of(model).position_base is None:
-        yield f"plan.explicit.rope_theta: is for a model with rotary positions, got {explicit['rope_theta']:g} for another"
+        yield f"plan.explicit.rope_theta: is for a model with rotary positions; this one has none, got {explicit['rope_theta']:g}"
     context = explicit.get("context_length", model.context_length)
     if context < model.context_length:
         yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"
@@ -229,8 +229,8 @@ def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:
     yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
     if promote.sharding == "hybrid" and promote.shard_ranks is None:
         yield (
-            f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, as the workers of a node may '
-            f"be fewer too, got {least}"
+            f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, because a node may '
+            f"have fewer workers too; got {least}"
         )
 
 

@@ -57,7 +57,7 @@ class OwnModel(StrictTable):
             raise TableError(f"{where}.family: {error}") from error
         sizes = {"vocab_size": self.vocab_size, "context_length": self.context_length}
         if both := sorted(sizes.keys() & self.args.keys()):
-            raise TableError(f"{where}.args.{both[0]}: is a key of [model] itself, got {self.args[both[0]]!r}")
+            raise TableError(f"{where}.args.{both[0]}: belongs directly in [model], got {self.args[both[0]]!r}")
         family = build_strictly(found, {**self.args, **sizes}, f"{where}.args")
         try:
             return family.member(self.d_model, self.n_layers)
@@ -90,11 +90,13 @@ def read_record(directory: Path, model: OwnModel | None, where: str) -> ModuleCo
         TableError: If there is no record of the table.
     """
     path = directory / MEMBERS
-    remedy = "reading a study imports nothing that it names; `muscale check`, or with [trainer] `muscale sweep`, counts its members"
+    remedy = "reading a study does not import its family; `muscale check`, or with [trainer] `muscale sweep`, counts its members"
     try:
         table, members = _read(path)
     except FileNotFoundError as error:
-        raise TableError(f"{where}.family: its members were not counted yet ({path} is missing): {remedy}") from error
+        raise TableError(
+            f"{where}.family: its members have not been counted yet ({path} is missing): {remedy}"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         shown = " ".join(str(error).split())[:_LONGEST]
         raise TableError(f"{path}: not a record of members: {shown}: {remedy}") from error
@@ -120,7 +122,7 @@ def require_same_family(model: Member, base: Member) -> None:
         member.family if isinstance(member, ModuleConfig) else "the built-in decoder" for member in (model, base)
     )
     if found != named:
-        raise StageError(f"a model of {found} is of another family than the study file's, {named}: it is not trained")
+        raise StageError(f"a model of {found} is not of the study file's family, {named}, so it is not trained")
 
 
 def announce(name: str) -> None:
@@ -146,7 +148,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[ModuleConfig]]:
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
+        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, but has more")
     values = json.loads(content)
     members = [ModuleConfig.from_dict(member) for member in values["members"]]
     if not members:

@@ -110,7 +110,7 @@ class Parallelism:
         together = self.shard_ranks or node_ranks
         if together is None:
             raise ValueError(
-                'sharding = "hybrid" needs shard_ranks where the launcher does not tell the ranks of a node'
+                'sharding = "hybrid" needs shard_ranks if the launcher does not report the ranks of a node'
             )
         return world_size // together, together // tensor, tensor
 

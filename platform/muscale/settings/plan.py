@@ -83,9 +83,9 @@ class PlanSettings(StrictTable):
             raise ValueError(f"give exactly one of {', '.join(BUDGETS)}, got {found or 'none'}")
         wanting = [name for name in ("gpu_hours", "dollars", "days", *_OF_DEVICE, "n_devices") if getattr(self, name)]
         if self.accelerator is None and wanting:
-            raise ValueError(f"{wanting[0]} needs plan.accelerator, the name of the device, got none")
+            raise ValueError(f"{wanting[0]} needs plan.accelerator, the name of the device; got none")
         if self.days is not None and self.n_devices is None:
-            raise ValueError(f"days needs plan.n_devices, how many of them, got days = {self.days:g} alone")
+            raise ValueError(f"days needs plan.n_devices, the number of devices; got days = {self.days:g} alone")
         _require_possible(self.budget)  # which raises for an unknown accelerator or a budget that is not finite
         return self
 
@@ -131,11 +131,11 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in explicit.items():
         if name not in hints or name == "stages":
             known = ", ".join(sorted(set(hints) - {"stages"}))
-            raise ValueError(f"explicit.{name}: not a value that a full run can state; those are {known}")
+            raise ValueError(f"explicit.{name}: can't be set for a full run; allowed are {known}")
         known_as = transferability(name)
         if known_as.transfer is TransferClass.MUST_MATCH and name not in DECLARED:
             raise ValueError(
-                f"explicit.{name}: must be the proxies' own, or nothing tuned on them holds ({known_as.reason}), got {value!r}"
+                f"explicit.{name}: must equal the proxies' value, or nothing tuned on them holds ({known_as.reason}), got {value!r}"
             )
         try:
             found[name] = pydantic.TypeAdapter(hints[name]).validate_python(value, strict=True)

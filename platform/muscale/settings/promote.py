@@ -110,7 +110,7 @@ class PromoteSettings(StrictTable):
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
         if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
             raise ValueError(  # leaves out the value, which may be the secret itself
-                "webhook must be the name of an environment variable that holds the URL, and is no such name"
+                "webhook must be the name of an environment variable that holds the URL"
             )
         if not self.open_layout:
             layout = self.parallelism
@@ -167,7 +167,7 @@ class PromoteSettings(StrictTable):
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
         sharding, tensor, checkpointing = self.sharding, self.tensor_parallel, self.activation_checkpointing
         if sharding == "auto" or tensor == "auto" or checkpointing == "auto":
-            raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; state the layout here')
+            raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; set the layout here')
         return Parallelism(
             sharding=sharding, shard_ranks=self.shard_ranks, tensor_parallel=tensor, checkpointing=checkpointing
         )

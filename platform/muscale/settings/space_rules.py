@@ -12,7 +12,9 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Fixed, Ordinal, Space
 
 _FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction", "stages")
-_NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
+_NO_SWAP = (
+    "swapping the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted to them"
+)
 
 
 def invalid_batches(config: StudyTables) -> Iterator[str]:
@@ -34,7 +36,7 @@ def space_errors(config: StudyTables) -> Iterator[str]:
     h, space = config.hyperparameters, config.sweep.space
     for name in space:
         if name not in {field.name for field in fields(Hyperparameters)}:
-            yield f"sweep.space.{name}: not a hyperparameter of the training"
+            yield f"sweep.space.{name}: not a training hyperparameter"
         elif name in _FIXED_IN_A_SWEEP:
             yield f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]"
         elif name in h.set_by_stages:
@@ -51,10 +53,10 @@ def unordered_errors(config: StudyTables) -> Iterator[str]:
     """Values of zero_readout and optimizer, given or searched, that the study's model or other rules exclude."""
     for key, values in _given(config, "zero_readout").items():
         if True in values and family_of(config.model).is_tied(config.model):
-            yield f"{key}: a readout that is the embedding table, as under model.tied, can't start at zero, got true"
+            yield f"{key}: a readout tied to the embedding table (model.tied) can't start at zero, got true"
     for key, values in _given(config, "optimizer").items():
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
-            yield f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}'
+            yield f'{key}: decay_scaling "sublayer_gain" is available for adamw only, got {", ".join(values)}'
 
 
 def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
@@ -77,7 +79,7 @@ def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
         for value in space[name].grid(2):  # both bounds, or every value
             if reason := _reason(h, **{"optimizer": optimizer, name: value}):
                 remedy = (
-                    '; give it a "when" with the optimizers that read it'
+                    '; give it a "when" with the optimizers that use it'
                     if "would ignore" in reason and len(offered) > 1
                     else ""
                 )
@@ -92,7 +94,7 @@ def _reason(h: Hyperparameters, **given: Any) -> str:
     except ValueError as error:
         return str(error)
     except TypeError:
-        return f"each of its values must be one that [hyperparameters] takes, got {list(given.values())[-1]!r}"
+        return f"each of its values must be allowed in [hyperparameters], got {list(given.values())[-1]!r}"
     return ""
 
 

@@ -70,7 +70,7 @@ class SweepSettings(StrictTable):
         searched = self.schedule or h.schedule
         if searched not in (*COOLING, *DECAYING):
             yield (
-                f"sweep.schedule: a search compares trials on their way to one end, under {', '.join((*COOLING, *DECAYING))}; "
+                f"sweep.schedule: a search compares trials that end at the same length, under {', '.join((*COOLING, *DECAYING))}; "
                 f'got "{searched}"'
             )
         try:
@@ -90,7 +90,7 @@ class SweepSettings(StrictTable):
         """Reasons why the full run can't follow a population's schedule."""
         if h.schedule not in COOLING:
             yield (
-                f'sweep.scheduler: the course that "{self.scheduler}" finds is the full run\'s up to its cooldown: set '
+                f'sweep.scheduler: the schedule that "{self.scheduler}" finds is the full run\'s up to its cooldown: set '
                 f'hyperparameters.schedule to "wsd" or "wsd_linear", got "{h.schedule}"'
             )
         if h.stages:
@@ -107,7 +107,7 @@ class SweepSettings(StrictTable):
                 remedy = f'rank_by "stable"{" or at most 6 rungs" if self.is_population else ""}'
                 yield (
                     f"sweep.rank_by: the average at the rung of {rung} tokens begins at {begins}, before the last {what} "
-                    f'does: use {remedy}, got "averaged"'
+                    f'begins: use {remedy}, got "averaged"'
                 )
                 return
 
@@ -125,24 +125,22 @@ class SweepSettings(StrictTable):
             return
         if searcher in ("grid", *MODELS) or searcher.startswith(TUNE):
             why = (
-                "a grid's points stay where they are"
-                if searcher == "grid"
-                else "nothing is known when its members start"
+                "a grid's points do not change" if searcher == "grid" else "no losses are known when its members start"
             )
-            yield f'sweep.searcher: a population can\'t start from "{searcher}", as {why}; use "random" or "quasi_random"'
+            yield f'sweep.searcher: a population can\'t start from "{searcher}": {why}; use "random" or "quasi_random"'
         if schedule not in COOLING:
-            yield f'sweep.scheduler: "{scheduler}" finds the course of the rate itself, from a constant one: use schedule "wsd"'
+            yield f'sweep.scheduler: "{scheduler}" finds the rate\'s schedule itself, from a constant rate: use schedule "wsd"'
         if self.rank_by == "annealed":
-            yield f'sweep.rank_by: members of "{scheduler}" go on from what they are ranked by, so it can\'t be "annealed"'
+            yield f'sweep.rank_by: members of "{scheduler}" continue from the weights they are ranked by, so it can\'t be "annealed"'
         movable = changeable(self.space)
         if not movable:
             yield (
-                f'sweep.space: "{scheduler}" needs a hyperparameter that can change in mid-run: one of '
+                f'sweep.space: "{scheduler}" needs a hyperparameter that can change during a run: one of '
                 f"{', '.join(CHANGEABLE)}"
             )
         rough = [name for name in movable if not isinstance(self.space[name], Uniform | LogUniform)]
         if scheduler == "tune:PB2" and rough:
-            yield f'sweep.space: "tune:PB2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
+            yield f'sweep.space: "tune:PB2" changes only real numbers, got {", ".join(rough)}; "pbt" changes any'
         if self.trials < 2:
             yield f"sweep.trials: a population needs at least 2 members, got {self.trials}"
 

@@ -72,7 +72,7 @@ class ResourceSettings(StrictTable):
         require_whole_or_fraction("resources", self, ("cpus_per_worker", "gpus_per_worker"))
         if self.ranks_per_trial > 1 and self.gpus_per_worker not in (0, 1):
             raise ValueError(
-                f"resources.gpus_per_worker must be 0 or 1 with ranks_per_trial = {self.ranks_per_trial}, a device for each rank, "
+                f"resources.gpus_per_worker must be 0 or 1 with ranks_per_trial = {self.ranks_per_trial}, one device per rank; "
                 f"got {self.gpus_per_worker:g}"
             )
         return self
@@ -120,7 +120,7 @@ class StorageSettings(StrictTable):
         if self.path is not None and self.ledger != "actor":
             raise ValueError(f'storage.path is for storage.ledger = "actor", got {self.path!r} with "{self.ledger}"')
         if self.path is not None and not Path(self.path).is_absolute():
-            raise ValueError(f"storage.path must be absolute, as every node looks for it, got {self.path!r}")
+            raise ValueError(f"storage.path must be absolute, because every node uses it; got {self.path!r}")
         return self
 
 
@@ -192,7 +192,7 @@ class StudyTables(StrictTable):
             return known
         if self.variants[name].is_own(self.model):
             raise StageError(
-                f"variants.{name}: only what trains imports its family or runs its program; open the study with trains=True"
+                f"variants.{name}: its family is imported, or its program run, only for training; open the study with trains=True"
             )
         return self.variants[name].model_of(self.model)
 

@@ -85,11 +85,11 @@ class TransferSettings(StrictTable):
             rule = f"must be one of transfer.widths above the smallest, {wider}"
             problems.append(f"transfer.wide_horizon.width: {rule}, got {self.wide_horizon.width}")
         if not self.shared_horizons:
-            rule = "needs one of at most 1, at which sizes are compared"
+            rule = "needs a value of at most 1, at which sizes are compared"
             problems.append(f"transfer.horizons: {rule}, got {list(self.horizons)}")
         if self.batches and h.batch_doublings:
             ramp = f"hyperparameters.batch_doublings = {h.batch_doublings}"
-            problems.append(f"transfer.batches: a batch law is of batches without a ramp, got {ramp}")
+            problems.append(f"transfer.batches: a batch law needs batches without a ramp, got {ramp}")
             return problems
         for batch in self.batches:
             if batch % context_length:

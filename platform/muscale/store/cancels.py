@@ -94,4 +94,4 @@ def _requests(ledger: Ledger) -> dict[str, str]:
 
 def _require_short(reason: str) -> None:
     if len(reason) > LONGEST_REASON:
-        raise StageError(f"cancel: a reason must have at most {LONGEST_REASON} characters, got {len(reason)}")
+        raise StageError(f"cancel: the reason must have at most {LONGEST_REASON} characters, got {len(reason)}")

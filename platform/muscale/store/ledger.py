@@ -115,8 +115,8 @@ class Ledger:
         found = self.write(statements.claim, dict(identity), dict(config), now())
         if found != identity:
             raise StudyDirectoryError(
-                f"{self.directory}: the directory belongs to another study: {differences(identity, found)}: give this one "
-                "its own directory"
+                f"{self.directory}: the directory belongs to another study ({differences(identity, found)}); use "
+                "another directory for this one"
             )
 
     def identity(self) -> dict[str, Any] | None:

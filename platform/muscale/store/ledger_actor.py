@@ -86,8 +86,8 @@ class ActorStorage(Storage):
             connect(address=address)
         except (ConnectionError, ray.exceptions.RaySystemError) as error:
             raise StudyDirectoryError(
-                f"{self.name}: the ledger lies on {self.host}, and this is {socket.gethostname()}: run there, or set "
-                f"RAY_ADDRESS to a cluster that {self.host} is a node of ({error})"
+                f"{self.name}: the ledger is on {self.host}, but this is {socket.gethostname()}: run there, or set "
+                f"RAY_ADDRESS to a cluster that includes {self.host} ({error})"
             ) from None
 
     def actor(self) -> Any:
@@ -120,7 +120,7 @@ class ActorStorage(Storage):
         there = sorted(node["NodeID"] for node in alive if node["NodeManagerHostname"] == self.host)
         if not there:
             raise StudyDirectoryError(
-                f"{self.name}: the ledger lies on {self.host}, which is no node of this cluster; its nodes are "
+                f"{self.name}: the ledger is on {self.host}, which is not a node of this cluster; its nodes are "
                 f"{', '.join(sorted({node['NodeManagerHostname'] for node in alive}))}"
             )
         return mine if mine in there else there[0]

@@ -38,16 +38,16 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
     directory = directory.absolute()
     if _RAYS_COPIES in directory.parts:
         raise StudyDirectoryError(
-            f"{directory}: is Ray's own copy of the job's working directory, and goes away with it; give the study file "
-            "by its absolute path on a file system that every node has"
+            f"{directory}: is Ray's copy of the job's working directory, which is deleted after the job; give the "
+            "study file by its absolute path on a file system that every node has"
         )
     place = read_place(directory)
     begun = str(place["ledger"]) if place else "sqlite" if (directory / LEDGER).exists() else None
     at_hand = settings.ledger == "actor" and begun == "sqlite" and settings.path in (None, str(directory / LEDGER))
     if begun not in (None, settings.ledger) and not at_hand:
         raise StudyDirectoryError(
-            f'{directory}: the study\'s ledger was begun with storage.ledger = "{begun}", got "{settings.ledger}"; set it '
-            "back, or begin a study in a new directory; its sweeps may learn from this one (sweep.learn_from)"
+            f'{directory}: the study\'s ledger was created with storage.ledger = "{begun}", got "{settings.ledger}"; '
+            "restore the setting, or start a study in a new directory, whose sweeps may learn from this one (sweep.learn_from)"
         )
     if settings.ledger == "sqlite":
         return Ledger(SqliteStorage(directory / LEDGER), directory)
@@ -55,7 +55,7 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
         place = _begin(settings, directory, name)
     if settings.ledger == "actor" and settings.path not in (None, place["path"]):
         raise StudyDirectoryError(
-            f"{directory}: the ledger lies at {place['path']} of {place['host']}, got storage.path = {settings.path!r}; set it back"
+            f"{directory}: the ledger is at {place['path']} of {place['host']}, got storage.path = {settings.path!r}; restore it"
         )
     return Ledger(_storage(place), directory)
 
@@ -74,7 +74,9 @@ def read_place(directory: Path) -> dict[str, Any] | None:
             return place
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise StudyDirectoryError(f"{path}: does not say where the ledger lies; restore it from a copy of the directory")
+    raise StudyDirectoryError(
+        f"{path}: does not name the ledger's location; restore the file from a copy of the directory"
+    )
 
 
 def _storage(place: dict[str, Any]) -> ActorStorage | PostgresStorage:
@@ -131,8 +133,8 @@ def _rename_first(unfinished: Path, noted: Path) -> None:
         except FileExistsError:
             if time.monotonic() > given_up:
                 raise StudyDirectoryError(
-                    f"{mark}: another process has begun the ledger for more than {_MARK_SECONDS:.0f} s; if none is at it "
-                    "any more, remove this file and run the same command again"
+                    f"{mark}: another process has been creating the ledger for {_MARK_SECONDS:.0f} s; if it no longer runs, "
+                    "remove this file and run the same command again"
                 ) from None
             time.sleep(_POLL_SECONDS)
             continue

@@ -63,7 +63,9 @@ class PostgresStorage(Storage):
 
     def __init__(self, url: sa.URL | None, schema: str, *, must_exist: bool = False, read_only: bool = False) -> None:
         if not SCHEMA_NAME.fullmatch(schema):
-            raise ValueError(f"a schema's name must be small letters, digits and underscores, got {schema!r}")
+            raise ValueError(
+                f"a schema's name must consist of lower-case letters, digits and underscores, got {schema!r}"
+            )
         self._url = url or url_from_environment()
         self.schema = schema
         self.name = f"{shown(self._url)} (schema {schema})"
@@ -116,7 +118,7 @@ class PostgresStorage(Storage):
         tables = sa.inspect(connection).get_table_names(schema=self.schema)
         if not tables and (self._must_exist or self._read_only):
             raise StudyDirectoryError(
-                f"{self.name}: the study's ledger is not in this database; is it the one that {URL_VARIABLE} named before?"
+                f"{self.name}: the study's ledger is not in this database; check whether {URL_VARIABLE} has changed"
             )
         if not tables:
             self._lock(connection)

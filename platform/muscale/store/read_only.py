@@ -52,7 +52,7 @@ def open_read_only(source: Path) -> Iterator[tuple[str, Read]]:
         return
     path = Path(place["path"]) if place else source / LEDGER if source.is_dir() else source
     if place and place["host"] != socket.gethostname():
-        raise StudyDirectoryError(f"{path}: lies on {place['host']}; copy it from there")
+        raise StudyDirectoryError(f"{path}: the ledger is on {place['host']}; copy it from there")
     if not path.is_file():
         raise StudyDirectoryError(f"{path}: no such ledger")
     uri, name = read_only_uri(path), str(path)

@@ -69,7 +69,7 @@ class Pruning(Result):
         lines += [f"  {_size(size)}  {reason} ({self.files[reason]})" for reason, size in self.gone.items()]
         lines += [f"  {_size(size)} kept: {reason}" for reason, size in self.kept.items()]
         lines.append(
-            f"  trained again so far, as a state had been pruned: {self.retrained} times, "
+            f"  trained again so far because a state had been pruned: {self.retrained} times, "
             f"{self.retrained_tokens:,} tokens, {self.retrained_seconds:.0f} s"
         )
         return "\n".join(lines)
@@ -159,7 +159,7 @@ def _reasons(facts: dict[str, Any], held: set[str], finished: str) -> dict[str, 
     for key in list(reasons):
         above = facts["parents"].get(key)
         while above:
-            keep([above], "what a kept one started from")
+            keep([above], "parent of a kept state")
             above = facts["parents"].get(above)
     return reasons
 

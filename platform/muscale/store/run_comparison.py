@@ -79,7 +79,7 @@ class RunComparison:
         if self.difference is not None and first:
             lines.append(f"the second's loss is {self.difference:+.4f} ({self.difference / first:+.2%})")
         if not self.settings:
-            lines.insert(1, "no setting differs")
+            lines.insert(1, "all settings are equal")
         return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
         raise RunSelectionError(f"no run's key begins with {prefix!r}; `muscale runs` lists them")
     keys = ", ".join(found["key"].head(5))
     raise RunSelectionError(
-        f"{prefix!r} begins the keys of {len(found)} runs ({keys}{', …' * (len(found) > 5)}): write more of it"
+        f"{prefix!r} begins the keys of {len(found)} runs ({keys}{', …' * (len(found) > 5)}): give a longer prefix"
     )
 
 

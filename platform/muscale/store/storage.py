@@ -150,7 +150,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
     match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
         case ["SQLITE", "NOTADB"]:
             return StudyDirectoryError(
-                f"{name}: is no ledger: {first_line(error)}; restore it from a copy, or start the study again"
+                f"{name}: is not a ledger: {first_line(error)}; restore it from a copy, or start the study again"
             )
         case ["SQLITE", "CORRUPT"]:
             return StudyDirectoryError(
@@ -163,7 +163,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
             )
         case ["SQLITE", "FULL" | "READONLY" | "IOERR" | "CANTOPEN"]:
             return LedgerUnavailableError(
-                f"{name}: the ledger can't be kept: {first_line(error)}; see to its disk and run the same command again to resume"
+                f"{name}: the ledger can't be written: {first_line(error)}; check its disk and run the same command again to resume"
             )
     return error
 
@@ -188,7 +188,7 @@ def require_schema(name: str, found: int) -> None:
     if found != SCHEMA:
         raise StudyDirectoryError(
             f"{name}: the ledger has schema {found}, this version of muscale reads schema {SCHEMA}; open it with the version "
-            "that wrote it, or begin the study in a new directory"
+            "that wrote it, or start the study in a new directory"
         )
 
 
@@ -203,8 +203,8 @@ def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception]
                 raise
             if (waited := time.monotonic() - begun) > PATIENCE_SECONDS:
                 raise LedgerUnavailableError(
-                    f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
-                    f"again to go on ({first_line(error)})"
+                    f"{name}: the ledger has not answered for {waited:.0f} s; make it available and run the same command "
+                    f"again to continue ({first_line(error)})"
                 ) from None
             if pause < _LONGEST_PAUSE <= 2 * pause:  # only once
                 _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))

@@ -96,7 +96,7 @@ class StudyTrainable(tune.Trainable):
         """The active hyperparameters of a configuration, plain values."""
         known = [field.name for field in fields(Hyperparameters)]
         if unknown := [name for name in config if name not in known]:
-            raise StageError(f"tune: {unknown[0]} is no hyperparameter; there are {', '.join(known)}")
+            raise StageError(f"tune: {unknown[0]} is not a hyperparameter; the hyperparameters are {', '.join(known)}")
         values = {name: value.item() if isinstance(value, np.generic) else value for name, value in config.items()}
         space = self._settings.space
         inactive = {*space} - {*space.active({name: values[name] for name in space if name in values})}

@@ -39,7 +39,7 @@ def test_a_process_that_hangs_is_ended_and_its_stack_is_kept(tmp_path: Path) -> 
     report = path.read_text()
     assert report.startswith("segment abc took no step for 1 s, and its process ")
     assert "in waiting_for_a_disk" in report
-    assert stalls.hint(tmp_path, began - 1) == f"; it was ended as it took no step, {path} tells where"
+    assert str(path) in stalls.hint(tmp_path, began - 1)
     assert stalls.hint(tmp_path, time.time() + 1) == ""
 
 

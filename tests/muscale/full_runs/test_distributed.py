@@ -209,7 +209,7 @@ def test_ranks_on_unequal_gpus_and_nodes_agree(run: FullRun) -> None:
     assert first == second
     micro_batch, refusal, grid = first
     assert micro_batch == 1, "the least, as each pass gathers weights on all of them"
-    assert "needs as many ranks on each node, got 2 on that of rank 0 and 1 on that of rank 1" in refusal
+    assert "got 2 on the node of rank 0 and 1 on the node of rank 1" in refusal
     assert grid == [2, 1, 1], "groups that are given go by no node"
 
 

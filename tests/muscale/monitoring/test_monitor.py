@@ -68,10 +68,10 @@ def run(make_study: MakeStudy) -> Iterator[Run]:
 
 
 def test_without_a_run_there_is_nothing_to_watch(run: Run) -> None:
-    with pytest.raises(StageError, match="no full run has begun"):
+    with pytest.raises(StageError, match="--losses"):
         run.monitor()
     run.begin()
-    with pytest.raises(StageError, match="no run of plan other has begun"):
+    with pytest.raises(StageError, match="--plan other"):
         Monitor(run.ledger, plan="other", alarm_after=3)
     status = run.monitor().look()
     assert (status.tokens, status.inside, status.ended, status.alarming) == (0, None, False, False)

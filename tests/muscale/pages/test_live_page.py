@@ -189,7 +189,7 @@ def test_a_trial_that_is_not_at_work_can_t_be_cancelled(make_study: MakeStudy) -
         live.cancel_trial(2, "again")
     page = client(live)
     live.look()
-    now = page.get("/sections/at-work-now").text
+    now = page.get("/sections/running-now").text
     assert "trial 2 was asked to end: too slow, &lt;b&gt;" in now
     assert "trial 1 <button" in now
     assert "trial 2 <button" not in now

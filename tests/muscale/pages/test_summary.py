@@ -64,7 +64,7 @@ def test_the_conclusion_depends_on_support_and_on_the_measured_loss() -> None:
 def test_a_forced_launch_stays_in_the_summary() -> None:
     forced = {**promoted(1.0, inside=True), "forced": True, "forced_lines": ["transfer"]}
     (tile,) = [tile for tile in tiles(contents(forecast=FORECAST, promotion=forced)) if tile.label == "gate"]
-    assert (tile.value, tile.note, tile.state) == ("forced", "past transfer", "bad")
+    assert (tile.value, tile.note, tile.state) == ("forced", "despite transfer", "bad")
 
 
 def test_a_full_run_that_has_begun_stands_in_the_lineage_with_its_share() -> None:

@@ -30,7 +30,7 @@ def test_the_estimate_must_fit_the_devices() -> None:
     assert shared.status == "failed"
     assert "for 2 workers" in shared.compared
     state = training_memory(ModelConfig(d_model=512, n_layers=8, context_length=16), micro_batch=1)
-    assert "more workers to cut the state over" in memory_line(state, memory_bytes=1e6, device="H200").advice
+    assert "more workers to shard" in memory_line(state, memory_bytes=1e6, device="H200").advice
     unknown = memory_line(ESTIMATE, memory_bytes=None, device="a GPU")
     assert unknown.status == "unknown"
     assert "--smoke-test" in unknown.advice
@@ -109,4 +109,4 @@ def test_checkpoints_must_fit_the_disk() -> None:
     assert disk_line(3 * 2**30, 4 * 2**30, kept=3, place="/data").status == "passed"
     full = disk_line(3 * 2**30, 2 * 2**30, kept=3, place="/data")
     assert (full.status, full.compared) == ("failed", "3 GiB for 3 checkpoints, 2 GiB free in /data")
-    assert "make room there" in full.advice
+    assert "`muscale gc`" in full.advice

@@ -84,10 +84,10 @@ def test_the_file_states_the_rule_and_the_source_of_each_value(planned: MakePlan
 def test_a_comment_is_no_edit(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned()
     path = write(plan, config, ledger.directory)
-    edit(path, "# Why this size.", "# Why so large?")
+    edit(path, "# Reasons for this size.", "# Why so large?")
     assert read(path, ledger, config) == (plan, config)
     write(plan, config, ledger.directory)
-    assert "# Why this size." in path.read_text(), "a file that says the same is written anew"
+    assert "# Reasons for this size." in path.read_text(), "a file that says the same is written anew"
 
 
 def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:

@@ -141,7 +141,7 @@ def test_only_runs_of_the_same_schedule_enter_the_law(
     )
     left_out = dict(zip(table["key"], table["left_out"], strict=True))
     reasons = [left_out[job.chain.key] for job in jobs[:4]]
-    assert reasons[0] == "its stages are others than the study's"  # its first generation alone
+    assert "its stages" in reasons[0]  # its first generation alone
     assert reasons[2:] == reasons[:1] * 2
     assert "stages" not in reasons[1]
     grid = table[table["purpose"] == "transfer"]

@@ -106,7 +106,7 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
     assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 24
     where = "a narrower" if space != study.config.sweep.space else "the same"
     assert f"round 1, from trial 12 on, in {where} space" in str(narrower)
-    with pytest.raises(StageError, match="its budget is used up, so nothing can be searched in a narrower space"):
+    with pytest.raises(StageError, match="sweep.max_tokens"):
         Study.open(path, [*QUICK, *settings, "sweep.max_tokens=20000"], quiet=True).sweep(narrower=True)
     assert len(study.ledger.rounds(Sweep.of(study.config, study.ledger, study.corpus).key)) == 2, (
         "a round that can't begin is not noted"

@@ -51,7 +51,7 @@ hyperparameters.optimizer=adam ;; sweep.space.weight_decay_tau={{distribution="l
 sweep.space.weight_decay_tau | "adam"
 sweep.space.batch_tokens={{distribution="ordinal", values=[0, 256]}} => sweep.space.batch_tokens | got 0
 sweep.space.batch_tokens={{{CHOICE}=[256.0, 512.0]}} => sweep.space.batch_tokens | got 256.0
-sweep.space.batch_tokens={{distribution="integer", low=256, high=1024}} => sweep.space.batch_tokens | list them
+sweep.space.batch_tokens={{distribution="integer", low=256, high=1024}} => sweep.space.batch_tokens | ordinal
 sweep.space.batch_tokens={{distribution="ordinal", values=[256, 384]}} => sweep.space.batch_tokens | 384 | got 256
 sweep.space.batch_tokens={{distribution="ordinal", values=[48, 96]}} => sweep.space.batch_tokens | 32 | got 48
 sweep.space.batch_tokens={{distribution="ordinal", values=[32, 256]}} ;; promote.workers=2 => promote.workers | got 1

@@ -203,7 +203,7 @@ def test_a_missing_driver_is_reported_with_how_to_install_it(postgres: Any, monk
 
 
 def test_a_ledger_begun_elsewhere_is_never_silently_a_new_one(ledger: Ledger, tmp_path: Path, postgres: Any) -> None:
-    with pytest.raises(StudyDirectoryError, match='begun with storage.ledger = "postgresql", got "sqlite"'):
+    with pytest.raises(StudyDirectoryError, match='storage.ledger = "postgresql", got "sqlite"'):
         open_ledger(StorageSettings(), tmp_path, "s")
     assert not (tmp_path / LEDGER).exists()
     assert isinstance(ledger.storage, PostgresStorage)

@@ -77,7 +77,7 @@ def test_each_rule_keeps_what_it_names_and_the_rest_goes(ledger: Ledger) -> None
         "running trial": 200,
         "best of a rung": 200,
         "end of a ladder stem": 100,
-        "what a kept one started from": 100,
+        "parent of a kept state": 100,
     }
     gone = {"t2", "t3", "short"}
     for key in ("t0", "t1", "t2", "t3", "t4", "t4later", "start", "short", "long"):
@@ -100,7 +100,7 @@ def test_whatever_a_kept_one_started_from_stays_through_those_that_have_no_state
     add_rung(ledger, 0, "third", 1.0)
     add(ledger, "other", parent="first")
     done = prune(ledger)
-    assert done.kept == {"best of a rung": 100, "what a kept one started from": 100}
+    assert done.kept == {"best of a rung": 100, "parent of a kept state": 100}
     assert [key for key in ("first", "third", "other") if (ledger.segment(key) or {})["state"]] == ["first", "third"]
 
 
@@ -206,7 +206,7 @@ def test_a_pruned_state_comes_back_with_its_loss_and_is_counted(make_study: Call
     assert worker.reach(run).loss is not None
     after = prune(worker.ledger, dry_run=True)
     assert (after.retrained, after.retrained_tokens) == (1, 10 * 128)
-    assert "trained again so far, as a state had been pruned: 1 times, 1,280 tokens" in str(after)
+    assert "1 times, 1,280 tokens" in str(after)
     longer = Chain(numerics=numerics, segments=branch(recipe, 20 * 128, 24 * 128)).parent
     assert longer is not None
     worker.reach(longer)

@@ -124,7 +124,7 @@ def test_one_seed_reports_what_is_unknown_unless_the_noise_is_given() -> None:
     assert (found.winner, found.verdict, found.near_tie, found.dof) == (0, "not known", (1,), 0)
     assert found.interval == (-np.inf, np.inf)
     assert found.trials.loc[1, "difference_high"] == np.inf
-    assert found.sentence.endswith("whether it is the best is not known")
+    assert "not known" in found.sentence
     assert "one seed: repeat the trials over 3 fresh seeds" in str(found)
     known = compare_finalists(rows, noise=(NOISE, 20))
     assert known.verdict == "clear"

@@ -244,7 +244,7 @@ def test_spending_on_a_plateau_raises_a_warning() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
     found = decide(law, 1e27, limits=Limits(unique_tokens=1e8))
     warnings = "; ".join(found.warnings)
-    assert "epochs: repeats were found to be worth nothing at 40" in warnings
+    assert "worthless at 40" in warnings
     enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", warnings)[0])
     assert decide(law, enough, limits=Limits(unique_tokens=1e8)).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
     assert not decide(law, 1e22, limits=Limits(unique_tokens=1e12)).warnings
@@ -307,8 +307,8 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, ValueError, "give a budget or a loss, one of the two"),
-        ({"budget": 1e20, "loss": 2.0}, ValueError, "give a budget or a loss, one of the two"),
+        ({}, ValueError, "budget or a loss"),
+        ({"budget": 1e20, "loss": 2.0}, ValueError, "budget or a loss"),
         ({"budget": 0.0}, ValueError, "compute_flops .*got 0"),
         ({"loss": -1.0}, ValueError, "loss .*got -1"),
         ({"budget": 1e20, "served_tokens": -1}, ValueError, "served_tokens .*got -1"),

@@ -243,7 +243,7 @@ def test_costs_given_are_what_is_paid(fitted: ScalingFit) -> None:
     cheap = next_runs(fitted, *TARGET, affordable_flops=4.0, candidates=candidates)
     assert cheap.runs.index.tolist() == ["x"]
     assert "small" in str(cheap)
-    assert cheap.stopped == "no candidate is left that can be paid for"
+    assert cheap.stopped == "no affordable candidate is left"
     assert next_runs(fitted, *TARGET, affordable_flops=5.0, candidates=candidates).runs.index.tolist() == ["y"]
 
 

@@ -130,7 +130,7 @@ def test_warnings() -> None:
     at_chance = rows(losses=(4.5, 6)).assign(accuracy=0.25 + 0.01 * rng.standard_normal(24))
     assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_draws=100).warnings)
     early = fit_downstream(rows(0.002, losses=(2.9, 4)), chance=0.25, n_draws=100)
-    assert any("no run is half-way up" in warning for warning in early.warnings) or early.ceiling < 0.999
+    assert any("midpoint" in warning for warning in early.warnings) or early.ceiling < 0.999
     law = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_draws=100)
     assert not law.warnings, "a ceiling that was given needs no run half-way up"
 
@@ -139,7 +139,7 @@ def test_warnings() -> None:
     ("change", "warning"),
     [
         ({"accuracy": 1.0}, "the metric is 1 in every row"),
-        ({"stem": "one"}, "1 independent runs: intervals over runs want at least 6"),
+        ({"stem": "one"}, "1 independent runs"),
         ({"accuracy": lambda t: 1 - t["accuracy"]}, "the metric falls as the loss falls"),
     ],
 )

@@ -72,7 +72,7 @@ def test_the_forecast_on_the_line_stays_and_the_ratio_can_be_stated(line: Scalin
     assert decision.forecast is not None
     assert decision.forecast.low < LAW.loss(decision.n_params, decision.n_tokens) < decision.forecast.high
     assert (decision.stated_ratio, decision.size_by_fit) == (20, None)
-    assert "D/N is stated, 20, not decided" in str(decision)
+    assert "D/N was given, 20, not decided" in str(decision)
     assert "not identified" in line.caveats[0]
 
 

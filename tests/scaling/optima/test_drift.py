@@ -214,7 +214,7 @@ def test_bad_tables() -> None:
 def test_a_run_that_is_there_twice_is_no_evidence_and_without_seeds_it_is_another() -> None:
     rows = sweep([-6.7] * 4, noise=0.004)
     twice = pd.concat([rows, rows.iloc[[5]]], ignore_index=True)
-    message = f"a run must be there once, row {len(rows)} is another of width 32, rate {rows['rate'][5]:.6g}, seed 2"
+    message = f"row {len(rows)} is another of width 32, rate {rows['rate'][5]:.6g}, seed 2"
     with pytest.raises(ValueError, match=re.escape(message)):
         fit_transfer(twice)
     unnamed = rows.drop(columns="seed")

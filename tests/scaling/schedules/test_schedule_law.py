@@ -109,7 +109,7 @@ def test_a_schedule_far_from_the_fitted_ones_raises_a_warning() -> None:
     for rows, reason in (
         (hot.assign(lr=100 * hot["lr"]), "peak rate 0.03: tested within 1.5× of the fitted 0.0003 to 0.0003"),
         (long, "48000 steps: tested to 3.1× the fitted 12000"),
-        (deep, "the rate falls to 0.01 of its peak, in the fitted curves to 0.1 at least"),
+        (deep, "the rate falls to 0.01 of its peak, but in the fitted curves only to 0.1"),
     ):
         assert law.unsupported_reasons(rows) == (reason,)
 

@@ -94,7 +94,7 @@ def _located(where: Path) -> tuple[Path, Path]:
     if (where / RUN).exists() or (where / CHECKPOINTS).is_dir():
         found = next(Checkpoints(where / CHECKPOINTS).intact(), None)
         if found is None:
-            raise StageError(f"{where / CHECKPOINTS}: there is no whole checkpoint yet")
+            raise StageError(f"{where / CHECKPOINTS}: there is no complete checkpoint yet")
         return where, found[1]
     require_intact(where)
     return where.resolve().parent.parent, where
@@ -105,7 +105,7 @@ def _opened(folder: Path, key: str) -> Corpus:
     try:
         corpus = Corpus.open(folder)
     except (CorpusError, OSError) as error:
-        raise StageError(f"{error}; say where the run's corpus lies now, corpus=…") from error
+        raise StageError(f"{error}; pass the current location of the run's corpus as corpus=…") from error
     if corpus.key != key:
         raise StageError(f"{folder}: corpus {corpus.key}, the run was trained on {key}")
     return corpus

@@ -63,6 +63,6 @@ class RunDescription:
                 n_tokens=int(values["n_tokens"]),
             )
         except FileNotFoundError as error:
-            raise StageError(f"{path}: no such file; a full run writes it into its directory when it begins") from error
+            raise StageError(f"{path}: no such file; a full run writes it to its directory when it starts") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise StageError(f"{path}: not what a full run writes there ({error})") from error
+            raise StageError(f"{path}: not a file that a full run writes ({error})") from error

@@ -99,7 +99,7 @@ class _Reservation:
         )
         if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
             raise StageError(
-                f'promote: evaluation = "async" needs {format_resources(self.taken)} on one node, and no node has that: lower '
+                f'promote: evaluation = "async" needs {format_resources(self.taken)} on one node, and no node has this: lower '
                 'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "sync"'
             )
         self._group = placement_group([self.taken])

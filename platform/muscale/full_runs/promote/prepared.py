@@ -58,7 +58,7 @@ class Prepared(Recorded):
             f"train it:  torchrun --nproc-per-node {self.workers} -m muscale train {self.path}\n"
             f"in Slurm:  srun --ntasks {self.workers} muscale train {self.path}\n"
             f"alone:     muscale train {self.path}\n"
-            "then run `muscale promote` again, which records how it ended"
+            "then run `muscale promote` again to record the result"
         )
 
 
@@ -104,7 +104,7 @@ def _read(path: Path) -> tuple[StudyConfig, FullRun]:
         ) from error
     if values.get("run") != found:
         raise StageError(
-            f"{path}: run: must be {found}, the hash of what the file trains, got {short_repr(values.get('run'))}: it was edited; "
+            f"{path}: run: must be {found}, the hash of the run in the file, got {short_repr(values.get('run'))}: it was edited; "
             "write it again with `muscale promote --prepare`"
         )
     directory = path.resolve().parent
@@ -127,7 +127,7 @@ def _read_values(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
+        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, but has more")
     values = json.loads(content)
     if not isinstance(values, dict):
         raise TypeError(f"must be a table, got {short_repr(values)}")
@@ -183,5 +183,6 @@ def _hold_lease(held: ExitStack, config: StudyConfig, directory: Path) -> None:
         held.enter_context(lease(ledger, full_run_lease(directory.name), wait=False))
     except (LedgerUnavailableError, StudyDirectoryError) as error:
         _log.warning(
-            "train: the ledger can't be reached from here, so nothing keeps others from training this run: %s", error
+            "train: the ledger can't be reached from here, so nothing stops another process from training this run: %s",
+            error,
         )

@@ -91,7 +91,7 @@ class Promotion(Recorded):
         return self.low <= self.loss <= self.high
 
     def __str__(self) -> str:
-        where = "elsewhere, as reported by its owner" if self.asserted else f"on {self.world_size} workers"
+        where = "elsewhere, as reported by the user" if self.asserted else f"on {self.world_size} workers"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
             f"promotion: forecast {self.forecast:.4f} {self.loss_unit}, {self.level:.0%} interval "
@@ -104,8 +104,8 @@ class Promotion(Recorded):
             lines.append(f"  {self.goodput}")
         lines += [f"  {event}" for event in self.run_events or self.incidents]
         if self.forced:
-            past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
-            lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
+            despite = f" despite {', '.join(self.forced_lines)}" if self.forced_lines else ""
+            lines.append(f"  forced{despite}, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
 
 
@@ -221,7 +221,7 @@ def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
         if plan.spike_handling.get(name) != ours.get(name):
             raise StageError(
                 f"promote: promote.{name} must be the plan's, {plan.spike_handling.get(name)!r}, got {ours.get(name)!r}: it "
-                "changes what is computed; `muscale plan` makes another plan of it"
+                "changes what is computed; `muscale plan` makes a new plan with it"
             )
 
 

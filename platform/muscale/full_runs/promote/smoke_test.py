@@ -111,7 +111,7 @@ class SmokeTest(Recorded):
         estimated = (
             "no estimate"
             if self.estimated_bytes is None
-            else f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone"
+            else f"{self.estimated_bytes / 2**30:.3g} GiB estimated for training alone"
         )
         return "\n".join(
             [

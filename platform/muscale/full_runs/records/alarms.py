@@ -128,7 +128,7 @@ def post(variable: str, payload: dict[str, Any]) -> str | None:
     body = json.dumps(payload).encode()
     try:
         if urlsplit(url).scheme not in ("http", "https"):
-            return "its value is no http or https URL"
+            return "its value is not an http or https URL"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):  # noqa: S310
             return None

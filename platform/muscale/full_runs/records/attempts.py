@@ -60,7 +60,7 @@ class Attempt:
     def require_last(self) -> None:
         """Check the claim before a write to the folder; raise LeaseLostError if another attempt has begun since."""
         if not self.is_last:
-            raise LeaseLostError(f"{self.directory}: another attempt at this run has begun; this one writes no more")
+            raise LeaseLostError(f"{self.directory}: another attempt at this run has started; this one stops writing")
 
     @contextmanager
     def recorded(self, step: Callable[[], int]) -> Iterator[None]:

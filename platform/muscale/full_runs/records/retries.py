@@ -138,12 +138,12 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             text = of_storage(root_causes(error)[0]) or reason["error"]
             cause = f"{text}; the run's records are in {directory}"
             if not is_retryable(error, history):
-                raise StageError(f"promote: another attempt would end in the same way: {cause}") from error
+                raise StageError(f"promote: another attempt would fail in the same way: {cause}") from error
             if count > max_failures:
                 raise StageError(
                     f"promote: failed {count} times, promote.max_failures = {max_failures}: {cause}"
                 ) from error
             logging.getLogger(__name__).warning(
-                "attempt ended (%s); the next one continues from the last checkpoint", reason["error"]
+                "attempt ended (%s); the next attempt continues from the last checkpoint", reason["error"]
             )
             time.sleep(min(2.0**count, 30.0))

@@ -133,7 +133,9 @@ class FullRunModule(L.LightningModule):
         if reason := unsupported(precision, self.device):
             raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
         if precision == "fp16" and self.trainer.world_size > 1:
-            raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
+            raise StageError(
+                "promote: fp16 needs a single process, because each process would scale its own loss; use bf16"
+            )
         corpus, numerics = Corpus.open(run.corpus), run.numerics
         self._stream = training_stream(
             corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens

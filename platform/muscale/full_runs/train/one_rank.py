@@ -63,18 +63,18 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
             raise
         except Exception as error:  # torch or the model may raise anything
             raise FamilyError(
-                f"{name}: must be trainable by FSDP2, of which one rank fails: {type(error).__name__}: {error}"
+                f"{name}: must be trainable with FSDP2, but one rank fails: {type(error).__name__}: {error}"
                 + (
-                    f"; {', '.join(unused)} is not called as a module, and its weights are gathered when it is called: call it, or "
-                    "leave it out of the family's units"
+                    f"; {', '.join(unused)} is not called as a module, but its weights are gathered only when it is called: call it, "
+                    "or leave it out of the family's units"
                     if unused
                     else ""
                 )
             ) from error
     if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=_RELATIVE, atol=0.0, equal_nan=True):
         raise FamilyError(
-            f"{name}: one rank of a full run must have the losses of the lean loop, {expected}; got {losses}; look at what the model "
-            "computes when it is built, which a full run does on the meta device before it writes the family's constants"
+            f"{name}: one rank of a full run must have the losses of the lean loop, {expected}; got {losses}; check the values "
+            "that the model computes when it is built: a full run builds it on the meta device, then writes the family's constants"
         )
 
 

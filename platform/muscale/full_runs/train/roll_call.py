@@ -113,7 +113,7 @@ def describe(ranks: Sequence[Whereabouts], seconds: float) -> str:
         f"  after step {step}, {line}: {_names(there)}"
         for (step, line), there in sorted(places.items(), key=lambda place: (place[0][0], len(place[1])))
     ]
-    return "\n".join([f"no step has ended for {seconds:.3g} s:", *lines])
+    return "\n".join([f"no step has finished for {seconds:.3g} s:", *lines])
 
 
 def _names(ranks: Sequence[Whereabouts]) -> str:

@@ -94,9 +94,9 @@ def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
     if parallelism.sharding == "hybrid" and parallelism.shard_ranks is None and len(set(by_rank)) > 1:
         first = {n: by_rank.index(n) for n in dict.fromkeys(by_rank)}
         raise ValueError(
-            'sharding = "hybrid" needs as many ranks on each node, got '
-            + " and ".join(f"{n} on that of rank {rank}" for n, rank in first.items())
-            + "; start as many on each, or set promote.shard_ranks"
+            'sharding = "hybrid" needs the same number of ranks on each node, got '
+            + " and ".join(f"{n} on the node of rank {rank}" for n, rank in first.items())
+            + "; start the same number on each, or set promote.shard_ranks"
         )
     return parallelism.grid(len(by_rank), node_ranks=by_rank[0])
 

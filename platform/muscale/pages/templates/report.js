@@ -117,9 +117,9 @@
         tag = answer.headers.get("ETag");
         await swap(await answer.json());
       }
-      if (live.dataset.state !== "up") { live.dataset.state = "up"; live.textContent = "live: what changes appears by itself"; }
+      if (live.dataset.state !== "up") { live.dataset.state = "up"; live.textContent = "live: changes appear automatically"; }
     } catch {
-      if (live.dataset.state !== "down") { live.dataset.state = "down"; live.textContent = "the server does not answer; start muscale ui again to go on"; }
+      if (live.dataset.state !== "down") { live.dataset.state = "down"; live.textContent = "the server does not answer; restart muscale ui to continue"; }
       tag = null;
     }
     setTimeout(look, every);

@@ -128,7 +128,7 @@ def test_a_missing_or_damaged_checkpoint_is_refused(copied: Path) -> None:
         evaluate_checkpoint(checkpoint(copied, 4))
     shutil.rmtree(copied / CHECKPOINTS)
     (copied / CHECKPOINTS).mkdir()
-    with pytest.raises(StageError, match="there is no whole checkpoint yet"):
+    with pytest.raises(StageError, match="checkpoint yet"):
         evaluate_checkpoint(copied)
 
 
@@ -142,7 +142,7 @@ def test_weights_of_another_model_and_another_corpus_are_refused(copied: Path, t
     (copied / RUN).write_text(json.dumps(described))
     with pytest.raises(StageError, match="0123"):
         evaluate_checkpoint(copied)
-    with pytest.raises(StageError, match="say where the run's corpus lies now"):
+    with pytest.raises(StageError, match="corpus="):
         evaluate_checkpoint(copied, corpus=tmp_path / "nowhere")
 
 

@@ -103,7 +103,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     for text in (
         "gate CLOSED",
         "for 3 checkpoints",
-        "saves each 20,480 tokens",
+        "every 20,480 tokens",
         "launch: 4 workers with 1 CPUs each on this machine",
     ):
         assert text in str(found)

@@ -142,4 +142,4 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     assert trained[:10] == pytest.approx(list(found.losses), rel=1e-5)
     assert len(trained) == 32
     assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
-    assert "forced past transfer, with a transfer verdict of 'fail'" in str(done)
+    assert "forced despite transfer, with a transfer verdict of 'fail'" in str(done)

@@ -38,7 +38,7 @@ def test_a_rank_that_hangs_is_named_and_its_peer_does_not_wait_for_ever(tmp_path
     assert ended(start(run, 2, fault=functools.partial(hang_on_rank_1, log=log))) == [1, 0]
     first, *ranks = log.with_suffix(".0").read_text().splitlines()
     waiting, hung = sorted(ranks)
-    assert re.fullmatch(r"no step has ended for [12]\.\d* s:", first)
+    assert re.fullmatch(r"no step has finished for [12]\.\d* s:", first)
     assert re.fullmatch(r"  after step 3, hanging \(test_roll_call\.py:\d+\): rank 1 on \S+", hung)
     assert re.fullmatch(r"  after step 3, all_gather_\w+ \(distributed_c10d\.py:\d+\): rank 0 on \S+", waiting)
     stopped = json_lines.read(run.directory / ATTEMPTS)[-1]
@@ -52,7 +52,7 @@ def test_ranks_that_are_behind_or_alone_come_first() -> None:
     ranks[3] = replace(ranks[3], step=99, line="read (batches.py:2)")
     ranks[9] = replace(ranks[9], line="")
     assert describe(ranks, 300.0).splitlines() == [
-        "no step has ended for 300 s:",
+        "no step has finished for 300 s:",
         "  after step 99, read (batches.py:2): rank 3 on gpu0",
         "  after step 100, without an answer: rank 9 on gpu1",
         f"  after step 100, {waits}: ranks 0 on gpu0, 1 on gpu0, 2 on gpu0, 4 on gpu0, 5 on gpu0, 6 on gpu0, 7 on gpu0, 8 on gpu1 "
