@@ -102,12 +102,12 @@ class Study(Result):
 
     @classmethod
     def open(cls, path: str | Path, overrides: Overrides = (), *, quiet: bool = False, trains: bool = False) -> Self:
-        """Open the study of a file; its directory is the file's.
+        """Open the study of a study file; the study's directory is the file's.
 
         Args:
             overrides: Settings that replace the file's: each `table.key=value`, or a mapping of `table.key` to a value.
-            trains: Import the model family that the file names, if any, which runs its module, or run its [trainer] program;
-                needed once, before anything is trained. Without it the study's record of its members is read instead.
+            trains: Import the model family that the file names, which runs its module, or run its [trainer] program; needed
+                once, before anything is trained. Without it, the study's record of its members is read instead.
 
         Raises:
             StudyFileError: If the file can't be used; nothing is written then.
@@ -179,7 +179,7 @@ class Study(Result):
         return found
 
     def check_data(self) -> LeakCheck:
-        """How much held-out text the training text holds, and the share of near-duplicates within the training text.
+        """Measure how much held-out text, and how many near-duplicates, the training text contains.
 
         Raises:
             StageError: If a program reads its own data, or a source can't be read.
@@ -196,13 +196,13 @@ class Study(Result):
         return check_leaks(self.config, self.ledger, corpus, self.directory, silent)
 
     def clean_data(self, confirm: Callable[[str], bool] | None = None) -> Cleaned:
-        """Clean the text of the corpus as [corpus.clean] says, or open the cleaned text.
+        """Clean the text of the corpus as set in [corpus.clean], or open the cleaned text.
 
         Args:
-            confirm: Asked with a question before a step removes more than `most_removed` of a source; by default this is an error.
+            confirm: Answers a question before a step removes more than `most_removed` of a source; by default this is an error.
 
         Raises:
-            StageError: If the study has no step, the text can't be read, or a step removes too much.
+            StageError: If [corpus.clean] has no step, the text can't be read, or a step removes too much.
         """
         settings = self.config.corpus
         self._require_no_trainer("data clean", "it reads its own data")
@@ -231,10 +231,10 @@ class Study(Result):
         return self.config.shared_numerics(self.corpus)
 
     def check(self) -> CoordinateCheck:
-        """The coordinate check of the family.
+        """Run the coordinate check of the family.
 
         Raises:
-            StageError: If a program trains: its modules are not seen here.
+            StageError: If a [trainer] program trains, since its modules are not visible here.
             FamilyError: If a full run could not train the model, or the model breaks another rule of its family.
         """
         self._require_no_trainer(
@@ -250,16 +250,16 @@ class Study(Result):
             return run_check(self.config, self._numerics, self.ledger, self.corpus)
 
     def _require_no_trainer(self, stage: str, instead: str) -> None:
-        """Refuse what a study with [trainer] can't have.
+        """Raise an error for a stage that a study with [trainer] can't have.
 
         Raises:
-            StageError: If the study has one.
+            StageError: If the study has a [trainer].
         """
         if self.config.trainer:
             raise StageError(f"{stage}: the study's models are built by its [trainer] program; {instead}")
 
     def _warn_of_check(self) -> None:
-        """Print a warning if the coordinate check is known to have failed: what is tuned may not transfer."""
+        """Print a warning if the coordinate check has failed, since tuned values may not transfer."""
         check = None if self.config.trainer else self._known_check()
         if check and not check.passed:
             line = check_line(check)
@@ -281,12 +281,12 @@ class Study(Result):
         """Search hyperparameters at the base shape.
 
         Args:
-            searcher, scheduler: Frozen dataclasses that follow the protocols of `muscale.search`, in place of the methods of the
-                study file. Equal objects continue the same sweep; once it is finished, later stages and commands use it without
+            searcher, scheduler: Frozen dataclasses that follow the protocols of `muscale.search`; they replace the methods of the
+                study file. Equal objects continue the same sweep. Once it is finished, later stages and commands use it without
                 the objects.
-            narrower: Once the study file's trials are done, search as many again around the best region.
-            learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
-                results from elsewhere, reported by the user: a table of hyperparameters with loss, an Optuna storage.
+            narrower: Once the study file's trials are done, search with the same number of trials around the best region.
+            learn_from: Files or directories of further studies with the same corpus and family, whose runs inform the searcher;
+                or results from elsewhere, reported by the user: a table of hyperparameters with loss, or an Optuna storage.
             columns: Names of the columns loss, n_params, n_tokens and run in the tables of `learn_from`, by muscale's names.
             callbacks: Ray Tune callbacks (`ray.tune.Callback`) that run during the search.
 
@@ -303,7 +303,7 @@ class Study(Result):
         return result
 
     def cancel_trial(self, trial: int, reason: str = "no reason given") -> None:
-        """Request that a trial of the sweep trains no further, in a running search or a later one.
+        """Request that a trial of the sweep is not trained further, in a running search or a later one.
 
         Raises:
             StageError: If the sweep has no such trial, or the trial has ended.
@@ -330,44 +330,44 @@ class Study(Result):
         return result
 
     def transfer(self) -> Verdict:
-        """The verdict on transfer across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
+        """Return the verdict on transfer across widths and depths, and the laws across tokens, from the grids of [transfer]."""
         return self._stages.transfer()
 
     @property
     def _gate_verdict(self) -> Verdict:
-        """The verdict that the gate reads: of larger finished grids, if those of [transfer] were extended."""
+        """Return the verdict for the gate; it uses larger finished grids if the grids of [transfer] were extended."""
         own = self.transfer()
         return transfer.widest_verdict(self.sweep(), self.config, self._numerics, self.ledger) or own
 
     def ladder(self) -> pd.DataFrame:
-        """Every annealed run: its size, tokens, loss, predicted regret, and the reason why the law leaves it out, if any.
+        """Return every annealed run with its size, tokens, loss, predicted regret, and the reason if the fit leaves it out.
 
         Raises:
-            StageError: If the transfer check gives no horizon law; the message names what would.
+            StageError: If the transfer check gives no horizon law; the message says which settings would.
         """
         return self._stages.ladder()
 
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
-        """Train what is not known of a stage's runs."""
+        """Train the runs of a stage that the ledger does not have."""
         finish_stage(stage, jobs, self.ledger, self.config.resources, self._display)
 
     def fit(self) -> ScalingFit:
-        """The law L(N, D) of the tuned runs.
+        """Fit the law L(N, D) to the tuned runs.
 
         Raises:
-            StageError: As `ladder`, or if no law can be fitted.
+            StageError: As for `ladder`, or if no law can be fitted.
         """
         return self._stages.fit()
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
-        """The full run for the budget, with the forecast as registered where it is; writes nothing about it.
+        """Plan the full run for the budget, with its registered forecast if there is one; write nothing.
 
         Args:
-            compute_flops: The budget, in place of the study file's.
+            compute_flops: Budget that replaces the study file's.
 
         Raises:
-            StageError: As `fit`, or if the budget can't be spent, or is no larger than the ladder's largest run.
-            ValueError: If `compute_flops` is not finite and above 0, or no computer could spend it.
+            StageError: As for `fit`, or if the budget can't be spent, or is no larger than the ladder's largest run.
+            ValueError: If `compute_flops` is not finite and above 0, or more than any computer could spend.
         """
         config = self.config
         if compute_flops is not None:
@@ -379,7 +379,7 @@ class Study(Result):
         return plan
 
     def register(self, plan: Plan) -> Plan:
-        """Register a plan's forecast and its band, once and for all, and write its file, which is brought up to date.
+        """Register a plan's forecast and its band permanently, and write or update the plan's file.
 
         Raises:
             StageError: If the plan's file was edited by hand.
@@ -407,16 +407,16 @@ class Study(Result):
         n_runs: int = 4,
         width: float = next_stems.NARROW,
     ) -> NextStems:
-        """Runs to add to the ladder for a narrower forecast of the plan's loss; trains none of them.
+        """Suggest runs to add to the ladder for a narrower forecast of the plan's loss; train none of them.
 
         Args:
             plan: Plan of the forecast; by default the study file's.
-            affordable_flops: Cost of all of them at most, by default a tenth of the plan, or as much as the largest run fitted.
-            n_runs: Number of runs at most.
-            width: Width of the interval over the forecast that is narrow enough.
+            affordable_flops: Maximum cost of all runs together; by default a tenth of the plan, or the cost of the largest run fitted.
+            n_runs: Maximum number of runs.
+            width: Stop once the interval is this narrow, relative to the forecast.
 
         Raises:
-            StageError: As `plan`.
+            StageError: As for `plan`.
             ValueError: If an argument is out of its range.
         """
         plan = plan or self.plan()
@@ -427,19 +427,19 @@ class Study(Result):
         return chosen
 
     def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
-        """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
+        """Train the planned run, compare it with its forecast, and write its bundle unless [promote] turns that off.
 
-        A run that was trained to its end is not trained again, also where a later fit has made another plan of it. A run that
-        another process trains is waited for.
+        A run that was trained to its end is not trained again, even if a later fit has changed the plan. If another process
+        trains the run, wait for it.
 
         Args:
-            plan: One of `plan()`, registered where it is not yet; or the path of a plan's file or its key, and then the file's
-                [resources] hold; by default the study file's.
-            force: Continue past failed lines of the gate, which the ledger records.
+            plan: A plan from `plan()`, which is registered if it is not yet; or the key or file of a plan, whose [resources] then
+                apply; by default the study file's plan.
+            force: Continue although lines of the gate failed; the ledger records them.
 
         Raises:
-            StageError: If the gate is closed, or the file was edited where it may not be; if the run diverged, failed in a way that
-                would come again, or more often than promote.max_failures, or was stopped as promote.on_alarm says.
+            StageError: If the gate is closed, or the file has an edit that is not allowed; if the run diverged, failed with an error
+                that would recur, failed more often than promote.max_failures, or was stopped by promote.on_alarm.
             PreemptedError: If this process was preempted; the workers have saved.
         """
         planned, config = self._to_promote(plan, register=False)
@@ -489,7 +489,7 @@ class Study(Result):
             plan, force: As in `promote`, which records the run once it has ended.
 
         Raises:
-            StageError: As `promote`.
+            StageError: As for `promote`.
         """
         from muscale.full_runs.promote.prepared import prepare
 
@@ -502,19 +502,19 @@ class Study(Result):
         return prepare(plan, config, self._numerics, folder, self.contents.commands)
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
-        """The dry run of a run that the gate lets begin, or is forced to."""
+        """Return the dry run of a run that the gate allows, or that is forced."""
         seen = self._dry_run(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
         return seen
 
     def continue_run(self, file: str | Path) -> Continued:
-        """Train from a checkpoint of a full run as a continuation file says; has the losses before and after.
+        """Continue training from a checkpoint of a full run as set in a continuation file; return the losses before and after.
 
         Raises:
             StudyFileError: If the file can't be used.
-            StageError: If there is no such checkpoint, it can't be continued like this, or the training failed.
-            PreemptedError: As `promote`.
+            StageError: If there is no such checkpoint, it can't be continued in this way, or the training failed.
+            PreemptedError: As for `promote`.
         """
         from muscale.full_runs.continue_run.continuation import plan_continuation
         from muscale.full_runs.continue_run.train import train_continuation
@@ -531,13 +531,13 @@ class Study(Result):
             return train_continuation(planned, self.config, self.ledger.under(name, token))
 
     def watch(self, losses: str | Path | pd.DataFrame | None = None, plan: str | None = None) -> RunStatus:
-        """The full run against its forecast as it stands now; trains nothing.
+        """Compare the full run so far with its forecast; train nothing.
 
         Args:
-            losses: Of a run trained elsewhere, all of them so far: a CSV file, `wandb:entity/project/run`, or a DataFrame with a
-                column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both, in nats per token. They are
-                recorded in the study and marked as asserted by the run's owner. None: the run's own records.
-            plan: Key of a plan; by default the one whose run began last, or with `losses` that of `plan()`.
+            losses: All losses so far of a run trained elsewhere: a CSV file, `wandb:entity/project/run`, or a DataFrame with a
+                column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss`, or both, in nats per token. They are
+                recorded in the study as reported by the user, not verified. None: the run's own records.
+            plan: Key of a plan; by default the plan whose run started last, or with `losses` the plan of `plan()`.
 
         Raises:
             StageError: If there is no such run, the losses can't be read or go beyond the plan's tokens, or `losses` are given
@@ -547,13 +547,13 @@ class Study(Result):
         return monitor_of(self.contents, plan, source, self._stages.known).look()
 
     def compare(self, *, one_size: bool = False) -> Comparison:
-        """Verdict on each of the study's variants at the target: tuned alike, trained size after size until decided.
+        """Decide on each of the study's variants at the target: tune all in the same way, and train size after size until decided.
 
         Args:
-            one_size: Train all at the base shape over the transfer check's tokens alone, and decide there.
+            one_size: Train all variants only at the base shape, over the transfer check's tokens, and decide there.
 
         Raises:
-            StageError: If there are no variants, or no horizon law, which one size needs none of; or their runs can't be compared.
+            StageError: If there are no variants, no horizon law (unless `one_size`), or their runs can't be compared.
         """
         config = self.config.at_one_size() if one_size else self.config
         with staying_cluster(), cancellable(self.ledger):
@@ -564,7 +564,7 @@ class Study(Result):
             return comparison.compare(config, self._numerics, best, horizon, self.ledger, self._finish, corpora)
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
-        """Dry run of `promote` with the gate's state; trains nothing and registers no forecast.
+        """Return a dry run of `promote` with the gate's state; train nothing and register no forecast.
 
         Raises:
             StageError: If the ladder is not complete.
@@ -578,16 +578,16 @@ class Study(Result):
         return reader._dry_run(plan, config, self._known_check())
 
     def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
-        """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
+        """Train, save and resume a few steps of the planned run on its real devices, and forecast its wall time.
 
-        Its checkpoints and its forecast are not touched; the gate is not checked.
+        This does not touch the run's checkpoints and forecast, and does not check the gate.
 
         Args:
             plan: As in `promote`.
-            steps: Steps of each of two launches, the second of which resumes the first; at least 5.
+            steps: Steps of each of the two launches (the second resumes the first); at least 5.
 
         Raises:
-            StageError: If there are fewer steps, the run has fewer than twice as many, or a launch failed.
+            StageError: If `steps` is too small, the run has fewer than twice as many steps, or a launch failed.
         """
         from muscale.full_runs.promote.smoke_test import smoke_test_on_cluster
 
@@ -596,7 +596,7 @@ class Study(Result):
             return smoke_test_on_cluster(plan, config, self.ledger, self._numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
-        """The plan that is meant, and the settings that it is promoted with, the layout chosen where it is "auto"."""
+        """Return the plan to promote and the settings for it, with the layout chosen if it is "auto"."""
         self._require_no_trainer(
             "promote",
             "`muscale plan --export FOLDER` writes the full run's job for that program, and `muscale watch --losses FILE` records its "
@@ -625,7 +625,7 @@ class Study(Result):
     def run(self, *, force: bool = False) -> Promotion | Plan:
         """Run every stage in turn; finished work is reused.
 
-        With [trainer] there is no coordinate check, and it ends with the registered plan, whose run is trained elsewhere.
+        With [trainer] there is no coordinate check, and the last stage is the registered plan, whose run is trained elsewhere.
 
         Raises:
             StageError: If a stage has no result, or the coordinate check or the gate fails and `force` is not set.
@@ -659,11 +659,11 @@ class Study(Result):
         return Tracking(self.config, self.ledger)
 
     def bundle(self, *, average: int = 1, continuation: str | None = None) -> Bundle:
-        """Bundle of the run promoted last: one directory that no longer needs the study. Nothing is trained.
+        """Bundle the run promoted last: write one directory that does not need the study. Nothing is trained.
 
         Args:
-            average: Write the average of so many last checkpoints in addition to the last weights, and evaluate both.
-            continuation: Key or name of a finished continuation, instead of the promoted run.
+            average: Also write the average weights of the last checkpoints, this many, and evaluate both.
+            continuation: Key or name of a finished continuation to bundle instead of the promoted run.
 
         Raises:
             StageError: If no promoted run has finished, or its last weights are missing; if the model's family was not imported, as
@@ -677,7 +677,7 @@ class Study(Result):
         return preserve(self.contents, self._stages.known, average=average)
 
     def runs(self) -> pd.DataFrame:
-        """The ledger's runs, a row each."""
+        """Return the ledger's runs, one row each."""
         return self.ledger.runs()
 
     def report(self) -> Path:
@@ -693,7 +693,7 @@ class Study(Result):
 
 
 def _advice(files: Collection[str], study: Path) -> str:
-    """Advice for a study of another trainer than its directory's: the files that count, and how to use what is known."""
+    """Advice for a study whose trainer differs from its directory's: the files that count, and how to use known results."""
     return (
         f"; the trainer's files are {', '.join(files)}: with them as they were, `muscale runs {study} --export known.csv` writes "
         'what is known, and sweep.learn_from = ["known.csv"] of the new study uses it'

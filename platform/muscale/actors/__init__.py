@@ -1,1 +1,1 @@
-"""Proxy trainings as Ray Tune trials: what a stage or a sweep wants trained, the adapter to Tune, and the workers."""
+"""Proxy trainings as Ray Tune trials: the work of a stage or a sweep, the adapter to Tune, and the workers."""

@@ -1,4 +1,4 @@
-"""Check that the token files are those that were written: bytes that changed on a disk change every loss, unnoticed."""
+"""Check that the token files have not changed since they were written: changed bytes would silently change every loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs wanted by a stage; those that the ledger does not know are trained as Ray Tune trials."""
+"""Runs that a stage needs; runs that the ledger does not have are trained as Ray Tune trials."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class StageRuns:
 
 
 class _Progress:
-    """Shows how many of a stage's runs are done, and by its bar their share of the compute."""
+    """Shows how many of a stage's runs are done; the bar shows their share of the compute."""
 
     def __init__(
         self, update: Callable[..., None], *, n_wanted: int, n_done: int, total: float, unknown: Mapping[str, Job]

@@ -1,4 +1,4 @@
-"""Ranks that train one proxy together: the first is a Tune trial's process, starts the others and has them train along."""
+"""Ranks that train one proxy together: the first rank is the process of a Tune trial, and starts and directs the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def join(store: Store, rank: int, resources: ResourceSettings) -> DeviceMesh:
 
 
 class Follower:
-    """Process of any rank of a trial but the first."""
+    """Process of a rank of a trial other than the first."""
 
     def __init__(self, resources: ResourceSettings, package: str) -> None:
         require_same_package(package)
@@ -77,10 +77,10 @@ class Follower:
 
 
 class Followers:
-    """The other ranks, as the first one has them; they end with its process.
+    """The other ranks, as held by the first rank; they end with its process.
 
     Attributes:
-        mesh: Of all ranks.
+        mesh: Device mesh of all ranks.
     """
 
     def __init__(self, resources: ResourceSettings, package: str) -> None:

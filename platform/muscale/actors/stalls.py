@@ -1,6 +1,6 @@
-"""A training that hangs is ended from within: its driver hears of a worker's death, and of nothing that never comes.
+"""End a training that hangs from within its process: the driver notices a dead worker, but not one that hangs.
 
-Judged is progress and not time alone: a run may take as long as it likes while it takes steps.
+The criterion is progress, not time alone: a run may take any time as long as it takes steps.
 """
 
 from __future__ import annotations

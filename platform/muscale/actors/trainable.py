@@ -1,4 +1,4 @@
-"""Ray Tune's trainable: it trains in its own process, on its own resources, one job after another."""
+"""Ray Tune's trainable, which trains in its own process, on its own resources, one job after another."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PROBLEM, WHY = "problem", "why"  # of a report: the name of the `Work` method th
 
 
 class Training(tune.Trainable):
-    """A process that trains the steps of a job, and with its models warm those of the next.
+    """A process that trains the steps of a job, then of the next job, and keeps its models loaded.
 
-    An error of a training is reported and not raised, so that the process stays. With several ranks it is raised, and the process
-    ends: an error in the middle of a pass leaves the ranks unusable.
+    A training error is reported, not raised, so that the process survives. With several ranks it is raised and the process
+    ends, because an error in the middle of a pass leaves the ranks unusable.
     """
 
     def setup(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Attempts at proxy trainings that lose their processes or raise; those of full runs: `full_runs.records.retries`."""
+"""Retries of proxy trainings that lose their process or raise an error; `full_runs.records.retries` has those of full runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Attempts:
     """Counts the attempts of each training since its last progress.
 
     Attributes:
-        failures: Reasons of those that have had all their attempts.
+        failures: Reasons for trainings that have used all their attempts.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Between `Work` and Ray Tune: a searcher that hands out its jobs, and a scheduler that pauses and resumes their trials.
+"""The adapter between `Work` and Ray Tune: a searcher that hands out jobs, and a scheduler that pauses and resumes their trials.
 
-A suggestion is one Tune trial. After each step the trial continues, or its process is left at rest until another job
-takes it: Tune itself would end all but one of the processes that wait. Nothing depends on Tune's own state files.
+A suggestion is one Tune trial. After each step the trial continues, or its process stays idle until another job
+takes it, because Tune itself would end all but one of the waiting processes. Nothing depends on Tune's own state files.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class Dispatcher(tune_search.Searcher):
 
 
 class RungScheduler(TrialScheduler):
-    """Leaves a process at rest when its job has ended, and gives it to the next job.
+    """Leaves a process idle when its job has ended, and gives it to the next job.
 
-    At most one job is handed out in a round of Tune's loop: Tune keeps one process for it that is not a trial's own.
+    At most one job is handed out in a round of Tune's loop, because Tune keeps only one process that belongs to no trial.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:

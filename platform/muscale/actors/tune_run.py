@@ -1,6 +1,6 @@
 """Runs a work's jobs with Ray Tune: every proxy training is a Tune trial on its own resources.
 
-A job whose process was lost is handed out again by the work, as another Tune trial that begins where the ledger left it.
+If a job's process is lost, the work hands out the job again as another Tune trial, which starts from the ledger's last state.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _fit(
 
 
 class _Capacity:
-    """Number of jobs that may be under way: [resources] workers, or as many as the cluster has room for if it can't grow."""
+    """Number of jobs that may run at once: [resources] workers, or as many as fit into the cluster if it can't grow."""
 
     def __init__(self, resources: ResourceSettings) -> None:
         self._resources, self._looked, self._room = resources, -_NODES_SECONDS, resources.workers

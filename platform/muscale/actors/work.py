@@ -1,4 +1,4 @@
-"""Protocols between Ray Tune and whatever wants something trained: a sweep's search, or the runs of a stage."""
+"""Protocols between Ray Tune and its source of jobs: a sweep's search, or the runs of a stage."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class TuneJob(Protocol):
 
 
 class Work(Protocol):
-    """Jobs, and what became of them.
+    """Jobs and their outcomes.
 
     Attributes:
         stage: Name for messages.
-        interrupted: Once set, nothing more is begun.
-        refusal: Why no worker can train for it, so that nothing more is begun.
-        failure: What failed at every attempt and is not recorded as failed, and why; "" if nothing.
+        interrupted: Once set, no further job starts.
+        refusal: Reason why no worker can train for it, so that no further job starts.
+        failure: Job that failed at every attempt and is not recorded as failed, with the reason; "" if there is none.
     """
 
     interrupted: bool

@@ -64,9 +64,9 @@ def open_worker(ledger: Ledger, resources: ResourceSettings, package: str) -> Wo
 
 
 class Worker:
-    """Trains chains of one study in this process, on one device; keeps its models warm from one to the next.
+    """Trains chains of one study in this process, on one device, and keeps its models loaded between chains.
 
-    With followers it is the first of several ranks, each with a device, and alone asks the ledger and records.
+    With followers it is the first of several ranks, each with its own device; only the first rank reads and writes the ledger.
     """
 
     def __init__(

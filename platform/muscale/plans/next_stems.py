@@ -1,4 +1,4 @@
-"""Runs to add to the ladder: of the runs that family, corpus and schedule allow, those that narrow the plan's forecast most."""
+"""Runs to add to the ladder: among the runs that family, corpus and schedule allow, the ones that narrow the forecast most."""
 
 from __future__ import annotations
 

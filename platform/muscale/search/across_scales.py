@@ -1,4 +1,4 @@
-"""Our own searcher: a surface over hyperparameters, size and tokens, which begins with the runs at other scales."""
+"""muscale's own searcher: a surface over hyperparameters, size and tokens, which starts from the runs at other scales."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def config_at(space: Space, point: dict[str, Any]) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class AcrossScales:
-    """Suggests what the surface of `scaling.fit_response` takes to be worth trying next.
+    """Suggests the configuration that looks most promising on the surface of `scaling.fit_response`.
 
     Attributes:
-        n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
-            averaged weights and annealed ones are not compared with each other.
-        prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss and source ("": this
-            study's family). The optimum of a source may lie off this study's, by an offset that is estimated.
+        n_tokens: Tokens of the last rung, to which the sweep's own losses belong. No annealed run has exactly this number, so
+            losses of averaged weights are never compared with annealed losses.
+        prior_runs: Returns the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss and source ("": this
+            study's family). The optimum of a source may differ from this study's by an offset, which is estimated.
     """
 
     space: Space

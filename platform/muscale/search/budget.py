@@ -14,13 +14,13 @@ class SweepBudget:
     """Limits of a sweep; None means no limit.
 
     Attributes:
-        trials: Most suggestions in the whole sweep.
+        trials: Maximum number of suggestions in the whole sweep.
         max_tokens, max_flops, max_device_hours: Limits on all training of the sweep; branches and repetitions count as soon as
             they are due. Device hours are those of a worker's GPUs, or of its CPUs if it has no GPU, at the speed so far.
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
         top_k: Trials of each rung that are annealed in addition to the trials that advance.
-        n_finalists: Trials that are repeated over seeds in the end, for which tokens are reserved.
+        n_finalists: Trials that are repeated over seeds at the end; tokens are reserved for them.
         repeat_tokens: Tokens of all repetitions of one finalist.
         repeated_tokens: Tokens already spent on repetitions; a longer search may find other finalists, and repeat those too.
         n_params: N of the model that is searched.

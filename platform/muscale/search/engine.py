@@ -27,7 +27,7 @@ MOST_ALONE = 3
 
 
 class Engine:
-    """Source of jobs until nothing is left to do: open segments first, then the scheduler's, at last the anneal jobs.
+    """Source of jobs until nothing is left to do: open segments first, then the scheduler's, finally the anneal jobs.
 
     Args:
         top: The last rung.
@@ -36,10 +36,10 @@ class Engine:
         copies: Whether trials may continue from each other's states.
 
     Attributes:
-        interrupted: Once set, the engine begins no job.
-        failures: Trials and anneal jobs that failed at every attempt, and why. They are recorded as failed once another job
+        interrupted: Once set, the engine starts no job.
+        failures: Trials and anneal jobs that failed at every attempt, with the reasons. They are recorded as failed once another job
             has ended in this run, which shows that the set-up works; otherwise the next run of the sweep tries them again.
-        refusal: Why no worker can train for this sweep, so that no further job begins; None while workers can.
+        refusal: Reason why no worker can train for this sweep, so that no further job starts; None while workers can.
     """
 
     stage = "sweep"

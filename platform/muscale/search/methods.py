@@ -1,4 +1,4 @@
-"""The methods by the names that the study file gives them."""
+"""The search methods, by their names in the study file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep as a study of Optuna's, which optuna-dashboard opens: every trial with its values, its losses at rungs and its end."""
+"""A sweep as an Optuna study for optuna-dashboard: every trial with its values, its losses at rungs and its outcome."""
 
 from __future__ import annotations
 

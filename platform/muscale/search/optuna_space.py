@@ -1,4 +1,4 @@
-"""A space in Optuna's words: the one place that knows both. Optuna sees only what exists, each value asked in its turn."""
+"""A space as Optuna's distributions. Values are suggested one by one, so Optuna sees only active hyperparameters."""
 
 from __future__ import annotations
 

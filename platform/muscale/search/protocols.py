@@ -53,18 +53,18 @@ class Searcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Begin a new trial and train it up to a rung."""
+    """Start a new trial and train it up to a rung."""
 
     until: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advance:
-    """Train a trial that waits at a rung up to a higher one.
+    """Train a trial that waits at a rung up to a higher rung.
 
     Attributes:
         until: The rung where it ends.
-        path: In a population, the configurations that it continues with: those of the donor up to this rung, and a new one.
+        path: In a population, the trial's configurations: the donor's up to this rung, then a new one.
         donor: In a population, the trial whose state it continues from.
     """
 

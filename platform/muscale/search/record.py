@@ -37,7 +37,7 @@ class RungResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Part of a sweep with one space: the first space, or one that a narrowing left.
+    """Part of a sweep with one space: the first space, or the space after a narrowing.
 
     `narrowed` describes the cuts and their reasons, in the form of `search_spaces.Narrowed.to_dict`; None for the first.
     """
@@ -54,12 +54,12 @@ Generation = tuple[list[int], list[tuple[float, int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepEvent:
-    """A trial that began, its result at a rung, or the decision to train it on; `Record.events` has them in order.
+    """The start of a trial, its result at a rung, or the decision to train it further; `Record.events` has them in order.
 
     Attributes:
-        config: Values under which it trains from here on; those of a result are the values that led to it.
-        rung: Rung of the result, or rung that it continues from; −1 for one that begins.
-        result: The result; None for a beginning and a decision.
+        config: Values with which the trial trains from here on; for a result, the values that led to it.
+        rung: Rung of the result, or rung from which the trial continues; −1 for a start.
+        result: The result; None for a start and a decision.
     """
 
     trial: int
@@ -70,9 +70,9 @@ class SweepEvent:
 
 @dataclass(kw_only=True)
 class _Rung:
-    """(loss, trial) of all that arrived at a rung, best first, and of those that wait there.
+    """(loss, trial) of all trials that arrived at a rung, best first, and of the trials that wait there.
 
-    `changes` are those of log loss to the next rung, the least first; None until they are asked for.
+    `changes` has the changes of log loss to the next rung, smallest first; None until they are needed.
     """
 
     ranking: list[tuple[float, int]] = field(default_factory=list)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class RecordView:
-    """View of a record, computed on first use, since a grid never reads it."""
+    """View of a record, computed on first use because a grid never reads it."""
 
     def __init__(self, record: Record, top: int) -> None:
         self._record, self._top = record, top

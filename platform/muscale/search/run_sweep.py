@@ -1,4 +1,4 @@
-"""Search with Ray Tune: begin, continue or narrow a sweep under its lease, until its budget is used up."""
+"""Search with Ray Tune: start, continue or narrow a sweep under its lease, until its budget is used up."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RungOptima:
     One fit covers all lengths, so runs of every length inform each optimum.
 
     Attributes:
-        runs: A row each: n_tokens, loss (nats per token; NaN: diverged) and the searched hyperparameters.
+        runs: One row per run: n_tokens, loss (nats per token; NaN: diverged) and the searched hyperparameters.
     """
 
     runs: pd.DataFrame

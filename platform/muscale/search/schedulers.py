@@ -55,10 +55,10 @@ class ToTheEnd(PreferenceScheduler):
 
 @dataclass(frozen=True, kw_only=True)
 class Asha(PreferenceScheduler):
-    """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials, and stops none.
+    """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it advances trials and stops none.
 
     A trial advances from a rung once it is among the best 1/eta of the trials that arrived there. Trials that can advance come
-    before new trials, the highest rung first. At the end, when nothing is left to begin, the best of a rung advances even
+    before new trials, the highest rung first. At the end, when no trial is left to start, the best of a rung advances even
     if fewer than eta trials arrived, so that at least one trial reaches the last rung.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The search so far, from its record and without annealed runs: for readers of a running search."""
+"""The search so far, read from its record without annealed runs, for readers of a running search."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class OptunaSearcher:
     Attributes:
         make: Builds the sampler for a seed.
         clip: Multiple of the best loss at which losses are clipped.
-        most: Most observations that the sampler gets, half the best and half the latest.
+        most: Maximum number of observations for the sampler: half are the best, half the latest.
     """
 
     space: Space

@@ -1,6 +1,6 @@
 """Figures of a sweep, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-As in the `figures` of `scaling`, a column `series` says what a row is. Finalists and importance draw themselves, in `scaling`.
+As in the `figures` of `scaling`, a column `series` says what a row is. `scaling` draws finalists and importance.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung.
 
-A job says what it trains by the history of the trial's configurations: its own, and in a population those that it went on with.
+A job describes its training by the history of the trial's configurations: its own, and in a population also later ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def history_from_json(values: list[list[Any]]) -> ConfigHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSegment:
-    """A trial of the sweep, from the rung where it is to another."""
+    """A trial of the sweep, from its current rung to a higher one."""
 
     trial: int
     path: ConfigHistory

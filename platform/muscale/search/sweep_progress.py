@@ -1,4 +1,4 @@
-"""Progress of a sweep while it runs, and the prior runs that its searcher begins with."""
+"""Progress of a sweep while it runs, and the prior runs that its searcher starts from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from muscale.search.sweep import Sweep
 
 
 class SweepProgress:
-    """Progress bar of a sweep: trials begun out of those wanted, then its annealed runs and repetitions.
+    """Progress bar of a sweep: started trials out of all trials, then its annealed runs and repetitions.
 
-    In a population all members begin in the first generation, so each generation of each member counts.
+    In a population all members start in the first generation, so each generation of each member counts.
     """
 
     def __init__(self, sweep: Sweep, update: Callable[[float, float, str], None]) -> None:

@@ -34,21 +34,21 @@ class SweepResult(Result):
     """Result of a sweep.
 
     Attributes:
-        trials: A row each, the best annealed loss under the search's own seed first: trial, round (0, and one more for each
-            narrowing), status, configuration, the loss that it was ranked by at each rung reached, expected_loss (at the last
-            rung; of a stopped trial corrected to it), the loss and tokens of its longest annealed run (NaN and 0 without one),
-            seeds (of that run, the search's own counted), on_front (whether an annealed run of it is on the front of loss
-            against FLOPs), and what its stem cost: tokens, FLOPs (6·N·D), seconds. Losses in `loss_unit`.
+        trials: One row per trial, the best annealed loss under the search's own seed first: trial, round (0, plus one for each
+            narrowing), status, configuration, the loss that ranked it at each rung reached, expected_loss (at the last rung; for
+            a stopped trial, extrapolated to it), the loss and tokens of its longest annealed run (NaN and 0 without one),
+            seeds (of that run, including the search's own), on_front (whether one of its annealed runs is on the front of loss
+            against FLOPs), and the cost of its stem: tokens, FLOPs (6·N·D), seconds. Losses in `loss_unit`.
         rungs: A row for each result at a rung; see `sweep_tables.rungs_table`.
         annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
         best: Hyperparameters of the winner.
-        winner: Its trial.
+        winner: Trial of the winner.
         finalists: Comparison of the finalists over seeds that the search did not see; None without repetitions.
-        copies: In a population, a row for each copy: trial, rung, donor and the values that it went on with.
-        is_population: Whether trials changed their values on the way.
-        narrowings: What each narrowing cut, and why, in the order of the rounds that followed: first_trial, and what
-            `search_spaces.Narrowed.to_dict` gives.
-        notes: Warnings about how it was searched.
+        copies: In a population, a row for each copy: trial, rung, donor and the new values.
+        is_population: Whether trials changed their values during the run.
+        narrowings: The cuts of each narrowing and their reasons, in the order of the rounds that followed: first_trial, and the
+            values of `search_spaces.Narrowed.to_dict`.
+        notes: Warnings about the search.
     """
 
     trials: pd.DataFrame = field(repr=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SweepSteps:
     """Trains a trial from rung to rung, or the whole of an annealed run.
 
-    A trial is trained on for as long as its next step is asked for: the scheduler decides where it ends.
+    A trial continues as long as its next step is requested: the scheduler decides where it ends.
     """
 
     plan: TrialPlan

@@ -19,13 +19,13 @@ from proxy_models.training.numerics import Numerics
 class TrialPlan:
     """Plan of every trial: the settings around its suggestion, and the tokens of each rung.
 
-    If the corpus's stages end at fractions of a run, all of a trial sees the data of its longest run. Branches of lower rungs
-    then differ from separate runs of their length, and are no data for laws.
+    If the corpus's stages end at fractions of a run, the whole trial sees the data of its longest run. Branches of lower rungs
+    then differ from separate runs of their length, so laws are not fitted to them.
 
     Attributes:
         numerics: Model, data and precision, with the seed of the search.
         defaults: The study's hyperparameters, under the schedule of the search.
-        rung_tokens: Tokens at each rung: of the stem if the schedule has a cooldown, else of the run itself.
+        rung_tokens: Tokens at each rung: of the stem if the schedule has a cooldown, else of the run.
     """
 
     numerics: Numerics

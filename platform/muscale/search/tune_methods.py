@@ -1,6 +1,6 @@
 """Ray Tune's own methods by name: `scheduler = "tune:ASHAScheduler"`, `searcher = "tune:OptunaSearch"`.
 
-`[sweep.tune]` has keyword arguments of their classes. Each argument goes to the named classes that take it.
+`[sweep.tune]` has keyword arguments for their classes. Each argument goes to the named classes that accept it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A scheduler of Ray Tune's in a sweep: the record is replayed into it, and its decisions are the sweep's moves.
+"""A Ray Tune scheduler in a sweep: the record is replayed into it, and its decisions are the sweep's moves.
 
-Every event of the record is given to a new object in its order, so a sweep that is begun again continues exactly, whatever
-the scheduler keeps in memory. Global generators are seeded for each event.
+A new object gets every event of the record in order, so a restarted sweep continues exactly, regardless of the state that the
+scheduler keeps in memory. Global generators are seeded for each event.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from search_spaces import Config, Integer, LogUniform, Space, Uniform
 
 @dataclass(frozen=True, kw_only=True)
 class TuneScheduler(PreferenceScheduler):
-    """Moves of a scheduler of Ray Tune's."""
+    """Moves of a Ray Tune scheduler."""
 
     settings: SweepSettings
     space: Space
@@ -124,8 +124,8 @@ class _Replay:
 
     Attributes:
         of: Identity of the record and the round.
-        trials: By number.
-        continuing: Trials that the scheduler lets train on at once, in the order of their results.
+        trials: Trials by number.
+        continuing: Trials that the scheduler lets continue at once, in the order of their results.
     """
 
     def __init__(self, of: TuneScheduler, record: Record, first_trial: int) -> None:

@@ -1,4 +1,4 @@
-"""A searcher of Ray Tune's in a sweep: the record is replayed into it, in the order in which trials began and reported."""
+"""A Ray Tune searcher in a sweep: the record is replayed into it, in the order in which trials started and reported."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from search_spaces import Config, Fixed, Space
 
 
 class TuneSearcher:
-    """Suggestions of a searcher of Ray Tune's.
+    """Suggestions of a Ray Tune searcher.
 
-    As in Tune, the searcher learns the losses of a trial at each rung, and its end with the last one: at the last rung, after a
-    divergence, or once another trial is asked for while this one waits.
+    As in Tune, the searcher gets the loss of a trial at each rung. The last loss also completes the trial: at the last rung, after
+    a divergence, or once another trial is requested while this one waits.
 
     Args:
         first_trial: First trial of the round; the searcher sees only trials of its round.

@@ -45,7 +45,7 @@ class Promotion(Recorded):
         seconds: Wall time of the training.
         asserted: Whether the run was trained elsewhere, and its loss is reported by the user, not verified; workers are 0 then.
         gate: `Gate` as plain values at the first launch; None for an asserted run.
-        forced_lines: Gate lines that any launch was forced past.
+        forced_lines: Gate lines that had failed when a launch was forced.
         goodput: Share of all wall time spent on steps that counted; None for an asserted run.
         incidents: Spikes, divergences and restarts of its workers, and what was done about each.
         run_events: Incidents and alarms in order of time; shown here, but recorded elsewhere.
