@@ -1,4 +1,4 @@
-"""The models that are searched, and how they train: shape, decoder, parametrization, optimizer, schedule, data, loop, check.
+"""The models to search on, and their training: shape, decoder, parametrization, optimizer, schedule, data, loop, check.
 
     ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the base at which values are tuned
     parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape

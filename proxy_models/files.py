@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, errors that name them, and one writer of a folder at a time."""
+"""Files and folders that appear complete or not at all, errors that name them, and one writer of a folder at a time."""
 
 from __future__ import annotations
 

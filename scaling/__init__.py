@@ -2,28 +2,28 @@
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
     backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
-    decide(fit, Budget.of_dollars(…))        the size and tokens for what can be spent     -> Decision
-    next_runs(fit, n_params, n_tokens, …)    what to train next for a surer forecast       -> NextRuns
+    decide(fit, Budget.of_dollars(…))        the size and tokens for a budget              -> Decision
+    next_runs(fit, n_params, n_tokens, …)    what to train next for a narrower forecast    -> NextRuns
     simulate(ladder_design(…), law, …)       how good a ladder's forecasts would be        -> Simulation
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
-    fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
-    fit_score(models, metric="mmlu")         a score in N and D, with offsets of model families -> ScoreLaw
+    fit_two_step(runs, …), fit_downstream(rows)      accuracy through the task's loss         -> TwoStep, DownstreamLaw
+    fit_score(models, metric="mmlu")         a score in N and D, with offsets of families     -> ScoreLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
     fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
-    fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
+    fit_regret_surface(rows, …)              loss that runs lose by their hyperparameters  -> RegretSurface
     compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
     fit_mixture(runs)                        each domain's loss over mixture weights       -> MixtureFit
-    compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
+    compare_finalists(rows)                    which repeated trial is best, and how certain -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
     pareto_front(rows)                       the runs that no run beats in cost and loss   -> DataFrame
     fit_response(rows, box=SearchBox(…))     loss over hyperparameters and scales, for searches -> ResponseSurface
 
-The library uses numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
+The library uses numpy, scipy, pandas and, inside the figures, plotly. Losses are in nats per token unless a `loss_unit` is given.
 """
 
 from scaling.approaches.compute_powers import ComputePowers

@@ -9,4 +9,4 @@ class ScalingError(Exception):
 
 
 class TooFewRunsError(ValueError):
-    """Too few runs of a table differ for a fit of the form, though each run is valid by itself."""
+    """Too few different runs in a table to fit the form, although each run is valid."""

@@ -24,7 +24,7 @@ Value: TypeAlias = Scalar | Weights
 class Distribution(ABC):
     """Distribution over the values of one hyperparameter, as a map from a cube.
 
-    `decode` maps a point of the unit cube, one place in [0, 1] for each dimension, to a value, and `encode` maps the value back.
+    `decode` maps a point of the unit cube, one coordinate in [0, 1] for each dimension, to a value, and `encode` maps the value back.
     A surrogate model therefore sees the same scale for all hyperparameters, and a sample is `decode` of uniform draws. The fields
     of a subclass are the keys of its table.
 

@@ -125,7 +125,7 @@ class Integer(Line):
     """Whole numbers, both bounds included.
 
     An integer k represents the interval [k - 1/2, k + 1/2] of the real numbers, uniform or with `log` log-uniform,
-    and encodes to the place of k.
+    and encodes to the position of k.
     """
 
     kind: ClassVar[str] = "integer"

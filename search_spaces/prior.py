@@ -31,7 +31,7 @@ class Prior:
     """A belief about the best value; a table writes it as `{centre = 0.004, spread = 1}`.
 
     Attributes:
-        centre: Likeliest value, which must lie in the support; for a simplex the mean weights.
+        centre: Most likely value, which must lie in the support; for a simplex the mean weights.
         spread: Expected distance of the best value from the centre, in units of the distribution's search scale:
             uniform and integer: a standard deviation in units of the value, before truncation at the bounds;
             log_uniform and integer with log: a standard deviation in octaves (factors of two), before truncation;

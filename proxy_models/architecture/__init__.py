@@ -1,1 +1,1 @@
-"""The decoder: its shape, its layers, the rules that carry tuned values to any size, its memory, its text."""
+"""The decoder: its shape, its layers, the rules that carry tuned values to any size, its memory, text generation."""

@@ -43,7 +43,7 @@ class ModelConfig(Member):
         biases: True for biases of all matrices but the readout, and of LayerNorm.
         attention_dropout, mlp_dropout, embedding_dropout: Probabilities of dropping an attention weight, an output of the
             MLP, and an entry of the embedded input.
-        stochastic_depth: Probability that the last block leaves a sequence as it is. The probability rises linearly from 0 at
+        stochastic_depth: Probability that the last block is skipped for a sequence. The probability rises linearly from 0 at
             the first block, so a single block drops nothing (Huang et al., arXiv 1603.09382).
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).

@@ -1,4 +1,4 @@
-"""The decoder that is searched, top to bottom: positions, norm, attention, MLP, block, model, loss.
+"""The decoder to search on, from top to bottom: positions, norm, attention, MLP, block, model, loss.
 
 The decoder computes in `Decoder.compute_dtype`: the embedding is cast to it, and each layer casts its own weights to the dtype of its
 input. Weights, rotary angles and the loss stay fp32.
@@ -72,7 +72,7 @@ def constants(config: ModelConfig) -> dict[str, Tensor | None]:
 
 
 class Positions(NamedTuple):
-    """Positions as attention takes them: rotary angles or a bias on the logits, and documents. Unused entries are None."""
+    """Positions in the form that attention uses: rotary angles or a bias on the logits, and documents. Unused entries are None."""
 
     cos: Tensor | None = None
     sin: Tensor | None = None

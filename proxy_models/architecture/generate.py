@@ -37,7 +37,7 @@ def generate(
         prompt: Ids, at least one.
         n_tokens: Largest number of tokens to add.
         temperature: 0 takes the most likely token; otherwise the logits are divided by the temperature and the token is drawn.
-        top_p: Draw among the likeliest tokens whose summed probabilities reach `top_p` (Holtzman et al., arXiv 1904.09751,
+        top_p: Draw among the most likely tokens whose summed probabilities reach `top_p` (Holtzman et al., arXiv 1904.09751,
             section 3.1).
         seed: Seed of the draws; they are the same on every device if the logits are.
         stop: Id that ends the text, as the last token.

@@ -106,7 +106,7 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """The kernel that a GPU takes for a member's attention, and the heads of a block."""
+    """The kernel that a GPU uses for a member's attention, and the heads of a block."""
 
     kernel: Kernel
     n_heads: int

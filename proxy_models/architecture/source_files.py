@@ -41,7 +41,7 @@ def source_files(module: str, file: Path) -> dict[str, bytes]:
 
 
 def _imported(source: bytes, package: str) -> Iterator[Sequence[str]]:
-    """Yield for each imported name the modules that it may be or belong to, the likeliest first."""
+    """Yield for each imported name the modules that it may be or belong to, the most likely first."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ([alias.name] for alias in node.names)

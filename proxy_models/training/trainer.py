@@ -1,7 +1,7 @@
 """The lean loop that trains proxies: one warm process, one model for each shape, segments in, results out.
 
-The definitions it is made of (step, groups, schedule, data order) are the ones that the full-size Lightning module uses;
-this file only walks over them without a trainer's overhead.
+The loop uses the same definitions (step, groups, schedule, data order) as the full-size Lightning module, without a trainer's
+overhead.
 """
 
 from __future__ import annotations

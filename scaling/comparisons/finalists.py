@@ -2,7 +2,7 @@
 
     log loss_ij = level + trial_i + seed_j + error_ij,    error_ij ~ N(0, sigma²),    trial_i ~ N(0, (rho·sigma)²)
 
-Two kinds of luck flatter a winner (the winner's curse). First, a trial leads its search partly because its seed was kind. So the
+    Two kinds of luck flatter a winner (the winner's curse). First, a trial leads its search partly because of a lucky seed. So the
 rows exclude the runs that chose the finalists, and repeats start from fresh seeds. Second, the least of several measured means is
 too low, the more so the less the trials differ. So the trials' levels are shrunk towards each other as far as the noise
 allows (e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6). rho is averaged over rather than
@@ -63,7 +63,7 @@ class Finalists(JsonResult):
             `measured`: plain mean loss of the finished runs; `n_runs`, `n_diverged`.
             Unknown bounds are infinite. A trial with a diverged run is not compared: its `loss` is the mean of the
             other runs, and `p_best` is 0.
-        winner: the trial of least expected loss.
+        winner: the trial with the lowest expected loss.
         near_tie: trials that cannot be distinguished from the winner: the fewest that, with the winner, include the best
             trial with probability `level`. Empty if the winner alone does.
         noise: standard deviation of log loss of one run about trial + seed; NaN if not known.

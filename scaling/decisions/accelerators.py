@@ -145,7 +145,7 @@ class Budget(Result):
         terms: the budget as the user stated it.
 
     Raises:
-        ValueError: a number is not finite and above 0, `n_devices` is no whole number, or the accelerator is unknown.
+        ValueError: a number is not finite and above 0, `n_devices` is not a whole number, or the accelerator is unknown.
     """
 
     compute_flops: float

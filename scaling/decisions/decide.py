@@ -1,12 +1,12 @@
 """Decide size and tokens, with one verb for every kind of budget and limit.
 
-    decide(fit, Budget(compute_flops=1e24))                            least loss for the compute
+    decide(fit, Budget(compute_flops=1e24))                            lowest loss for the compute
     decide(fit, Budget.of_dollars(2e6, "H100 SXM"))                    … for dollars, device-hours, days on so many devices
     decide(fit, loss=2.05)                                             least compute for a loss
-    decide(fit, budget, served_tokens=2e13)                            training and serving out of one budget
+    decide(fit, budget, served_tokens=2e13)                            training and serving paid from one budget
     decide(fit, budget, tokens_per_param=20)                           … at this D/N, if the runs do not identify the best D/N
     decide(fit, budget, limits=Limits(…))                              within limits, which combine:
-        unique_tokens=5e11                                             … with so much data
+        unique_tokens=5e11                                             … with this much data
         memory=[MemoryLimit.serving("H100 SXM")]                       … within a memory
         deadline=Budget.of_days(30, "H100 SXM", 512)                   … in time
         sizes=configs                                                  … among shapes that can be built
@@ -163,7 +163,7 @@ def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> floa
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Case:
-    """The best use of a budget under a law, and what can be said about it.
+    """The best use of a budget under a law, and the findings about it.
 
     Attributes:
         law: a fit, or a law alone.

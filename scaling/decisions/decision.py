@@ -15,7 +15,7 @@ from scaling.serialization import TableLayout, converter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision(Result):
-    """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
+    """The best parameters N and tokens D for a budget, or the cheapest ones that reach a loss.
 
     Attributes:
         law: the law behind the decision; it states what N counts, and the unit of the loss.
@@ -26,7 +26,7 @@ class Decision(Result):
         budget: budget to spend, or the least compute that reaches the loss.
         target_loss: the requested loss, None if a budget was given.
         config: the chosen configuration, if configurations were given.
-        stated_ratio: D/N that the caller stated, None if it was decided.
+        stated_ratio: D/N given by the caller, None if it was decided.
         near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the bounds of the
             band with the best between them, or all given sizes in the band.
         tolerance: width of this band, as a share of the loss.
@@ -36,7 +36,7 @@ class Decision(Result):
             form matters.
         forecast: forecast of the chosen run, or None; its loss is the decision's.
         limits: limits that bind the answer, such as memory or data; empty if only the budget does.
-        warnings: why the answer may mean little, in addition to the forecast's reasons.
+        warnings: reasons to doubt the answer, in addition to the forecast's reasons.
         assumptions: assumptions behind the answer.
     """
 

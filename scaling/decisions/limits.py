@@ -1,4 +1,4 @@
-"""Limits of a decision next to its budget: data, memory, time, and the sizes that can be built."""
+"""Limits of a decision besides its budget: data, memory, time, and the sizes that can be built."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -91,8 +91,8 @@ class Limits:
     """Limits that a decision must keep in addition to its budget; they combine.
 
     Attributes:
-        unique_tokens: unique tokens in the corpus. Under a law without repeats each is seen once: D is at most this number.
-        max_epochs: most times that each token is seen, for a law with the column `unique_tokens`.
+        unique_tokens: unique tokens in the corpus. Under a law without repeats each token is seen once, so D is at most this number.
+        max_epochs: maximum number of times that each token is seen, for a law with the column `unique_tokens`.
         memory: limits that the model must fit into.
         sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
         deadline: limit of the training alone, without serving: `Budget.of_days`.

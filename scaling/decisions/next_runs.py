@@ -1,4 +1,4 @@
-"""The next runs of a ladder: affordable runs that make the forecast of one target most certain.
+"""The next runs of a ladder: affordable runs that narrow the forecast of one target most.
 
 Runs are chosen one by one among the affordable ones, by the reduction of the linearised forecast's variance
 (`scaling.decisions.design`). The choice needs no losses, so a batch is chosen before any of its runs; afterwards fit and choose again.
@@ -39,7 +39,7 @@ class NextRuns(JsonResult):
     Attributes:
         runs: rows of the chosen candidates, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
             parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
-            run's loss is as the form expects; if the form fails, the next fit's interval is wider, see RESULTS.md).
+            run's loss is as the form predicts; if the form fails, the next fit's interval is wider, see RESULTS.md).
         now: forecast of the target by the present fit; it states what N counts.
         reasons: why the forecast would still be unsupported after these runs (`scaling.fits.support`); for reasons that depend
             on the fits, the present fits are used.

@@ -3,7 +3,7 @@
     design = ladder_design(np.geomspace(2e7, 4e8, 5), [10, 20, 40, 80], schedule="branches")
     simulate(design, law, n_params=7e9, n_tokens=2e11)
 
-The law is a guess at the surface: from an earlier fit, or a published law. Try more than one, and one of another form than the
+The law is a guess at the surface, from an earlier fit or a publication. Try more than one law, and one whose form differs from the
 forecast's to see the effect of misfit. A log loss is drawn as log L(N, D) + stem noise + seed noise, both normal. Runs of one stem
 share the stem noise, like branches of one training run.
 """

@@ -1,7 +1,7 @@
 """Backtest of a ladder on its largest runs: fit the runs below a cut, and compare with the runs above.
 
-A backtest shows how far to trust a forecast; it chooses nothing. To choose a form by its held-out error would be hindsight, and
-the form's interval too narrow.
+A backtest shows how far to trust a forecast; do not use it to choose a form. A form chosen by its held-out error is chosen in
+hindsight, and its interval would be too narrow.
 """
 
 from __future__ import annotations

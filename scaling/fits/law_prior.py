@@ -1,4 +1,4 @@
-"""The prior of a forecast's fits: the joint form's numbers as families of public ladders have them, the same for every ladder.
+"""The prior of a forecast's fits: the joint form's numbers in families of public ladders; the prior is the same for every ladder.
 
 The prior is normal in the logarithms of the exponents, of g, and of E as a share of the least loss. In the families E, alpha and
 beta are correlated (.75 to .8). But a prior with these correlations, and with as little spread of E, was most wrong where it was

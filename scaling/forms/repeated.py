@@ -28,9 +28,9 @@ _LEAST_LOG = 0.0  # one parameter is the least that can be useful
 
 @dataclass(frozen=True, eq=False)
 class RepeatedTokens(Form):
-    """A form of a loss in N and D, at D' in the place of D.
+    """A form of a loss in N and D, evaluated at D' instead of D.
 
-    What a parameter is worth beyond those that are best for so many tokens is left to the form, as the ladder tells it.
+    The form, as fitted to the ladder, determines the value of parameters beyond the best number for these tokens.
     """
 
     form: Form
@@ -61,9 +61,8 @@ class RepeatedTokens(Form):
 class RepeatedData(Form):
     """Chinchilla's form in effective parameters and tokens; at one epoch of the best size it is Chinchilla's.
 
-    The loss is bounded below in D for given unique tokens: epochs beyond some ten times rd_star buy nothing. That
-    overfitting makes losses rise again (which they do, above all for models far too large for their data) is not part of
-    the form.
+    The loss is bounded below in D for given unique tokens: epochs beyond about ten times rd_star gain nothing. The
+    form does not include overfitting, which makes losses rise again, above all for models far too large for their data.
     """
 
     name = "repeated"
@@ -191,7 +190,7 @@ class Repeated(Problem):
 
 @dataclass(frozen=True)
 class _Effective:
-    """log of what is used and partly repeated is worth, [J, K], and its slopes by the log of the unique part and of the star."""
+    """Logarithm of an effective amount that is partly repeated, [J, K], and its slopes in the logs of the unique part and the star."""
 
     log: Array
     by_unique: Array

@@ -26,7 +26,7 @@ def cheapest_next(
     error: float,
     promotable: bool,
 ) -> dict[str, Any] | None:
-    """Return the cheapest measurement that is likely to decide, else the likeliest: its compute, seeds, cost and probability.
+    """Return the cheapest measurement that is likely to decide, else the most likely: its compute, seeds, cost and probability.
 
     Return None if every candidate costs more than the target or is unlikely to decide. A variant that is not `promotable`, because
     one of its runs diverged, can only be rejected.
