@@ -74,7 +74,7 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
     if at:
         reason += f"; they reach the {' and the '.join(at)} bound, which is kept: search beyond it"
     if distribution.prior is not None and smaller.prior is None and not isinstance(smaller, Fixed):
-        reason += "; the prior went, being flat over it"
+        reason += "; the prior was dropped, because it is flat there"
     return Cut(
         action="at the edge" if at else ("cut" if smaller != distribution else "kept"),
         reason=reason,
@@ -138,13 +138,13 @@ def _choice(distribution: Choice, values: Sequence[Any], best: NDArray[np.bool_]
         else:
             dropped.append(f"{value}: none of its {k} trials is among the {m} best (p = {chance:.1g})")
     if not dropped:
-        return Cut(action="kept", reason="no value is beaten beyond chance", distribution=distribution)
+        return Cut(action="kept", reason="no value is worse beyond chance", distribution=distribution)
     reason = "; ".join(dropped)
     if len(kept) == 1:
         return Cut(action="cut", reason=reason, distribution=Fixed(value=kept[0], when=distribution.when))
     prior = distribution.prior
     if prior and prior.centre not in kept:
-        prior, reason = None, f"{reason}; the prior went with its centre"
+        prior, reason = None, f"{reason}; the prior was dropped with its centre"
     return Cut(
         action="cut", reason=reason, distribution=Choice(values=tuple(kept), prior=prior, when=distribution.when)
     )
@@ -175,5 +175,5 @@ def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool
         try:
             smaller = replace(smaller, prior=distribution.prior)
         except SpaceError:
-            reason += "; the prior went, its centre being outside"
+            reason += "; the prior was dropped, because its centre is outside"
     return Cut(action="cut", reason=reason, distribution=smaller)

@@ -53,7 +53,7 @@ class Relations:
         try:
             tuple(self._sorter().static_order())
         except CycleError as error:
-            raise SpaceError(f"conditions go round in a circle: {' → '.join(error.args[1])}") from error
+            raise SpaceError(f"conditions form a cycle: {' → '.join(error.args[1])}") from error
 
     def _check_constraints(self) -> None:
         for key, constraint in self.constraints.items():

@@ -79,7 +79,7 @@ def of_storage(error: BaseException | None) -> str:
     if not isinstance(error, OSError) or error.errno not in _OF_STORAGE:
         return ""
     where = f"{error.filename}: " if error.filename is not None else ""
-    return f"{where}{os.strerror(error.errno).lower()}; see to the disk and run the same command again to resume"
+    return f"{where}{os.strerror(error.errno).lower()}; check the disk and run the same command again to resume"
 
 
 def first_line(error: Exception) -> str:

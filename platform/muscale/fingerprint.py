@@ -50,7 +50,7 @@ def require_same_package(driver: str) -> None:
     """Refuse to work for a driver whose package differs: raise PackageMismatchError with both packages and the remedy."""
     if (own := package_fingerprint()) != driver:
         raise PackageMismatchError(
-            f"this process runs muscale {own}, the driver runs {driver}: ship the driver's own to every node, "
+            f"this process runs muscale {own}, the driver runs {driver}: ship the driver's version to every node, "
             'ray job submit --runtime-env-json \'{"py_modules": ["dist/muscale-….whl"]}\' -- python -m muscale …, '
             "or install the same version on all of them"
         )

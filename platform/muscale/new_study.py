@@ -83,17 +83,17 @@ class NewStudy:
             more = f" and {n} more" if (n := len(self.left_out) - _SHOWN_FILES) > 0 else ""
             lines.append(f"  left out: {', '.join(self.left_out[:_SHOWN_FILES])}{more}")
         if self.training_tokens is None:
-            return "\n".join([*lines, "  how many tokens that is, `muscale check` tells once it has read them"])
-        lines.append(f"  about {self.training_tokens:,} training tokens at a byte each, the rest is held out")
+            return "\n".join([*lines, "  `muscale check` counts its tokens once it has read them"])
+        lines.append(f"  about {self.training_tokens:,} training tokens at one byte per token; the rest is held out")
         if self.uneven:
             lines.append(f"  {self.uneven}")
         for stage, tokens in self.needed.items():
             times = tokens / max(1, self.training_tokens)
             seen = "seen once or less" if times <= 1 else f"seen {times:.1f} times"
-            lines.append(f"  {stage:<9} its longest run takes {tokens:,} tokens: the text is {seen}")
+            lines.append(f"  {stage:<9} its longest run needs {tokens:,} tokens: the text is {seen}")
         if self.too_much:
             lines.append(
-                f"  too little: text seen more than {MOST_OFTEN} times is worth much less than new (Muennighoff et al., arXiv "
+                f"  too little: text seen more than {MOST_OFTEN} times is worth much less than new text (Muennighoff et al., arXiv "
                 "2305.16264); add text, or lower plan.compute_flops and the n_tokens of the stages above"
             )
         if self.held_out_short:
@@ -124,13 +124,13 @@ def write_study(
     """
     path = directory / STUDY_FILE
     if path.exists():
-        raise StudyDirectoryError(f"{path}: is there already; edit it, or pass --keep to leave it as it is")
+        raise StudyDirectoryError(f"{path}: already exists; edit it, or pass --keep to keep it")
     for module in FAMILY if family else ():
         if (directory / module).exists():
-            raise StudyDirectoryError(f"{directory / module}: is there already; leave --family out, or move it")
+            raise StudyDirectoryError(f"{directory / module}: already exists; leave out --family, or move it")
     for above in (directory, *directory.parents):
         if above.exists() and not above.is_dir():
-            raise StudyDirectoryError(f"{above}: is a file, and a study needs a directory; give another one")
+            raise StudyDirectoryError(f"{above}: is a file, but a study needs a directory; give another path")
     if name is not None and not name.strip():
         raise StudyFileError("--name: must be a name, got an empty one")
     text = (resources.files("muscale") / ("own_family.toml" if family else "quickstart.toml")).read_text()

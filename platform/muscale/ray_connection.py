@@ -74,7 +74,7 @@ def join(resources: ResourceSettings) -> bool:
         what = "Ray can't be started on this machine"
         if where := os.environ.get("RAY_ADDRESS"):
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
-        raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
+        raise StageError(f"{what}: {first_line(error)}; run `muscale doctor` to find the cause") from error
     return bool(local)
 
 
@@ -155,11 +155,11 @@ def _hurry(own: bool, left: threading.Event) -> None:
     if left.wait(_LEAVING_SECONDS):
         return
     if own:  # the calls fail once the head is dead rather than silent
-        _log.warning("Ray has not ended after %.0f s; its head and its node are killed", _LEAVING_SECONDS)
+        _log.warning("Ray has not stopped after %.0f s; killing its head and its node", _LEAVING_SECONDS)
         _kill_ray()
         if left.wait(_KILLED_SECONDS):
             return
-    _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to resume")
+    _log.error("Ray's head does not answer; finished work is recorded, run the same command again to resume")
     sys.stdout.flush()
     os._exit(2)  # like Ray, which ends a process whose head is gone
 
@@ -223,7 +223,7 @@ def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
     wanted = f"{workers} workers with" if workers > 1 else "a worker with"
     found = f"{stage}: no room for {wanted} {format_resources(each)}{' each' * (workers > 1)}: the cluster has {there}"
     if not may_grow():
-        raise StageError(f"{found}; ask for less in [resources], or start nodes that have it and run the command again")
+        raise StageError(f"{found}; request less in [resources], or start nodes that have it and run the command again")
     _log.warning("%s; waiting for its autoscaler to add nodes, Ctrl-C stops", found)
 
 

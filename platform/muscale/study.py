@@ -175,7 +175,7 @@ class Study(Result):
         with self._display.reading("leaks") as on_progress:
             found = check_leaks(self.config, self.ledger, corpus, self.directory, on_progress)
         if not found.passed:
-            self._display.line(f"warning: {found.compared}; `muscale data check` lists the places")
+            self._display.line(f"warning: {found.compared}; `muscale data check` lists the passages")
         return found
 
     def check_data(self) -> LeakCheck:
@@ -184,7 +184,7 @@ class Study(Result):
         Raises:
             StageError: If a program reads its own data, or a source can't be read.
         """
-        self._require_no_trainer("data check", "its data are not seen here")
+        self._require_no_trainer("data check", "its data is not visible here")
         corpus = self.corpus
         try:
             with self._display.reading("near-duplicates") as on_progress:
@@ -237,9 +237,7 @@ class Study(Result):
             StageError: If a [trainer] program trains, since its modules are not visible here.
             FamilyError: If a full run could not train the model, or the model breaks another rule of its family.
         """
-        self._require_no_trainer(
-            "check", "muscale has none of its modules to look at; `muscale transfer` measures the drift"
-        )
+        self._require_no_trainer("check", "muscale can't see its modules; `muscale transfer` measures the drift")
         if known := self._known_check():
             return known
         from muscale.full_runs.train.one_rank import require_shardable  # slow to import: Lightning
@@ -311,7 +309,7 @@ class Study(Result):
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
         record = sweep.record()
         if trial in record.configs and (status := record.status(trial, sweep.plan.top)) not in ("running", "stopped"):
-            raise StageError(f"cancel: only a trial that may train on can be cancelled; trial {trial} is {status}")
+            raise StageError(f"cancel: only a trial that may train further can be cancelled; trial {trial} is {status}")
         cancel_trial(self.ledger, sweep.key, trial, reason)
 
     def _run_sweep(self, sweep: Sweep, narrower: bool) -> SweepResult:
@@ -325,7 +323,7 @@ class Study(Result):
                 result = run_sweep(sweep, progress.on_result, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):
             self._display.line(
-                "the sweep has only now finished; run it again with --narrow to search around its best region"
+                "the sweep has just finished; run it again with --narrow to search around its best region"
             )
         return result
 
@@ -446,7 +444,7 @@ class Study(Result):
         own = promotion.recorded_promotion(self.ledger, planned.key)
         if own is None and (same := promotion.promotion_of_same_run(planned, config, self.ledger, self._numerics)):
             self._display.line(
-                f"plan {planned.key}: this run was trained as plan {same.plan}, by whose forecast it is scored"
+                f"plan {planned.key}: this run was trained as plan {same.plan} and is scored against that plan's forecast"
             )
             return same
         plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
@@ -495,7 +493,9 @@ class Study(Result):
 
         plan, config = self._to_promote(plan, register=True)
         if self.ledger.result(ResultKind.PROMOTION, plan.key):
-            raise StageError(f"promote: plan {plan.key} was trained to its end already; `muscale promote` shows it")
+            raise StageError(
+                f"promote: plan {plan.key} has already been trained to its end; `muscale promote` shows the result"
+            )
         seen = self._admitted(plan, config, force=force)
         promotion.begin(plan, config, self.ledger, verdict=self._gate_verdict.verdict, gate=seen.gate)
         folder = self.directory / FULL_RUNS / plan.key
@@ -573,7 +573,7 @@ class Study(Result):
         reader._stages = Stages(self.contents, lambda: self.corpus)
         reader._stages.known = findings(self.contents, self._stages.known)
         if reader._stages.known.fit is None:
-            raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
+            raise StageError("promote: a plan needs its ladder; run `muscale plan` first")
         plan, config = reader._to_promote(plan, register=False)
         return reader._dry_run(plan, config, self._known_check())
 
@@ -695,8 +695,8 @@ class Study(Result):
 def _advice(files: Collection[str], study: Path) -> str:
     """Advice for a study whose trainer differs from its directory's: the files that count, and how to use known results."""
     return (
-        f"; the trainer's files are {', '.join(files)}: with them as they were, `muscale runs {study} --export known.csv` writes "
-        'what is known, and sweep.learn_from = ["known.csv"] of the new study uses it'
+        f"; the trainer's files are {', '.join(files)}: with the original files, `muscale runs {study} --export known.csv` "
+        'writes the known results, and sweep.learn_from = ["known.csv"] of the new study uses it'
         if files
         else ""
     )

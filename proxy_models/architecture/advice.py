@@ -35,13 +35,13 @@ def advise(config: ModelConfig) -> Iterator[Advice]:
             wider = -(-size // _ALIGNED) * _ALIGNED
             yield Advice(
                 name=name,
-                finding=f"{size} is no multiple of {_ALIGNED}, so every product with it wastes part of its tiles; {wider} is",
+                finding=f"{size} is not a multiple of {_ALIGNED}, so every product with it wastes part of its tiles; {wider} is",
                 source=CO_DESIGN if name == "vocab_size" else MATMUL_GUIDE,
             )
     if config.head_dim % _USABLE:
         yield Advice(
             name="head_dim",
-            finding=f"{config.head_dim} is no multiple of {_USABLE}: fused attention pads it, or refuses it in fp32 and with ALiBi",
+            finding=f"{config.head_dim} is not a multiple of {_USABLE}: fused attention pads it, or refuses it in fp32 and with ALiBi",
             source=MATMUL_GUIDE,
         )
     elif config.head_dim < _ALIGNED:
@@ -54,12 +54,12 @@ def advise(config: ModelConfig) -> Iterator[Advice]:
     if config.context_length % _ALIGNED:
         yield Advice(
             name="context_length",
-            finding=f"{config.context_length} is no multiple of {_ALIGNED}, so tokens don't fill the tiles",
+            finding=f"{config.context_length} is not a multiple of {_ALIGNED}, so tokens don't fill the tiles",
             source=CO_DESIGN,
         )
     if config.positions == "alibi":
         yield Advice(
             name="positions",
-            finding="ALiBi's bias keeps PyTorch from its FlashAttention kernel; the memory-efficient one is used",
+            finding="PyTorch can't use its FlashAttention kernel with ALiBi's bias; it uses the memory-efficient one",
             source="torch.nn.functional.scaled_dot_product_attention",
         )

@@ -69,7 +69,7 @@ def module_shapes(
     base_shapes, delta_shapes = mup.get_shapes(base), mup.get_shapes(delta)
     for name, shape in shapes.items():
         if not len(shape) == len(base_shapes[name]) == len(delta_shapes[name]):
-            raise ValueError(f"{name} must have as many dimensions at every width")
+            raise ValueError(f"{name} must have the same number of dimensions at every width")
     # Neither parameters nor modules are changed; mup's check for MuReadout does not apply, the readout is named.
     inf_shapes = mup.shape.zip_infshapes(mup.make_base_shapes(base_shapes, delta_shapes), shapes)
     if not any(inf_shape.ninf() for inf_shape in inf_shapes.values()):
@@ -115,7 +115,7 @@ def _shape(
     described = f"{name} of shape {tuple(sizes)} (base {tuple(base_shape)})"
     for size, at_base, is_width in zip(sizes, base_shape, grows, strict=True):
         if size != at_base and not is_width:
-            raise ValueError(f"{described} differs from the base in a dimension that is no width")
+            raise ValueError(f"{described} differs from the base in a dimension that is not the width")
     if sum(grows) > 2:
         raise ValueError(f"{described} has {sum(grows)} dimensions of width; the rules know at most 2")
     in_block = name.startswith(block_prefix)
@@ -151,15 +151,13 @@ def _shape(
     elif grows == [False] and of_norm and in_block:
         tensor_class = TensorClass.QK_NORM
     else:
-        rule = (
-            "no rule is for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
-        )
+        rule = "there is no rule for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
         likely = f"one of {', '.join(TensorClass)}"
         if grows == [False, True, True]:
             rule = "such a tensor may be a stack (matrices, outputs, inputs), and a convolution is one of nn.Conv1d or the like"
             likely = f'as {{"{name}": "{TensorClass.HIDDEN_STACK}"}}, or {likely}'
         if grows == [True]:
-            rule = "a vector of the width is known by its name, as bias or a norm's weight"
+            rule = "a vector of the width is classified by its name, as bias or a norm's weight"
             likely = f'as {{"{name}": "{TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS}"}}, or {likely}'
         raise ValueError(
             f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: {rule}; "

@@ -68,5 +68,5 @@ def blocks_name(model: CausalLM) -> str:
 def _name(model: nn.Module, wanted: nn.Module | None, described: str) -> str:
     names: Sequence[str] = [name for name, module in model.named_modules() if module is wanted]
     if not names:
-        raise FamilyError(f"{type(cast(Any, model).network).__name__} must have {described}, and has none")
+        raise FamilyError(f"{type(cast(Any, model).network).__name__} must have {described}, but has none")
     return names[0]

@@ -96,7 +96,7 @@ class ModelConfig(Member):
             self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
         ):
             raise ValueError(
-                f"head_dim * rotary_fraction must be even, as positions rotate pairs, got {self.head_dim} * "
+                f"head_dim * rotary_fraction must be even, because positions rotate pairs, got {self.head_dim} * "
                 f"{self.rotary_fraction}"
             )
         for name in (*DROPPED, "label_smoothing"):
@@ -111,7 +111,7 @@ class ModelConfig(Member):
                 )
             if self.attention_dropout:
                 raise ValueError(
-                    f"attention_dropout must be 0 with document_separator, as its kernels have none, got {self.attention_dropout}"
+                    f"attention_dropout must be 0 with document_separator, whose kernels have no dropout, got {self.attention_dropout}"
                 )
 
     @property
@@ -216,7 +216,7 @@ converter.register_unstructure_hook(
 def as_decoder(member: Member) -> ModelConfig:
     """Return the member as a decoder's shape, for code that supports only decoders; raise ValueError if its family is another."""
     if not isinstance(member, ModelConfig):
-        raise ValueError(f"this is for the built-in decoder alone, got {member}")
+        raise ValueError(f"this is only for the built-in decoder, got {member}")
     return member
 
 

@@ -266,7 +266,9 @@ class ConfigFamily(Family):
         for block in self.blocks_of(model):
             is_able = hasattr(block, "gradient_checkpointing")  # set by GradientCheckpointingLayer of transformers
             if checkpointing != "none" and not (is_able and checkpointing == "full"):
-                raise ValueError(f'checkpointing must be "none" or, where the model can, "full", got "{checkpointing}"')
+                raise ValueError(
+                    f'checkpointing must be "none" or, if the model supports it, "full", got "{checkpointing}"'
+                )
             if is_able:
                 layer = cast(Any, block)
                 layer.gradient_checkpointing = checkpointing == "full"

@@ -271,7 +271,7 @@ class Decoder(nn.Module):
         if self.config.positions == "learned":
             if is_sharded(self.position.weight) and tokens.shape[1] != self.config.context_length:
                 raise ValueError(
-                    f"ranks that share learned positions take sequences of context_length={self.config.context_length}, "
+                    f"ranks that share learned positions need sequences of context_length={self.config.context_length}, "
                     f"got {tokens.shape[1]}"
                 )
             x = x + own(self.position.weight)[: x.shape[1]].to(x.dtype)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 M = TypeVar("M", bound=Member, default=ModelConfig)
-_NOT_IMPORTED = "the family {} is not imported here; only what trains imports it"
+_NOT_IMPORTED = "the family {} is not imported here; it is imported only for training"
 
 
 def load(name: str) -> type[Family]:
@@ -49,9 +49,9 @@ def load(name: str) -> type[Family]:
             raise ValueError(
                 f'transformers is not installed: pip install "muscale[huggingface]"; got {name!r}'
             ) from error
-        remedy = "the error is in its own code or in what that imports"
+        remedy = "the error is in its own code or in a module that it imports"
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            remedy = "install its package or put its folder on PYTHONPATH wherever it trains, Ray's workers included"
+            remedy = "install its package, or put its folder on PYTHONPATH wherever it trains, including Ray's workers"
         raise ValueError(
             f"{module} can't be imported ({type(error).__name__}: {error}): {remedy}; got {name!r}"
         ) from error
@@ -103,7 +103,7 @@ def _imported(found: type[Family], member: ModuleConfig) -> Family:
     here = {"source": source_hash(found), "version": found.version}
     for name, value in here.items():
         if value != (there := getattr(member, name)):
-            raise ValueError(f"the {name} of {member.family} is {value!r} here, and {there!r} where the study began")
+            raise ValueError(f"the {name} of {member.family} is {value!r} here, but {there!r} where the study started")
     return found(vocab_size=member.vocab_size, context_length=member.context_length, **json.loads(member.arguments))
 
 
@@ -158,13 +158,13 @@ class _Counted(Family):
         if found := counted(self.of).get((width, depth)):
             return found
         raise ValueError(
-            f"width {width}, depth {depth} of {self.of.family} was not counted yet; what trains counts and records it"
+            f"width {width}, depth {depth} of {self.of.family} has not been counted yet; commands that train count and record it"
         )
 
     def member_for(self, n_params: float, depth: int) -> Member:
         members = [member for member in counted(self.of).values() if member.n_layers == depth]
         if not members:
-            raise ValueError(f"no member of depth {depth} of {self.of.family} was counted yet")
+            raise ValueError(f"no member of depth {depth} of {self.of.family} has been counted yet")
         return min(members, key=lambda member: abs(math.log(member.n_params / n_params)))
 
 

@@ -394,8 +394,8 @@ def _built_constants(family: Family, width: int, depth: int) -> dict[str, float]
     buffers, second = dict(other.named_buffers()), dict(other.named_parameters())
     if random := [name for name, buffer in one.named_buffers() if not have_same_values(buffer, buffers[name])]:
         raise FamilyError(
-            f"{type(one).__name__}: two builds must have the same buffers, as each rank and each run builds its own; "
-            f"got others in {', '.join(random)}; draw them from a torch.Generator with a fixed seed"
+            f"{type(one).__name__}: two builds must have the same buffers, because each rank and each run builds its "
+            f"own; got others in {', '.join(random)}; draw them from a torch.Generator with a fixed seed"
         )
     return {
         name: value

@@ -214,7 +214,7 @@ class Parametrization(Serializable):
         if odd:
             listed = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in odd[:_LISTED])
             more = f"; and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
-            raise ValueError(f"the state was trained under another parametrization: {listed}{more}")
+            raise ValueError(f"the state was trained with another parametrization: {listed}{more}")
 
     def _entries(self) -> dict[str, Any]:
         """Return the values of the table by their paths."""
@@ -378,11 +378,13 @@ def parametrization_of(
     """
     if optimizer not in RATE_EXPONENT:
         raise ValueError(
-            f"no rules are known for the optimizer {optimizer!r}, so nothing tuned with it transfers; rules exist for "
+            f"there are no rules for the optimizer {optimizer!r}, so values tuned with it do not transfer; rules exist for "
             f"{', '.join(RATE_EXPONENT)}"
         )
     if decay_scaling == "sublayer_gain" and optimizer != "adamw":
-        raise ValueError(f'decay_scaling "sublayer_gain" is known for adamw only (arXiv 2510.15262), got {optimizer}')
+        raise ValueError(
+            f'decay_scaling "sublayer_gain" is available for adamw only (arXiv 2510.15262), got {optimizer}'
+        )
     if not 0.5 <= depth_exponent <= 1:
         raise ValueError(f"depth_exponent must lie in [0.5, 1] (CompleteP, section 3), got {depth_exponent}")
     readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class in _READOUTS}

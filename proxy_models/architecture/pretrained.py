@@ -95,7 +95,7 @@ def _require_same_logits(model: CausalLM, plain: Any, vocab_size: int) -> None:
     off = ((plain(input_ids=tokens, use_cache=False).logits - expected).abs().max() / expected.abs().max()).item()
     if not off <= _TOLERANCE:
         raise NotFoldableError(
-            f"{_name(model)} with its multipliers in its weights must give the same logits, and differs by {off:.2g} of the largest"
+            f"{_name(model)} with its multipliers in its weights must give the same logits, but differs by {off:.2g} of the largest"
         )
 
 

@@ -228,7 +228,7 @@ class CoordinateCheck:
             idle = [f"; {name} has no effect" for name, acts in self.multipliers.items() if not acts]
             lines.append(f"multipliers applied: {', '.join(acting) or 'none'}{''.join(idle)}")
         lines += [
-            f"multiplier not applied: the model has the buffer of {name} and does not use it" for name in self.unapplied
+            f"multiplier not applied: the model has the buffer of {name} but does not use it" for name in self.unapplied
         ]
         lines += [str(finding) for finding in self.findings[:_SHOWN]]
         if len(self.findings) > _SHOWN:

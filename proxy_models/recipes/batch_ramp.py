@@ -35,7 +35,7 @@ class BatchRamp:
             )
         if self.doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.doublings:
             raise ValueError(
-                f"batch_tokens must be a multiple of 2^{self.doublings} to double so often, got {self.batch_tokens}"
+                f"batch_tokens must be a multiple of 2^{self.doublings} to double {self.doublings} times, got {self.batch_tokens}"
             )
         if self.doublings and self.ramp_tokens % (self.doublings * self.batch_tokens):
             raise ValueError(

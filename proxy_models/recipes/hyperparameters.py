@@ -111,9 +111,7 @@ class Hyperparameters(Serializable):
         self._validate_schedule()
         for name in ("optimizer", "swap_optimizer"):
             if (value := getattr(self, name)) not in (*RATE_EXPONENT, None):
-                raise ValueError(
-                    f"{name} must be one that has transfer rules, {', '.join(RATE_EXPONENT)}; got {value!r}"
-                )
+                raise ValueError(f"{name} must have transfer rules, one of {', '.join(RATE_EXPONENT)}; got {value!r}")
         self._validate_swap()
         self._refuse_ignored("optimizer", OPTIMIZERS_THAT_READ, {self.optimizer, self.swap_optimizer})
         _ = self._ramp
@@ -163,7 +161,7 @@ class Hyperparameters(Serializable):
             raise ValueError(f"stages cannot be combined with swap_optimizer, got {self.swap_optimizer!r}")
         begins = [stage.after for stage in self.stages]
         if begins != sorted(set(begins)):
-            raise ValueError(f"stages must begin one after the other, got {begins}")
+            raise ValueError(f"stages must start one after the other, got {begins}")
         try:
             _ = self.stretches
         except ValueError as error:

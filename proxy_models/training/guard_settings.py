@@ -31,7 +31,7 @@ class GuardSettings:
         if self.action not in ("skip", "rewind"):
             raise ValueError(f'action must be "skip" or "rewind", got {self.action!r}')
         if self.window < 8:
-            raise ValueError(f"window must be at least 8 steps for a median to mean anything, got {self.window}")
+            raise ValueError(f"window must be at least 8 steps for a meaningful median, got {self.window}")
         if not self.threshold > 0:
             raise ValueError(f"threshold must be positive, got {self.threshold}")
         if self.max_spikes < 0 or self.snapshot_every < 1:

@@ -59,7 +59,7 @@ class Numerics(Serializable):
     def __post_init__(self) -> None:
         if self.run_tokens is not None and not self.stages_by_fraction:
             raise ValueError(
-                f"run_tokens is for a corpus whose stages end at fractions of the run, got {self.run_tokens} for another"
+                f"run_tokens is only for a corpus whose stages end at fractions of the run, got {self.run_tokens}"
             )
 
     def for_run(self, n_tokens: int) -> Self:

@@ -49,7 +49,7 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
     if parameters.keys() != parametrization.rules.keys():
         odd = sorted(parameters.keys() ^ parametrization.rules.keys())
         raise ValueError(
-            f"the parametrization must be of this model; got parameters that only one of the two has: {', '.join(odd)}"
+            f"the parametrization must belong to this model; got parameters that only one of the two has: {', '.join(odd)}"
         )
     classes = {rule.tensor_class for rule in parametrization.rules.values()}
     if recipe.embedding_rate != 1 and TensorClass.EMBEDDING not in classes:

@@ -57,7 +57,7 @@ class TrainState:
             with zipfile.ZipFile(path) as archive:
                 changed = archive.testzip()  # torch writes a checksum of each tensor but never reads it
             if changed:
-                raise StateError(f"{path}: {changed} does not hold its checksum")
+                raise StateError(f"{path}: {changed} does not match its checksum")
             saved = torch.load(path, weights_only=True, map_location="cpu")
             table = Parametrization.from_dict(saved["parametrization"])
             return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])

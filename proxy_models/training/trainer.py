@@ -283,7 +283,7 @@ class Trainer:
             numerics.parametrization(optimizer).require(state.parametrization)
         if average_begins < segment.start:
             raise ValueError(
-                f"the averaged stretch before {segment.end} begins at {average_begins} tokens, before the segment's start at "
+                f"the averaged part before {segment.end} begins at {average_begins} tokens, before the segment's start at "
                 f"{segment.start}: rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
             )
         if numerics.corpus_key != self.corpus.key:
@@ -298,7 +298,7 @@ class Trainer:
         if reason := unsupported(numerics.precision, self.device):
             raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
         if numerics.precision == "fp16" and self._ranks > 1:
-            raise ValueError("precision fp16 is for one rank, as each would scale its own loss; use bf16")
+            raise ValueError("precision fp16 needs a single rank, because each rank would scale its own loss; use bf16")
         if recipe.ramp.first_batch_tokens % numerics.model.context_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "

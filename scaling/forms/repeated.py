@@ -80,7 +80,7 @@ class RepeatedData(Form):
     }
 
     def effective(self, values: Values, rows: Mapping[str, Any]) -> tuple[Any, Any]:
-        """N' and D', what the run's parameters and tokens are worth in parameters and tokens that are no excess."""
+        """Return N' and D': the run's parameters and tokens, with excess parameters and repeated tokens counted at their value."""
         n_params, unique = rows["n_params"], np.minimum(rows["unique_tokens"], rows["n_tokens"])
         useful = _useful_params(values, unique, n_params)
         return _worth(useful, n_params, values["rn_star"]), _effective_tokens(values, rows)

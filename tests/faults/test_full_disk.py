@@ -36,7 +36,7 @@ def test_a_corpus_that_does_not_fit_is_written_again_once_there_is_room(small_di
     with pytest.raises(OSError, match="No space left") as full:
         write_corpus(folder / CORPUS, str(folder / "text"))
     assert message_of(full.value).startswith(f"{folder / CORPUS}")
-    assert "see to the disk and run the same command again" in message_of(full.value)
+    assert "check the disk and run the same command again" in message_of(full.value)
     small_disk.empty()
     assert write_corpus(folder / CORPUS, str(folder / "text")).n_tokens > 10_000
 
@@ -112,7 +112,7 @@ def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_resum
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO, errno.ESTALE])
 def test_disk_errors_are_not_bugs_of_muscale(code: int) -> None:
-    assert "see to the disk" in _user_message(OSError(code, "raised by a write, without a name"))
+    assert "check the disk" in _user_message(OSError(code, "raised by a write, without a name"))
     assert _user_message(OSError(errno.EINVAL, "of a program")) == ""
 
 

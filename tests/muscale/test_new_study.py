@@ -140,7 +140,7 @@ def test_text_is_judged_by_whole_characters(tmp_path: Path) -> None:
 
 def test_a_study_file_that_is_there_stays(tmp_path: Path) -> None:
     write_study(tmp_path)
-    with pytest.raises(StudyDirectoryError, match="is there already; edit it, or pass --keep"):
+    with pytest.raises(StudyDirectoryError, match="--keep"):
         write_study(tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_the_family_that_init_writes_passes_its_test_and_is_a_valid_study(
     assert budget / largest == pytest.approx(2.5, abs=0.05), "as its comment says"
     monkeypatch.delitem(sys.modules, "my_family")
     for _ in range(2):
-        with pytest.raises(StudyDirectoryError, match="is there already"):
+        with pytest.raises(StudyDirectoryError, match="exists"):
             write_study(tmp_path / "new", family=True)
         Path(written.path).unlink(missing_ok=True)
 

@@ -220,7 +220,7 @@ print("left")
 @pytest.mark.parametrize(
     ("cluster", "code", "printed", "message"),
     [
-        ("own", 0, ["within", "left"], "its head and its node are killed"),
+        ("own", 0, ["within", "left"], "killing its head and its node"),
         ("joined", 2, ["within"], "run the same command again to resume"),
     ],
 )

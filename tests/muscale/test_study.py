@@ -243,7 +243,7 @@ def check_that_a_run_may_be_prepared(study: Study, other: Plan) -> None:
     assert other.registered_at is not None
     assert datetime.fromisoformat(other.registered_at) < datetime.fromisoformat(begun["at"])
     assert read(Path(prepared.path)).segments == other.segments
-    with pytest.raises(StageError, match="was trained to its end already"):
+    with pytest.raises(StageError, match="has already been trained to its end"):
         study.prepare(study.plan())
 
 

@@ -158,7 +158,7 @@ def test_an_unwritable_place_is_reported_and_the_work_continues(swept: Sweep, ca
     assert done
     (message,) = [message for message in caplog.messages if message.startswith("tracking:")]
     assert "tensorboard: " in message
-    assert "the work continues" in message
+    assert "`muscale sync`" in message
 
 
 UNREACHABLE = """

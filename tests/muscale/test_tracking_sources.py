@@ -270,7 +270,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
             with mirror.following(planted.source()):
                 pass
     assert len(caplog.messages) == 1
-    assert "no longer waited for" in caplog.messages[0]
+    assert "no longer waiting for it" in caplog.messages[0]
     released.set()
     for thread in threading.enumerate():
         if thread.name == "sync":

@@ -95,7 +95,7 @@ class Bundle(Result):
         """
         found = verify(path)
         if not found.passed:
-            raise BundleError(f"{found}\nthe bundle differs from what was written; copy it again from its source")
+            raise BundleError(f"{found}\nthe bundle has changed since it was written; copy it again from its source")
         return cls(path=Path(path), verification=found)
 
     def read(self, name: str) -> Any:
@@ -116,7 +116,7 @@ class Bundle(Result):
             return take(self.read(name))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BundleError(
-                f"{self.path / name}: not what this version writes ({type(error).__name__}: {error})"
+                f"{self.path / name}: not a file that this version writes ({type(error).__name__}: {error})"
             ) from error
 
     @property

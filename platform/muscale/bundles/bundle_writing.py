@@ -83,7 +83,7 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
         BundleError: If the path exists already.
     """
     if not is_imported(model := run.chain.numerics.model):
-        raise StageError(f"bundle: {model} is built to evaluate it, and its family was not imported here")
+        raise StageError(f"bundle: {model} must be built for its evaluation, but its family was not imported here")
     if average < 1:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments
@@ -120,7 +120,7 @@ def _write_weights(run: FinishedRun, checkpoint: Path, path: Path) -> float:
     if not abs(loss / recorded - 1) <= LOSS_TOLERANCE:
         raise StageError(
             f"bundle: the weights in {run.directory} give a loss of {loss:.6f}, the run recorded {recorded:.6f}: they are "
-            "not its last ones"
+            "not its last weights"
         )
     return loss
 
@@ -149,8 +149,8 @@ def _last_checkpoint(checkpoints: CheckpointFolder, end: int) -> Path:
     """The intact checkpoint at the end of the run."""
     found = next(checkpoints.intact(), None)
     if found is None or found[0] != end:
-        at = f"the newest whole one is at {found[0]}" if found else "there is no whole one"
-        raise StageError(f"{checkpoints.folder}: needs the checkpoint of the run's end at {end} tokens; {at}")
+        at = f"the newest complete one is at {found[0]}" if found else "there is no complete one"
+        raise StageError(f"{checkpoints.folder}: needs the checkpoint at the run's end, {end} tokens; {at}")
     return found[1]
 
 
@@ -159,8 +159,8 @@ def _average(run: FinishedRun, checkpoints: CheckpointFolder, k: int, path: Path
     found = list(islice(checkpoints.intact(), k))
     if len(found) < k:
         raise StageError(
-            f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
-            "promote.keep_last of a run are kept"
+            f"{checkpoints.folder}: an average of {k} checkpoints needs {k} complete ones, got {len(found)}; a run "
+            "keeps the newest promote.keep_last"
         )
     shapes = parameter_shapes(run.chain.numerics.model)
     write_tensors(path, shapes, _averaged([checkpoint for _, checkpoint in found], shapes))

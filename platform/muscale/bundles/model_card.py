@@ -49,7 +49,7 @@ def model_card(
         corpus=corpus,
         epochs=corpus.epochs(plan.n_tokens),
         warnings=corpus.warnings(plan.n_tokens),
-        tokenizer="not known, as the corpus was given as tokens" if stated else kept_name(corpus.folder),
+        tokenizer="not known, because the corpus was given as tokens" if stated else kept_name(corpus.folder),
         sweep=lineage["sweep"],
         fit=lineage["fit"],
         caveats=lineage["caveats"],

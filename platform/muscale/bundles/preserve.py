@@ -119,7 +119,7 @@ def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:
     found = study.ledger.latest_result(ResultKind.PROMOTION)
     promotion = recorded_promotion(study.ledger, found["key"]) if found else None
     if promotion is None:
-        raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
+        raise StageError("bundle: no promoted run has finished yet; run `muscale promote` first")
     forecast = study.ledger.forecast(promotion.plan)
     if forecast is None:
         raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")
@@ -157,6 +157,6 @@ def _fit_of(fit: ScalingFit, registered: Forecast, caveats: list[str]) -> dict[s
     again = fit.forecast(registered.n_params, registered.n_tokens, level=registered.level)
     if abs(again.loss / registered.loss - 1) > 1e-9:
         caveats.append(
-            f"the fit has changed since the plan: it forecasts {again.loss:.6f}, registered was {registered.loss:.6f}"
+            f"the fit has changed since the plan: it now forecasts {again.loss:.6f}, not {registered.loss:.6f}"
         )
     return fit.to_dict()

@@ -47,7 +47,7 @@ class ImportedSpace:
         for name in self.space:
             if name not in names:
                 near = [_USUAL[name]] if name in _USUAL else difflib.get_close_matches(name, names, n=1)
-                found.append(f"{name} is no hyperparameter here" + (f": --rename {name}={near[0]}?" if near else ""))
+                found.append(f"{name} is not a hyperparameter here" + (f": --rename {name}={near[0]}?" if near else ""))
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
         )
     renamed = {names.get(name, name): distribution for name, distribution in distributions.items()}
     if len(renamed) < len(distributions):
-        raise StageError(f"import-space: {source}: --rename: two parameters would have one name")
+        raise StageError(f"import-space: {source}: --rename: two parameters would have the same name")
     try:
         return Space(renamed)
     except SpaceError as error:
@@ -110,7 +110,7 @@ def normal(mean: float, sd: float, *, log: bool = False) -> tuple[Distribution, 
     if sd <= 0:
         raise SpaceError(f"a normal's standard deviation must be above 0, got {sd}")
     low, high = mean - TAILS * sd, mean + TAILS * sd
-    note = f"a prior, cut off {TAILS:g} standard deviations from its middle"
+    note = f"a prior, cut off {TAILS:g} standard deviations from its mean"
     if log:
         prior = Prior(centre=math.exp(mean), spread=sd / math.log(2))
         return LogUniform(low=math.exp(low), high=math.exp(high), prior=prior), note

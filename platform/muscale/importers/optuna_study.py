@@ -72,7 +72,7 @@ def open_study(source: str) -> OptunaStudy:
     if not path.is_file():
         raise StageError(f"optuna: {text}: no such file")
     if not is_optuna(path):
-        raise StageError(f"optuna: {text}: is no storage of Optuna's")
+        raise StageError(f"optuna: {text}: is not an Optuna storage")
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # otherwise it warns about each retry
     uri = f"{path.as_uri()}?mode=ro"
     with _readable(text):
@@ -135,7 +135,7 @@ def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> Impor
             found[name] = distribution
     if not found:
         raise StageError(f"import-space: {source}: study {study.name!r} has no parameters yet")
-    notes = [f"{name}: its distribution changed on the way: the last one is taken" for name in sorted(changed)]
+    notes = [f"{name}: its distribution changed during the study; the last one is used" for name in sorted(changed)]
     distributions: dict[str, Distribution] = {}
     for name, distribution in found.items():
         try:
@@ -148,7 +148,7 @@ def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> Impor
         notes.append(f"not in every trial: {', '.join(sometimes)}; write its condition as `when`")
     if study.maximises:
         notes.append("the study maximises; the held-out loss is minimised here")
-    notes.append("set sweep.n_tokens: a trial's tokens here, which the study does not state")
+    notes.append("set sweep.n_tokens: the number of tokens per trial, which the study does not contain")
     notes.append(f"its results inform the searcher with learn_from = [{source!r}], if they are losses of this corpus")
     space = space_from(source, distributions, names)
     return ImportedSpace(source=source, space=space, settings={"trials": len(trials)}, notes=tuple(notes))

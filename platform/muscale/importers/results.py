@@ -78,9 +78,8 @@ def outside_results(
 
 def describe_results(source: Path, table: pd.DataFrame) -> str:
     """Describe the number of results and their use, in a line."""
-    return (
-        f"{len(table)} results of {source} inform the searcher as their owner tells them; no fit of a law has them"
-        + ("" if len(table) else ": it is empty")
+    return f"{len(table)} results of {source} inform the searcher as reported by the user; no law is fitted to them" + (
+        "" if len(table) else ": it is empty"
     )
 
 
@@ -102,7 +101,7 @@ def _read(source: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     study = open_study(str(source))
     if study.maximises:
         raise StageError(
-            f"sweep: {source}: results must be losses, of which the least is best; the study {study.name!r} maximises; "
+            f"sweep: {source}: results must be losses, where lower is better; the study {study.name!r} maximises; "
             f"write its trials to a table with a column loss"
         )
     return results_of(study)
@@ -127,7 +126,7 @@ def _values(
     }
     rule = rules.get(type(distribution))
     if rule is None:
-        raise StageError(f"sweep: {source}: {name}: results over a {distribution.kind} are not read from outside")
+        raise StageError(f"sweep: {source}: {name}: results over a {distribution.kind} can't be read from outside")
     for row, value in enumerate(values):
         if not active[row]:
             continue
@@ -149,7 +148,7 @@ def _positive(source: Path, table: pd.DataFrame, name: str, *, or_nan: bool = Fa
     bad = unread | (values <= 0) | (np.isnan(values) & (not or_nan))
     if bad.any():
         row = int(np.argmax(bad))
-        rule = "above 0" + (", or empty where it diverged" if or_nan else "")
+        rule = "above 0" + (", or empty if the run diverged" if or_nan else "")
         raise StageError(
             f"sweep: {source}: {name}: must be a number {rule}, got {table[name].iloc[row]!r} in row {row}"
         )

@@ -102,7 +102,7 @@ def _unit_warnings(table: pd.DataFrame, loss_unit: str) -> list[str]:
         for factor, meant in ((1 / math.log(2), "bits per token"), (math.log(2), NATS)):
             if abs(typical / factor - 1) < _CLOSE:
                 found.append(
-                    f"by the column {name} the losses are {factor:.4f} times what {loss_unit} would be: they seem to be {meant}, "
+                    f"by the column {name}, the losses are {factor:.4f} times what {loss_unit} would be: they seem to be {meant}, "
                     f'--loss-unit "{meant}"'
                 )
     return found

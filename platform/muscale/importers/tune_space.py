@@ -45,9 +45,11 @@ def space_of(param_space: Mapping[str, Any], names: Mapping[str, str] | None = N
     if are_grids == {True}:
         settings["searcher"] = "grid"
     elif True in are_grids:
-        notes.append('grid_search: its values are searched like the rest; searcher = "grid" would try all combinations')
+        notes.append(
+            'grid_search: its values are searched like all others; searcher = "grid" would try all combinations'
+        )
     notes.append(
-        "set sweep.trials (num_samples) and sweep.n_tokens (a trial's tokens), which param_space does not state"
+        "set sweep.trials (num_samples) and sweep.n_tokens (a trial's tokens), which param_space does not contain"
     )
     space = space_from("param_space", found, names or {})
     return ImportedSpace(source="param_space", space=space, settings=settings, notes=tuple(notes))
@@ -83,7 +85,7 @@ def _distribution(value: Any) -> tuple[Distribution | None, str]:
         return _range(value)
     if isinstance(value, sample.Domain):
         raise SpaceError(f"no counterpart of {type(value).__name__}")
-    return None, f"left out, as it is no number, text, true or false: {short_repr(value)}"
+    return None, f"left out, because it is not a number, text, true or false: {short_repr(value)}"
 
 
 def _listed(function: str, values: Any) -> Distribution:

@@ -48,13 +48,13 @@ def _search_of(path: Path, tree: dict[str, Any], names: Mapping[str, str]) -> Im
         raise ValueError(f"method: must be one of {', '.join(SEARCHERS)}, got {short_repr(method)}")
     settings: dict[str, Any] = {"searcher": SEARCHERS[method]}
     if method == "bayes":
-        notes.append("method bayes: searcher gp, a Gaussian process too; auto learns from other scales as well")
+        notes.append("method bayes becomes searcher gp, also a Gaussian process; auto also learns from other scales")
     if type(cap := tree.get("run_cap")) is int and cap > 0:
         settings["trials"] = cap
     else:
         notes.append("no run_cap: set sweep.trials")
     settings |= _scheduler(tree.get("early_terminate"), notes)
-    notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not state")
+    notes.append("set sweep.n_tokens: the number of tokens per trial, which the file does not contain")
     metric = tree.get("metric")
     if isinstance(metric, dict) and metric.get("goal", "minimize") != "minimize":
         notes.append(f"metric.goal {short_repr(metric.get('goal'))}: the held-out loss is minimised here")
@@ -127,7 +127,7 @@ def _categorical(table: dict[str, Any]) -> tuple[Distribution, str]:
     if not isinstance(values, list) or not values:
         raise ValueError("values must be a list")
     found = discrete(values)
-    note = "rising numbers are an ordinal, whose neighbours are near" if isinstance(found, Ordinal) else ""
+    note = "ascending numbers are an ordinal, whose neighbours are close" if isinstance(found, Ordinal) else ""
     if table.get("probabilities") and isinstance(found, Choice | Ordinal):
         note = "; ".join(filter(None, [note, "its probabilities have no counterpart but a prior"]))
     return found, note

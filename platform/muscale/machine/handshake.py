@@ -77,7 +77,7 @@ def _failure(files: list[Path], processes: list[subprocess.Popen[bytes]], patien
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         if process.returncode not in (0, -9):
             return f"worker {rank} ended with exit code {process.returncode}: {said or 'without a message'}"
-    return f"they did not meet within {patience:.0f} s"
+    return f"they did not connect within {patience:.0f} s"
 
 
 def _meet() -> None:

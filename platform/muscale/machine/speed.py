@@ -40,7 +40,7 @@ def speed_findings(config: StudyConfig) -> list[Finding]:
     try:
         return [describe_speed(config, measured_speed(config))]
     except Exception as error:  # errors of a custom family's code, too
-        do = "`muscale check` trains the same model, with the whole error"
+        do = "`muscale check` trains the same model and shows the full error"
         return [Finding(what="speed", status="fail", found=f"the base model can't train: {last_line(error)}", do=do)]
     finally:
         torch.set_num_threads(threads)

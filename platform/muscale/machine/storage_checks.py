@@ -38,7 +38,7 @@ def storage_findings(directory: Path, settings: StorageSettings | None = None) -
             what="disk",
             status="fail" if free < TOO_LITTLE_BYTES else "warning" if free < LITTLE_BYTES else "ok",
             found=f"{free / 1e9:.1f} GB free in {where}",
-            do="make room, or put the study elsewhere; `muscale gc` removes states of old studies"
+            do="free some space, or move the study; `muscale gc` removes states of old studies"
             if free < LITTLE_BYTES
             else "",
         )
@@ -47,7 +47,7 @@ def storage_findings(directory: Path, settings: StorageSettings | None = None) -
         with tempfile.TemporaryDirectory(prefix=".muscale-doctor-", dir=directory) as folder:
             mode = _journal(Path(folder))
     except (OSError, sqlite3.Error) as error:
-        do = f"make it writable for user {os.getuid()}, or put the study elsewhere"
+        do = f"make it writable for user {os.getuid()}, or move the study"
         return [*findings, Finding(what="writing", status="fail", found=f"{directory}: {error}", do=do)]
     findings.append(Finding(what="writing", status="ok", found=f"{directory} takes files"))
     if settings and settings.ledger == "postgresql":
@@ -94,7 +94,7 @@ def _postgresql() -> Finding:
         return Finding(
             what="ledger",
             status="fail",
-            found=f"{shown(url)} does not let us in: {first_line(error)}",
-            do=f"is the server up, and are user and password in {URL_VARIABLE} right?",
+            found=f"{shown(url)} refuses the connection: {first_line(error)}",
+            do=f"check that the server is running and that user and password in {URL_VARIABLE} are right",
         )
     return Finding(what="ledger", status="ok", found=f"PostgreSQL {version} answers at {shown(url)}")

@@ -62,11 +62,9 @@ class _Checks:
             return
         found = f"{len(whole.rows)} rows, loss {whole.loss:.4g} at {job.end:,} tokens"
         yield Finding(what="training", status="ok", found=found)
-        yield self._same("repeat", [job], whole, "take initial values and data order from `seed` alone")
+        yield self._same("repeat", [job], whole, "derive initial values and data order from `seed` only")
         halves = [replace(job, end=job.end // 2), replace(job, start=job.end // 2)]
-        do = (
-            "save the model's, optimizer's and data's state at tokens.to, and begin from it; take rates from `schedule`"
-        )
+        do = "save the state of model, optimizer and data at tokens.to, and start from it; take rates from `schedule`"
         yield self._same("two segments", halves, whole, do)
         yield self._killed(whole)
         yield self._differs("seed", replace(job, seed=job.seed + 1), whole)
@@ -97,7 +95,9 @@ class _Checks:
             found = (
                 f"one shape has {base.n_params:,} parameters, asked again {again.n_params:,}, or other FLOPs or tensors"
             )
-            return Finding(what="describe", status="fail", found=found, do="describe a shape by its values alone")
+            return Finding(
+                what="describe", status="fail", found=found, do="make the description depend only on the shape's values"
+            )
         grown = {
             axis: describe(self.command, replace(self.job, **{axis: 2 * getattr(self.job, axis)})) for axis in _AXES
         }
@@ -114,7 +114,7 @@ class _Checks:
             except TrainerError as error:
                 return Finding(what="describe", status="fail", found=f"{found}: {error}", do="add to `classes`")
             return Finding(what="describe", status="ok", found=found)
-        do = "answer with `tensors` too, names and dimensions: without them muP transfers no learning rate"
+        do = "also return `tensors` with names and dimensions: without them muP can't transfer the learning rate"
         return Finding(what="describe", status="warning", found=f"{found}, no tensors", do=do)
 
     def _same(self, what: str, jobs: list[TrainerJob], whole: TrainerEnd, do: str) -> Finding:
@@ -132,13 +132,13 @@ class _Checks:
             if tokens < self.job.end:
                 raise _KilledError
 
-        what, do = "killed and resumed", "save by renaming a finished file, and begin from what was saved last"
+        what, do = "killed and resumed", "save by renaming a finished file, and start from the last saved state"
         try:
             train(self.command, self.job, self.folder / what, grace_seconds=0.0, on_row=kill)
         except _KilledError:
             return self._same(what, [self.job], whole, do)
         do = "write a row every few seconds, each with its newline, and flush it"
-        return Finding(what=what, status="warning", found="only one row, so that nothing could be killed", do=do)
+        return Finding(what=what, status="warning", found="only one row, so there was no time to kill it", do=do)
 
     def _differs(self, what: str, job: TrainerJob, whole: TrainerEnd) -> Finding:
         """Check that another value of one setting changes the loss."""

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 _SPACING = 1.1  # ratio between a plan's widths; the loss is flat over such steps near the best size (assumed)
 _NO_COUNTS = Counts(n_params=1, n_params_total=1, train_flops_per_token=1.0)
-_NOT_RUN = (
-    "the trainer is not run here, and width {}, depth {} was not described yet; what trains describes and records it"
-)
+_NOT_RUN = "the trainer is not run here, and width {}, depth {} has not been described yet; commands that train describe and record it"
 _allowed: dict[Program, Path] = {}  # programs that this process may run, and the study's folder, in which they start
 
 
@@ -91,7 +89,7 @@ class Program(Family):
 
     def build(self, width: int, depth: int) -> nn.Module:
         """Raise: a program builds its own model."""
-        raise ValueError(f"the model of the trainer {self.command} is built by that program alone")
+        raise ValueError(f"only the program can build the model of the trainer {self.command}")
 
     def is_tied(self, member: Member) -> bool:
         """False: the program itself decides what a readout that starts at zero means."""
@@ -205,7 +203,7 @@ def table_of(
         return parametrization_of(tensor_shapes(target, base, wider), depth_mult=depth_mult, attention=1.0, **rules)
     except ValueError as error:
         raise TrainerError(
-            f"--describe: {error}; `classes` names what dimensions don't tell, as the readout"
+            f"--describe: {error}; `classes` names classes that dimensions don't show, such as the readout"
         ) from error
 
 
@@ -222,7 +220,7 @@ def tensor_shapes(target: Description, base: Description, wider: Description) ->
             grows = [b != w for b, w in zip(at_base, at_wider, strict=True)]
             factors = {t / b for t, b, grow in zip(dims, at_base, grows, strict=True) if grow}
         except (KeyError, ValueError) as error:
-            raise ValueError(f"the tensor {name} has not as many dimensions at every width") from error
+            raise ValueError(f"the tensor {name} does not have the same number of dimensions at every width") from error
         tensor_class = target.classes.get(name) or _class(name, grows, dims)
         if len(factors) > 1:
             raise ValueError(f"the dimensions of {name} grow by several factors, {sorted(factors)}")

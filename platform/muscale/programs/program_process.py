@@ -143,7 +143,7 @@ def train(
             if ended:
                 break
             if time.monotonic() - moved > stall_seconds:
-                reason = f"no row for {stall_seconds:g} s after {seen:,} tokens, so it was ended"
+                reason = f"no row for {stall_seconds:g} s after {seen:,} tokens, so it was stopped"
                 return TrainerEnd(status=TrainerStatus.STALLED, rows=rows, reason=reason)
             time.sleep(_LOOK_SECONDS)
     return _judge(job, rows, process.returncode, log)

@@ -79,7 +79,7 @@ class TrainerJob:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"no key {error}" if isinstance(error, KeyError) else str(error)
-            raise TrainerError(f"{path}: must be a job as docs/own_trainer.md has it; {what}") from error
+            raise TrainerError(f"{path}: must be a job as described in docs/own_trainer.md; {what}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,10 +168,8 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
             rule = f"tokens must be a whole number up to tokens.to = {job.end:,}"
             raise TrainingFailedError(f"{where}: {rule}, got {tokens!r}")
         if loss <= 0:
-            rule = "loss must be above 0, as searches and laws take its logarithm"
-            raise TrainingFailedError(
-                f"{where}: {rule}; got {loss:g}; report a positive metric of which less is better"
-            )
+            rule = "loss must be above 0, because searches and laws take its logarithm"
+            raise TrainingFailedError(f"{where}: {rule}; got {loss:g}; report a positive metric where lower is better")
         if tokens < job.start and number >= known:
             raise TrainingFailedError(
                 f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}"

@@ -112,7 +112,7 @@ class Mirror:
             done.set()
             thread.join(0.0 if "slow" in self._reported else PATIENCE_SECONDS)
             if thread.is_alive():
-                self._tell("slow", f"not done after {PATIENCE_SECONDS:.0f} s; no longer waited for")
+                self._tell("slow", f"not done after {PATIENCE_SECONDS:.0f} s; no longer waiting for it")
 
     def __str__(self) -> str:
         if not self._trackers:
@@ -176,7 +176,7 @@ class Mirror:
         if about not in self._reported:
             self._reported.add(about)
             line = redacted(" ".join(text.split()))
-            _log.warning("tracking: %s; the work continues, and `muscale sync` sends what is missing", line)
+            _log.warning("tracking: %s; work continues, and `muscale sync` sends the missing results", line)
 
 
 def _plain(values: object) -> object:

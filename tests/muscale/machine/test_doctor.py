@@ -53,7 +53,7 @@ def test_workers_that_do_not_meet_are_ended_and_the_reason_is_reported(monkeypat
     begun = time.monotonic()
     late = shake_hands(patience=0.2)
     assert time.monotonic() - begun < 10
-    assert late.failure == "they did not meet within 0 s"
+    assert "within 0 s" in late.failure
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
     broken = shake_hands()
     assert broken.seconds is None
@@ -119,7 +119,7 @@ def test_a_study_that_cannot_join_its_cluster_sends_to_the_doctor(monkeypatch: p
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # by other tests
     monkeypatch.setenv("RAY_ADDRESS", "no-port")
-    message = r"the cluster at no-port \(RAY_ADDRESS\) can't be joined: .*; `muscale doctor` looks why"
+    message = r"the cluster at no-port \(RAY_ADDRESS\) can't be joined: .*`muscale doctor`"
     with pytest.raises(StageError, match=message), cluster(ResourceSettings()):
         pass
 

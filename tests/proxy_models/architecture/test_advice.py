@@ -25,12 +25,12 @@ def test_a_shape_that_fits_the_hardware_gets_no_advice() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "message"),
     [
-        ({"vocab_size": 50257}, "vocab_size", "50257 is no multiple of 64.*50304 is"),
-        ({"mlp_ratio": 2.6875, "d_model": 4096 + 128}, "d_ff", "11352 is no multiple of 64.*11392 is"),
-        ({"d_model": 4000, "head_dim": 80}, "d_model", "4000 is no multiple of 64"),
-        ({"d_model": 3840, "head_dim": 20}, "head_dim", "20 is no multiple of 8"),
+        ({"vocab_size": 50257}, "vocab_size", "50257 is not a multiple of 64.*50304 is"),
+        ({"mlp_ratio": 2.6875, "d_model": 4096 + 128}, "d_ff", "11352 is not a multiple of 64.*11392 is"),
+        ({"d_model": 4000, "head_dim": 80}, "d_model", "4000 is not a multiple of 64"),
+        ({"d_model": 3840, "head_dim": 20}, "head_dim", "20 is not a multiple of 8"),
         ({"head_dim": 32}, "head_dim", "32 is below 64"),
-        ({"context_length": 1000}, "context_length", "1000 is no multiple of 64"),
+        ({"context_length": 1000}, "context_length", "1000 is not a multiple of 64"),
         ({"positions": "alibi"}, "positions", "FlashAttention"),
     ],
 )

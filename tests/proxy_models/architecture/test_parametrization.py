@@ -99,7 +99,7 @@ def test_decay_that_keeps_a_sublayer_s_gain_grows_as_the_root_of_the_width_in_hi
         assert gain == replace(constant, weight_decay_factor=2.0 if is_hidden else constant.weight_decay_factor), name
     assert f"{tables[1].rules[MATRIX].weight_decay_factor:>8.3g}" in str(tables[1])
     assert parametrize(BASE, BASE, decay_scaling="sublayer_gain") == parametrize(BASE, BASE)
-    with pytest.raises(ValueError, match='"sublayer_gain" is known for adamw only .*got muon'):
+    with pytest.raises(ValueError, match='"sublayer_gain".*got muon'):
         parametrize(BASE, BASE, optimizer="muon", decay_scaling="sublayer_gain")
 
 

@@ -256,10 +256,10 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"swap_optimizer": "lion", "swap_fraction": 0.5}, "a swap needs .*, got 'lion', 0.5 and 0.0"),
         ({"swap_fraction": 0.5, "swap_learning_rate": 0.1}, "a swap needs swap_optimizer, .*, got None, 0.5 and 0.1"),
         ({"batch_doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),
-        ({"batch_doublings": 10, "batch_ramp_tokens": 1}, r"must be a multiple of 2\^10 to double so often, got 512"),
+        ({"batch_doublings": 10, "batch_ramp_tokens": 1}, r"must be a multiple of 2\^10 .*got 512"),
         (
             {"batch_doublings": 10**11, "batch_ramp_tokens": 1},
-            r"must be a multiple of 2\^100000000000 to double so often",
+            r"must be a multiple of 2\^100000000000",
         ),
     ],
 )
