@@ -274,7 +274,7 @@ def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path) -
     )
     assert study.trials[2].intermediate_values == {}
     study._storage.remove_session()
-    with pytest.raises(StageError, match=r"sweep\.db: is there already"):
+    with pytest.raises(StageError, match=r"sweep\.db"):
         export_optuna(swept, file)
 
 
