@@ -97,7 +97,7 @@ def test_a_report_that_does_not_fit_leaves_the_one_before(
     small_disk.fill(leave=1_000_000)
     done = muscale(capsys, "report", study)
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {report}: no space left on device; see to the disk {GO_ON}\n"
+    assert done.err == f"error: {report}: no space left on device; check the disk {GO_ON}\n"
     assert report.read_bytes() == before
     assert leftovers(study.parent) == []
     small_disk.empty()
@@ -141,7 +141,7 @@ def test_output_into_a_file_on_a_full_disk_is_no_fault_of_muscale_s(
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert done.returncode == 2
     prefix = "" if unbuffered else "the output: "  # else it is a print that fails, whose error has no name
-    assert done.stderr == f"error: {prefix}no space left on device; see to the disk {GO_ON}\n"
+    assert done.stderr == f"error: {prefix}no space left on device; check the disk {GO_ON}\n"
 
 
 def muscale_run(study: Path, log: Path) -> int:

@@ -226,7 +226,7 @@ def test_a_trial_that_fails_blocks_no_other(run: Run, make_engine: MakeEngine, f
 
 
 OTHER = r"this process runs muscale 1, the driver runs 2"
-FULL = r"states/it\.pt: no space left on device; see to the disk and run the same command again to resume"
+FULL = r"states/it\.pt: no space left on device; check the disk and run the same command again to resume"
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_form_with_more_variables_is_compared_where_the_runs_have_them(runs: p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": Joint()}, r"backtest has no option form: forms are given as forms=\[…\]"),
+        ({"form": Joint()}, r"backtest has no option form: pass forms as forms=\[…\]"),
         ({"n_bootstrap": 10}, "backtest has no option n_bootstrap"),
         (
             {"forms": [Joint]},

@@ -171,8 +171,8 @@ def test_a_cluster_without_room_is_reported_before_training(run: FullRun) -> Non
     whole = ResourceSettings()
     with all_free():
         for given, resources, message in (
-            (settings(evaluator_cpus=1000), SMALL, "needs 1000 CPU on one node, and no node has that"),
-            (settings(evaluator_gpus=100), SMALL, "needs 1 CPU and 100 GPU on one node, and no node has that"),
+            (settings(evaluator_cpus=1000), SMALL, "needs 1000 CPU on one node, and no node has this"),
+            (settings(evaluator_gpus=100), SMALL, "needs 1 CPU and 100 GPU on one node, and no node has this"),
             (
                 settings(workers=all_of_them, workers_min=None),
                 whole,
