@@ -71,6 +71,21 @@ def constants(config: ModelConfig) -> dict[str, Tensor | None]:
     }
 
 
+class Cache:
+    """Keys and values of the tokens that `Decoder.next_logits` has seen, by attention layer; each (batch, time, heads, head_dim)."""
+
+    def __init__(self) -> None:
+        self.n_tokens = 0
+        self._states: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's keys and values, and return those of all tokens."""
+        if layer in self._states:
+            key, value = (torch.cat(pair, dim=1) for pair in zip(self._states[layer], (key, value), strict=True))
+        self._states[layer] = key, value
+        return key, value
+
+
 class Positions(NamedTuple):
     """Positions in the form that attention uses: rotary angles or a bias on the logits, and documents. Unused entries are None."""
 
@@ -78,6 +93,7 @@ class Positions(NamedTuple):
     sin: Tensor | None = None
     bias: Tensor | None = None
     documents: Tensor | BlockMask | None = None
+    cache: Cache | None = None
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
@@ -111,6 +127,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if positions.cos is not None and positions.sin is not None:
             query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
+        if positions.cache is not None:
+            key, value = positions.cache.extend(self, key, value)
         dropout = config.attention_dropout if self.training else 0.0
         mixed = attend(query * scale, key, value, bias=positions.bias, dropout=dropout, documents=positions.documents)
         return cast(Tensor, self.output(mixed.flatten(-2)))
@@ -267,6 +285,27 @@ class Decoder(nn.Module):
 
         `regularized` adds the config's label smoothing and z-loss.
         """
+        x = self._hidden(tokens, self.positions(tokens))
+        if targets is None:
+            return cast(Tensor, self.readout(x))
+        smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
+        return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
+
+    def next_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Return the logits (batch, vocab_size) of the token after `tokens` (batch, time), of which the cache knows the first ones.
+
+        A new cache knows none; later calls must continue the same tokens by one. They cost one token instead of `time`.
+        """
+        known, time = cache.n_tokens, tokens.shape[1]
+        positions = self._positions_of_last(tokens) if known else self.positions(tokens)
+        if known not in (0, time - 1):
+            raise ValueError(f"tokens must continue the {known} of the cache by one, got {time}")
+        cache.n_tokens = time
+        x = self._hidden(tokens[:, known:], positions._replace(cache=cache), known)
+        return cast(Tensor, self.readout(x[:, -1]))
+
+    def _hidden(self, tokens: Tensor, positions: Positions, start: int = 0) -> Tensor:
+        """Return what the readout maps, (batch, time, width), for tokens from position `start` on."""
         x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
             if is_sharded(self.position.weight) and tokens.shape[1] != self.config.context_length:
@@ -274,16 +313,27 @@ class Decoder(nn.Module):
                     f"ranks that share learned positions need sequences of context_length={self.config.context_length}, "
                     f"got {tokens.shape[1]}"
                 )
-            x = x + own(self.position.weight)[: x.shape[1]].to(x.dtype)
+            x = x + own(self.position.weight)[start : start + x.shape[1]].to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
-        positions = self.positions(tokens)
         for block in self.blocks:
             x = block(x, positions, self.attention_scale, self.branch_multiplier)
-        x = self.final_norm(x) * self.readout_multiplier
-        if targets is None:
-            return cast(Tensor, self.readout(x))
-        smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
-        return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
+        return cast(Tensor, self.final_norm(x) * self.readout_multiplier)
+
+    def _positions_of_last(self, tokens: Tensor) -> Positions:
+        """Return the positions of the last of the tokens (batch, time), which attends to all of them within its document."""
+        time, separator = tokens.shape[1], self.config.document_separator
+        last = slice(time - 1, time)
+        if self.logit_bias is not None:
+            bias = self.logit_bias[:, last, :time].to(self.compute_dtype)
+        else:
+            bias = torch.zeros(1, 1, time, dtype=self.compute_dtype, device=tokens.device)
+        if separator is not None:
+            documents = number_documents(tokens, separator)
+            others = (documents != documents[:, -1:])[:, None, None]
+            bias = bias.expand(len(tokens), *bias.shape).masked_fill(others, -torch.inf)
+        if self.cos is None or self.sin is None:
+            return Positions(bias=bias)
+        return Positions(cos=self.cos[last, None], sin=self.sin[last, None], bias=bias)
 
     def positions(self, tokens: Tensor) -> Positions:
         """Return the positions of tokens (batch, time) as attention takes them."""

@@ -1,7 +1,7 @@
 """Text from a decoder, greedy or sampled with a seed, as a sanity check of its weights.
 
-Every token takes a forward pass over all tokens in the context, without a cache, so the text comes from the model exactly as
-trained. For speed, export the model and use an inference server.
+Keys and values are kept until the context is full; then every token takes a pass over the whole context, whose positions have moved.
+For speed beyond this, export the model and use an inference server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.decoder import Cache, Decoder
 from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 
@@ -69,9 +69,12 @@ def generate(
     tokens = torch.from_numpy(seen)
     model.eval()
     try:
+        cache = Cache()
         for _ in range(n_tokens):
+            if len(tokens) > decoder.config.context_length:
+                cache = Cache()
             context = tokens[None, -decoder.config.context_length :].to(device)
-            logits = model(context)[0, -1, :n_ids].double().cpu()
+            logits = decoder.next_logits(context, cache)[0, :n_ids].double().cpu()
             chosen = _choose(logits, temperature, top_p, generator)
             tokens = torch.cat((tokens, chosen))
             if stop is not None and int(chosen) == stop:

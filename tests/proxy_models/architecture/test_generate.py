@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from proxy_models.architecture.config import ModelConfig, as_decoder
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.decoder import Cache, Decoder
 from proxy_models.architecture.generate import continue_text, generate
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer
@@ -52,6 +52,33 @@ def test_greedy_takes_the_likeliest_token_and_sees_no_more_than_the_context(deco
     for position in range(2, len(whole)):
         context = torch.tensor([whole[max(0, position - 16) : position]])
         assert whole[position] == int(decoder(context)[0, -1].argmax())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"positions": "learned"},
+        {"positions": "alibi"},
+        {"queries_per_kv": 2},
+        {"rotary_fraction": 0.5},
+        {"document_separator": 7},
+        {"document_separator": 7, "positions": "alibi"},
+        {"qk_norm": True, "parallel": True},
+    ],
+)
+def test_a_cache_gives_the_logits_of_a_pass_over_all_tokens(change: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=32, n_layers=3, context_length=16, vocab_size=40, **({"head_dim": 8} | change))
+    model, cache = Decoder(config).eval(), Cache()
+    tokens = torch.randint(40, (2, 16))
+    tokens[0, [2, 9]], tokens[1, 5] = 7, 7
+    with torch.no_grad():
+        for time in range(4, 17):
+            expected = model(tokens[:, :time])[:, -1]
+            torch.testing.assert_close(model.next_logits(tokens[:, :time], cache), expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="16"):
+        model.next_logits(tokens[:, :8], cache)
 
 
 def test_the_dropout_of_training_is_off_and_comes_back(decoder: Decoder) -> None:
