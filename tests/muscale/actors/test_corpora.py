@@ -1,10 +1,12 @@
 """A worker trains on a variant's corpus and evaluates on the study's."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from muscale import StageError, StudyConfig
+from muscale import StageError, Study, StudyConfig
 from muscale.actors.corpora import note, open_corpus
 from muscale.actors.worker import Worker
 from muscale.layout import CORPORA
@@ -12,9 +14,17 @@ from muscale.proxies.variant_corpora import variant_corpora
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.data.documents import in_validation
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
 from proxy_models.training.numerics import Numerics
+
+MakeStudy = Callable[..., Path]
+CLEANED = {
+    "copies": {"exact_duplicates": "global"},
+    "leaks": {"leaks": True},
+    "nothing": {"exact_duplicates": "none"},
+}
 
 
 def run(key: str, rate: float) -> Chain:
@@ -61,6 +71,28 @@ def test_a_variant_s_corpus_is_in_the_study_s_tokens_and_apart_from_what_is_eval
         corpora(source="all.txt")
     with pytest.raises(StageError, match=r"variants\.a\.corpus\.source.*nowhere"):
         corpora(source="nowhere")
+
+
+def test_a_cleaned_variant_has_less_training_text_and_the_study_s_held_out_text(make_study: MakeStudy) -> None:
+    path = make_study()
+    folder = path.parent / "text"
+    training, held_out = (
+        [file for file in sorted(folder.iterdir()) if in_validation(file.name, 0.1) == side] for side in (False, True)
+    )
+    copies = [name for n in range(99) if not in_validation(name := f"copy {n}.txt", 0.1)][:3]
+    for file, copy in zip([*training[:2], *held_out[:1]], copies, strict=True):
+        (folder / copy).write_text(file.read_text())
+    tables = {name: {"corpus": {"clean": steps}} for name, steps in CLEANED.items()}
+    study = Study.open(path, {"variants": tables, "corpus.most_leaked": 1.0}, quiet=True)
+    found = variant_corpora(study.config, study.corpus, study.directory, lambda done, total: None)
+    sizes = {copy: len((folder / copy).read_bytes()) + 1 for copy in copies}
+    assert {name: study.corpus.n_tokens - corpus.n_tokens for name, corpus in found.items()} == {
+        "copies": sum(sizes.values()),
+        "leaks": sizes[copies[2]],
+        "nothing": 0,
+    }
+    assert all(corpus.held_out == study.corpus for name, corpus in found.items() if name != "nothing")
+    study.ledger.close()
 
 
 def test_a_mixture_is_changed_key_by_key(worker: Worker) -> None:

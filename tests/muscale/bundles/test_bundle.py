@@ -285,7 +285,7 @@ def _weights_at(run: FinishedRun, tokens: int) -> dict[str, Tensor]:
 
 
 def resumed_at(run: FinishedRun, tokens: int) -> Stepper:
-    """The training as it goes on from one of its checkpoints."""
+    """The training, continued from one of its checkpoints."""
     numerics, recipe = run.chain.numerics, run.chain.last.recipe
     decoder, table = Decoder(as_decoder(numerics.model)), numerics.parametrization(recipe.optimizer)
     initialize(decoder, table, recipe, seed=numerics.seed)  # for the multipliers
