@@ -4,7 +4,7 @@ The text is modules of the standard library, one file each. A notice stands befo
 many copies, and one held-out file also lies on the training side. `muscale data check` must name that file and its line,
 `muscale data clean` and a second check must pass, and `muscale compare` says what the cleaning is worth.
 
-    python tests/benchmarks/data_gate.py [--folder runs/benchmarks/data_gate]     # ten minutes on two cores
+    python tests/benchmarks/data_gate.py [--folder runs/benchmarks/data_gate]     # minutes on two cores
 """
 
 from __future__ import annotations
@@ -32,39 +32,43 @@ name = "data gate"
 [corpus]
 source = "raw"
 validation_fraction = {FRACTION}
-evaluation_tokens = 65536
+evaluation_tokens = 32_768
 
 [model]
 d_model = 32
-n_layers = 2
-head_dim = 8
-context_length = 128
+n_layers = 1
+context_length = 64
 
 [hyperparameters]
-learning_rate = 0.0156
-batch_tokens = 1024
-schedule = "wsd"
-cooldown_fraction = 0.15
+learning_rate = 0.016
+batch_tokens = 512
+
+[resources]
+workers = 1
 
 [sweep]
-trials = 8
-n_tokens = 65_536
+trials = 2
+n_tokens = 16_384
+searcher = "random"
+scheduler = "none"
+top_k = 1
+n_finalists = 1
+n_seeds = 1
 
 [sweep.space]
 learning_rate = {{ distribution = "log_uniform", low = 0.004, high = 0.06 }}
 
 [transfer]
 widths = [16, 32, 48]
-n_tokens = 65_536
+n_tokens = 16_384
 rates = 5
-octaves = 3.0
 horizons = [0.5, 1.0]
 
 [ladder]
-stems = [{{ width = 16, n_tokens = 131_072 }}, {{ width = 32, n_tokens = 262_144 }}, {{ width = 48, n_tokens = 393_216 }}]
+stems = [{{ width = 16, n_tokens = 65_536 }}, {{ width = 32, n_tokens = 98_304 }}, {{ width = 48, n_tokens = 131_072 }}]
 
 [plan]
-compute_flops = 3e11
+compute_flops = 4e10
 """
 CLEAN = 'exact_duplicates = "global"\nline_duplicates = { min_characters = 60, max_documents = 10 }\n'
 VARIANT = f"\n[variants.cleaned.corpus.clean]\n{CLEAN}"
