@@ -1,6 +1,7 @@
-"""Text from a decoder, greedy or sampled with a seed, as a sanity check of its weights.
+"""Text from a model of any family, greedy or sampled with a seed, as a sanity check of its weights.
 
-Keys and values are kept until the context is full; then every token takes a pass over the whole context, whose positions have moved.
+The built-in decoder keeps keys and values until the context is full. Then every token takes a pass over the whole context, because its
+positions have moved; in other families each token takes such a pass.
 For speed beyond this, export the model and use an inference server.
 """
 
@@ -15,6 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Cache, Decoder
+from proxy_models.architecture.member import Member
 from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 
@@ -24,6 +26,7 @@ def generate(
     prompt: ArrayLike,
     n_tokens: int,
     *,
+    member: Member | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -33,9 +36,10 @@ def generate(
     """Continue a prompt; if the text becomes longer than the context, the model sees the last tokens.
 
     Args:
-        model: A decoder in fp32, on any device; dropout is off during generation.
+        model: A model on any device; dropout is off during generation.
         prompt: Ids, at least one.
         n_tokens: Largest number of tokens to add.
+        member: The member that the model is, for its vocabulary and context; not needed for the decoder.
         temperature: 0 takes the most likely token; otherwise the logits are divided by the temperature and the token is drawn.
         top_p: Draw among the most likely tokens whose summed probabilities reach `top_p` (Holtzman et al., arXiv 1904.09751,
             section 3.1).
@@ -49,8 +53,8 @@ def generate(
     Raises:
         ValueError: If an argument is out of its range.
     """
-    decoder = cast(Decoder, model)
-    vocab_size = decoder.config.vocab_size
+    sizes: Member = member or cast(Decoder, model).config
+    vocab_size = sizes.vocab_size
     seen = np.asarray(prompt, dtype=np.int64)
     if seen.ndim != 1 or not len(seen):
         raise ValueError(f"the prompt must be a row of at least one id, got shape {seen.shape}")
@@ -65,16 +69,17 @@ def generate(
     if not 1 <= (n_ids := vocab_size if n_ids is None else n_ids) <= vocab_size:
         raise ValueError(f"n_ids must lie in 1 to {vocab_size}, got {n_ids}")
     generator = torch.Generator().manual_seed(seed)
-    device, was_training = decoder.embedding.weight.device, model.training
+    device, was_training = next(model.parameters()).device, model.training
     tokens = torch.from_numpy(seen)
     model.eval()
     try:
         cache = Cache()
         for _ in range(n_tokens):
-            if len(tokens) > decoder.config.context_length:
+            if len(tokens) > sizes.context_length:
                 cache = Cache()
-            context = tokens[None, -decoder.config.context_length :].to(device)
-            logits = decoder.next_logits(context, cache)[0, :n_ids].double().cpu()
+            context = tokens[None, -sizes.context_length :].to(device)
+            next_logits = model.next_logits(context, cache) if isinstance(model, Decoder) else model(context)[:, -1]
+            logits = next_logits[0, :n_ids].double().cpu()
             chosen = _choose(logits, temperature, top_p, generator)
             tokens = torch.cat((tokens, chosen))
             if stop is not None and int(chosen) == stop:
@@ -100,6 +105,7 @@ def continue_text(
     prompt: str,
     n_tokens: int,
     *,
+    member: Member | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -111,6 +117,7 @@ def continue_text(
         model,
         [end, *ids.tolist()],  # in training, a document begins with the token that closes the previous document
         n_tokens,
+        member=member,
         temperature=temperature,
         top_p=top_p,
         seed=seed,

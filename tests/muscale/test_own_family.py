@@ -320,7 +320,6 @@ def test_another_source_wants_another_directory(own_study: Path) -> None:
             "[promote]\ntensor_parallel = 2",
             "promote.tensor_parallel must be 1",
         ),
-        ("[promote]", '[promote]\nevaluation = "async"', 'promote.evaluation: must be "sync"'),
     ],
 )
 def test_each_fault_is_named(own_study: Path, old: str, new: str, message: str) -> None:

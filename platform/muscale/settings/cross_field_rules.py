@@ -11,7 +11,6 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.space_rules import invalid_batches, space_errors, unordered_errors
 from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.architecture.families import family_of, is_imported
-from proxy_models.architecture.member import ModuleConfig
 from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.segments import chain
 from search_spaces import Choice, Fixed, Ordinal
@@ -94,8 +93,6 @@ def _promote_errors(config: StudyTables) -> Iterator[str]:
             yield f'promote.{promote.open_layout[0]}: must be stated, since {NO_STEP_SIZES}, got "auto"'
         elif not promote.open_layout and not family.shared_sizes(model):
             yield from (f"promote.{reason}" for reason in promote.parallelism.layout_errors(model))
-    if isinstance(model, ModuleConfig) and promote.evaluation == "async":
-        yield 'promote.evaluation: must be "sync" for a custom model, got "async"'
     if config.full_run_precision == "fp16" and promote.workers > 1:
         yield f"promote.precision: fp16 is for one worker, use bf16 for {promote.workers}"
 

@@ -26,6 +26,7 @@ from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.bundles.model_card import model_card
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
+from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
@@ -383,6 +384,9 @@ def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_a
     again = evaluate_unsharded(opened.module(), run.corpus, run.chain.numerics)["val_loss"]
     assert again == pytest.approx(run.loss, rel=1e-6)
     assert Recurrent.__module__ in sys.modules
+    newest = evaluate_checkpoint(run.directory, corpus=run.corpus.folder, prompts=["ab"], sample_tokens=3)
+    assert newest.val_loss == pytest.approx(run.loss, rel=1e-6)
+    assert len(newest.samples[0].text) == 3
     with pytest.raises(BundleError, match="width 32, depth 2 of.*:Recurrent"):
         opened.export(tmp_path / "exported", to="transformers")
     values = json.loads((written.path / parts.MODEL).read_text())

@@ -21,8 +21,7 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
-from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.families import parameter_shapes, with_weights
+from proxy_models.architecture.families import import_family, parameter_shapes, with_weights
 from proxy_models.architecture.generate import continue_text
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
@@ -68,12 +67,14 @@ def evaluate_checkpoint(
         tokenizer = text.tokenizer() if prompts else None
     except CorpusError as error:
         raise StageError(f"prompts: {error}") from error
-    model = _decoder(run, path, usable(device))
+    model = _model(run, path, usable(device))
     losses = evaluate_unsharded(model, text, run.numerics)
     if not math.isfinite(losses["val_loss"]):
         raise StageError(f"{path}: the held-out loss is not finite")
     written = [
-        continue_text(model, tokenizer, prompt, sample_tokens, temperature=temperature, seed=seed)
+        continue_text(
+            model, tokenizer, prompt, sample_tokens, member=run.numerics.model, temperature=temperature, seed=seed
+        )
         for prompt in prompts
         if tokenizer
     ]
@@ -111,16 +112,20 @@ def _opened(folder: Path, key: str) -> Corpus:
     return corpus
 
 
-def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> nn.Module:
-    """The unsharded decoder with a checkpoint's weights, read onto the device, in fp32."""
+def _model(run: RunDescription, checkpoint: Path, device: torch.device) -> nn.Module:
+    """The unsharded model with a checkpoint's weights, read onto the device, in fp32."""
     member, found = run.numerics.model, RecordReader(checkpoint).n_weights()
     if member.n_params_total > 4 * found:  # a model far too large would take long to describe
         raise StageError(
             f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {member.n_params_total:,}"
         )
     try:
+        import_family(member)
+    except ValueError as error:
+        raise StageError(f"{checkpoint}: {error}") from error
+    try:
         weights = read_weights(checkpoint, parameter_shapes(member), device=device)
-        model = with_weights(as_decoder(member), weights).to(device)
+        model = with_weights(member, weights).to(device)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
     set_multipliers(model, run.multipliers)
