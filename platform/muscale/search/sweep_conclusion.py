@@ -41,11 +41,7 @@ def make_result(
     finished = annealed_table(plan, record, annealed)
     table = trials_table(plan, record, finished, repeated)
     if table.empty or table["annealed_loss"].isna().all():
-        n_diverged = sum(map(record.diverged, record.configs))
-        raise StageError(
-            f"sweep: no trial has a loss after its learning rate was annealed; {n_diverged} of {len(record.configs)} trials diverged; "
-            "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
-        )
+        raise StageError(f"sweep: no trial has a loss after its learning rate was annealed; {_without_loss(record)}")
     noise = None if runs is None else known_noise(runs, plan, config.sweep.space)
     finalists = _finalists(repeated, noise)
     winner = _winner(config.sweep.cost_weight, record, table, finalists)
@@ -76,6 +72,17 @@ def make_result(
             *notes,
         ),
     )
+
+
+def _without_loss(record: Record) -> str:
+    """How many trials diverged and how many trainings failed, with the reason of the first failure or else what to change."""
+    failures = [reason for trial in record.configs if (reason := record.failure(trial)) is not None]
+    n_diverged = sum(map(record.diverged, record.configs)) - len(failures)
+    failures += record.failed_runs.values()
+    found = f"{n_diverged} of {len(record.configs)} trials diverged"
+    if failures:
+        return f"{found}, {len(failures)} trainings failed, the first for this reason: {failures[0]}"
+    return f"{found}; lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
 
 
 def _finalists(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Finalists | None:

@@ -12,6 +12,7 @@ from muscale import StageError, Study, StudyFileError
 from muscale.cli.entry import run
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep, distinct
+from muscale.search.sweep_conclusion import make_result
 from muscale.settings.sweep import SweepSettings
 
 MakeStudy = Callable[..., Path]
@@ -60,6 +61,20 @@ def test_one_that_is_over_is_not_cancelled(planted: tuple[Path, Study]) -> None:
     record.fail(5, "ValueError")
     with pytest.raises(StageError):
         study.cancel_trial(5)
+
+
+def test_without_a_loss_at_the_end_failures_are_told_from_divergences(planted: tuple[Path, Study]) -> None:
+    _, study = planted
+    sweep = Sweep.of(study.config, study.ledger, study.corpus)
+    record = sweep.record()
+    record.fail(5, "KeyError: no shard 7")
+    record.fail_run(sweep.branches(record)[0][0], "KeyError: no shard 8")
+    record.go_on(4, 1)
+    record.add_result(RungResult(trial=4, rung=1, loss=None, segment="s", tokens=1, seconds=1.0))
+    annealed = pd.DataFrame(columns=["trial", "rung", "n_tokens", "loss"])
+    repeated = pd.DataFrame(columns=["trial", "seed", "loss"])
+    with pytest.raises(StageError, match=r"1 of 6 trials diverged, 2 trainings failed.*no shard 7"):
+        make_result(study.config, sweep.plan, record, annealed, repeated)
 
 
 def test_a_negative_seed_is_refused(make_study: MakeStudy) -> None:

@@ -12,7 +12,7 @@ from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation_of
 from muscale.full_runs.records import retries
-from muscale.full_runs.records.preemption import NOTICE
+from muscale.full_runs.records.preemption import NOTICE, OBEYED
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import COLLECTIVES, FAILURE, RESULT
 from muscale.ray_connection import alive_nodes, note_taken, require_room, room_for
@@ -47,13 +47,13 @@ def launch(
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
             the workers or for asynchronous evaluation.
-        PreemptedError: If this process was preempted; the workers have saved.
+        PreemptedError: If this process got SIGTERM, or the run's directory a file `preempt`; the workers have saved.
     """
     directory = run.directory
     result = directory / RESULT
     if not result.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        for previous in (FAILURE, NOTICE):
+        for previous in (FAILURE, NOTICE, OBEYED):
             (directory / previous).unlink(missing_ok=True)
         with cluster(resources):
             require_room("promote", settings.sizes[0], resources.full_run_worker)
@@ -86,17 +86,11 @@ def _train_with_retries(
     variables = flight_recorder(directory / COLLECTIVES) if resources.gpus_per_worker else {}
     if variables:
         (directory / COLLECTIVES).mkdir(exist_ok=True)
-    preempted = False
     each = resources.full_run_worker
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
-    def notify_workers() -> None:
-        nonlocal preempted
-        preempted = True
-        (directory / NOTICE).touch()
-
     def attempt() -> None:
-        if preempted:
+        if any((directory / notice).exists() for notice in (NOTICE, OBEYED)):
             raise PreemptedError("promote: preempted; the run has saved, run the same command again to resume")
         # Ray would copy a reported checkpoint, so none is reported and Ray keeps no state. Retries are decided here, since Ray would
         # treat a divergence or a preemption like a lost worker.
@@ -117,7 +111,7 @@ def _train_with_retries(
             ),
         ).fit()
 
-    with interruptible(notify_workers):
+    with interruptible((directory / NOTICE).touch):
         retries.train_with_retries(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
     if (directory / FAILURE).exists():
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")

@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 NOTICE = "preempt"  # file in a run's directory
+OBEYED = "preempt.obeyed"  # its name once the run has saved and ended because of it
 _LOOK_SECONDS = 1.0
 
 
@@ -38,6 +40,11 @@ class PreemptionNotice:
             if self.file.exists():  # never reset to False: a signal may have arrived meanwhile
                 self._heard = True
         return self._heard
+
+    def obeyed(self) -> None:
+        """Rename the file: it ends no other attempt, and tells the driver that none may follow."""
+        with suppress(FileNotFoundError):  # the notice was a signal
+            self.file.replace(self.file.with_name(OBEYED))
 
     def _hear(self, _signal: int, _frame: object) -> None:
         self._heard = True

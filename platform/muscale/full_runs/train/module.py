@@ -353,7 +353,7 @@ class FullRunModule(L.LightningModule):
                 if at_end or flags.ends:
                     self.checkpoints.finish()
         if flags.ends and not at_end:
-            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice has taken effect
+            broadcast_from_rank0(self._notice.obeyed)
             raise PreemptedError(f"promote: preempted, saved at {tokens:,} tokens")
 
     def _evaluate(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""How many workers a full run starts with, and how a divergence ends it."""
+"""How many workers a full run starts with, and how a divergence or a file `preempt` ends it."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 
 from muscale import StageError, json_lines
+from muscale.errors import PreemptedError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import largest_fitting, launch
 from muscale.full_runs.records.goodput import ATTEMPTS
+from muscale.full_runs.records.preemption import NOTICE, OBEYED
 from muscale.layout import FAILURE, RESULT
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
@@ -94,3 +98,31 @@ def test_a_divergence_reaches_the_user_without_another_attempt(tmp_path: Path) -
     with pytest.raises(StageError, match=r"diverged: .* at step \d+.*" + str(run.directory)):
         launch(run, PromoteSettings(workers=2, max_failures=2), halves, name="diverging")
     assert [one["event"] for one in json_lines.read(run.directory / ATTEMPTS)].count("start") == 1
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_file_that_asks_the_run_to_end_ends_the_command_and_the_next_one_resumes(tmp_path: Path) -> None:
+    run, settings = small_run(small_corpus(tmp_path), tmp_path / "run"), PromoteSettings(workers=2, max_failures=2)
+    run = replace(run, segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 400))
+
+    def starts() -> int:
+        return [one["event"] for one in json_lines.read(run.directory / ATTEMPTS)].count("start")
+
+    def ask() -> None:
+        deadline = time.monotonic() + 600
+        while not starts() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (run.directory / NOTICE).touch()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    halves = ResourceSettings(cpus_per_worker=0.5)
+    with pytest.raises(PreemptedError):
+        launch(run, settings, halves, name="asked")
+    asking.join()
+    assert starts() == 1
+    assert launch(run, settings, halves, name="again")["resumed_from"] > 0
+    assert starts() == 2
+    assert not any((run.directory / name).exists() for name in (NOTICE, OBEYED))

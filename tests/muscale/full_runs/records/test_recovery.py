@@ -21,7 +21,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import ATTEMPTS
-from muscale.full_runs.records.preemption import NOTICE
+from muscale.full_runs.records.preemption import NOTICE, OBEYED
 from muscale.full_runs.train import module
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.module import FullRunModule
@@ -200,6 +200,8 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
     (run.directory / NOTICE).touch()
     with pytest.raises(PreemptedError, match="saved at 256 tokens"):
         train(run)
+    assert not (run.directory / NOTICE).exists()
+    assert (run.directory / OBEYED).exists()
     outcome = train(run)
     assert outcome["resumed_from"] == BATCH
     assert [row["tokens"] for row in rows(run)] == [BATCH * n for n in range(1, STEPS + 1)]
