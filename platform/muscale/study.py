@@ -447,6 +447,12 @@ class Study(Result):
                 f"plan {planned.key}: this run was trained as plan {same.plan} and is scored against that plan's forecast"
             )
             return same
+        if plan is None and (earlier := planning.replaced_by(planned, self.ledger)):
+            self._display.line(
+                f"plan {planned.key} ({planned.model}, forecast {planned.forecast.loss:.4f}) replaces plan {earlier.key} "
+                f"({earlier.model}, forecast {earlier.forecast.loss:.4f}): results were added since; --plan {earlier.key} "
+                "promotes the earlier one"
+            )
         plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):
             return known

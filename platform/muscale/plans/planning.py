@@ -20,6 +20,7 @@ from muscale.settings.plan import OF_MODEL, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import forecasts
 from muscale.store.lineage import Chain, input_key
+from muscale.store.statements import find
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
@@ -412,6 +413,14 @@ def register(plan: Plan, ledger: Ledger) -> Plan:
         payload=plan.to_dict(),
     )
     return as_registered(plan, ledger)
+
+
+def replaced_by(plan: Plan, ledger: Ledger) -> Plan | None:
+    """Return the newest plan registered for the budget of a plan that is not registered yet; None if there is none."""
+    if ledger.forecast(plan.key) is not None:
+        return None
+    earlier = map(Plan.of_row, ledger.read(find, "forecasts", order=("-registered_at",)))
+    return next((other for other in earlier if other.decision["budget"] == plan.decision["budget"]), None)
 
 
 def as_registered(plan: Plan, ledger: Ledger) -> Plan:

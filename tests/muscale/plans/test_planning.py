@@ -14,7 +14,7 @@ import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
 from muscale.formatting import WIDTH
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.planning import Plan, Planner, as_registered, register, replaced_by
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus
@@ -171,6 +171,24 @@ def test_epochs_of_a_mixture_are_the_mean_over_its_tokens(tmp_path: Path) -> Non
     assert epochs(mixed, 100_000) == pytest.approx(0.75 * each["large"] + 0.25 * each["small"])
     longest = most_tokens(mixed, 4.0)
     assert epochs(mixed, longest) <= 4 < epochs(mixed, longest + 100)
+
+
+def test_a_new_plan_replaces_the_newest_of_its_budget(tmp_path: Path, planned: MakePlan) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    try:
+        plan = planned()
+        assert replaced_by(plan, ledger) is None
+        register(plan, ledger)
+        later = replace(plan, key="later")
+        assert replaced_by(later, ledger) == as_registered(plan, ledger)
+        register(later, ledger)
+        newest = replaced_by(replace(plan, key="newest"), ledger)
+        assert newest is not None
+        assert newest.key == "later"
+        assert replaced_by(plan, ledger) is None, "it is registered"
+        assert replaced_by(replace(plan, key="other", decision=plan.decision | {"budget": "more"}), ledger) is None
+    finally:
+        ledger.close()
 
 
 def test_a_registered_plan_keeps_its_forecast_and_shows_today_s_prices(tmp_path: Path, planned: MakePlan) -> None:
