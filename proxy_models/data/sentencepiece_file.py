@@ -54,7 +54,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class VocabularyPiece:
     """A piece of the vocabulary; its id is its place."""
 
     text: str
@@ -66,7 +66,7 @@ class Piece:
 class Model:
     """The fields of a model file that determine its ids."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[VocabularyPiece]
     is_bpe: bool
     byte_fallback: bool
     charsmap: bytes
@@ -131,9 +131,9 @@ def _parsed(content: bytes) -> Model:
     )
 
 
-def _piece(fields: Mapping[int, list[Any]]) -> Piece:
+def _piece(fields: Mapping[int, list[Any]]) -> VocabularyPiece:
     (score,) = struct.unpack("<f", _last(fields, 2, bytes(4)))
-    return Piece(text=_last(fields, 1, b"").decode(), score=score, kind=Kind(_last(fields, 3, Kind.NORMAL)))
+    return VocabularyPiece(text=_last(fields, 1, b"").decode(), score=score, kind=Kind(_last(fields, 3, Kind.NORMAL)))
 
 
 def _last(fields: Mapping[int, list[Any]], number: int, default: Any) -> Any:
@@ -203,7 +203,7 @@ def _scored(model: Model) -> list[tuple[str, float]]:
     scores = [piece.score for piece in model.pieces if piece.kind is Kind.NORMAL]
     bonus = 32.0 + math.ceil(-2 * min(scores))
 
-    def score(piece: Piece) -> float:
+    def score(piece: VocabularyPiece) -> float:
         if piece.kind is Kind.NORMAL:
             return piece.score + bonus * len(piece.text)
         if piece.kind is Kind.USER_DEFINED:  # as the sentencepiece library scores it

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, gammaln
 
 from scaling.arrays import Array
 
@@ -139,6 +138,8 @@ class _Model:
         return chains
 
     def numbers(self, chains: Array) -> Numbers:
+        from scipy.special import expit
+
         low, high = self.bounds.T
         floor, ceiling = (low + (high - low) * expit(chains[:, :2])).T
         *slopes, spread, scatter, noise, freedom = np.exp(chains[:, 3:]).T
@@ -146,6 +147,8 @@ class _Model:
 
     def by_offset(self, chains: Array) -> Array:
         """Log posterior of each family's offset on the grid, not normalised, [n, F, nodes]."""
+        from scipy.special import expit, gammaln
+
         n = Numbers(*(number[..., None, None] for number in self.numbers(chains)))
         eta = n.intercept + (n.slopes[..., 0, 0] @ self.x.T)[..., None] + n.spread * self.nodes
         share, height = expit(eta), n.ceiling - n.floor
@@ -156,6 +159,8 @@ class _Model:
         return np.asarray(np.add.reduceat(each, self.first, axis=1) + self.log_weight)
 
     def log_density(self, chains: Array) -> Array:
+        from scipy.special import expit
+
         grid = self.by_offset(chains)
         most = grid.max(axis=2)
         likelihood = (most + np.log(np.exp(grid - most[..., None]).sum(axis=2))).sum(axis=1)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-from scipy.special import expit, logit
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
@@ -134,6 +133,8 @@ class ScoreLaw(FittedResult):
         Raises:
             ValueError: if a size or the level is out of range.
         """
+        from scipy.special import expit
+
         size = np.log([positive("n_params", n_params), positive("n_tokens", n_tokens)])
         rng, n = np.random.default_rng(seed), self._numbers
         known = family if family in self.families else None
@@ -161,7 +162,13 @@ class ScoreLaw(FittedResult):
         rng, n = np.random.default_rng(seed), self._numbers
         offset = self._offset(family if family in self.families else None, rng)
         ratio = math.log(tokens_per_param)
-        needed = logit(EMERGED) - n.intercept - offset + n.slopes @ np.array(self.centre) - n.slopes[:, 1] * ratio
+        needed = (
+            math.log(EMERGED / (1 - EMERGED))
+            - n.intercept
+            - offset
+            + n.slopes @ np.array(self.centre)
+            - n.slopes[:, 1] * ratio
+        )
         low, middle, high = np.exp(np.quantile(needed / n.slopes.sum(axis=1), [tails(level)[0], 0.5, tails(level)[1]]))
         return Emergence(
             metric=self.metric,

@@ -73,7 +73,7 @@ def test_a_directory_of_another_study_is_refused(make_study: MakeStudy, capsys: 
     Study.open(path, quiet=True).ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     done = muscale(capsys, "runs", path, "--set", "model.mlp_ratio=3.0")
     assert done.code == 2
-    assert "belongs to another study: model.mlp_ratio is 3.0 here but 2.75 there" in done.err
+    assert "model.mlp_ratio is 3.0 here but 2.75 there" in done.err
 
 
 def test_init_writes_a_study_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

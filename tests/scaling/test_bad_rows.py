@@ -50,7 +50,7 @@ def test_any_cells_in_any_column_are_fitted_or_refused(
 def test_a_column_that_is_there_twice_is_refused() -> None:
     table = ladder(14)
     twice = pd.concat([table, table[["loss"]]], axis=1)
-    with pytest.raises(ValueError, match="column loss .*got it 2 times"):
+    with pytest.raises(ValueError, match="column loss .* 2 times"):
         fit(twice, n_params_convention="total")
 
 
