@@ -450,8 +450,8 @@ class Study(Result):
         if plan is None and (earlier := planning.replaced_by(planned, self.ledger)):
             self._display.line(
                 f"plan {planned.key} ({planned.model}, forecast {planned.forecast.loss:.4f}) replaces plan {earlier.key} "
-                f"({earlier.model}, forecast {earlier.forecast.loss:.4f}): results were added since; --plan {earlier.key} "
-                "promotes the earlier one"
+                f"({earlier.model}, forecast {earlier.forecast.loss:.4f}): results or settings have changed since; "
+                f"--plan {earlier.key} promotes the earlier one"
             )
         plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):

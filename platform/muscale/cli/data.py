@@ -30,16 +30,16 @@ def check(study: StudyFile, *, options: Options = Options()) -> int:
     """Look for held-out text in the training text; exit code 1 if there is more than corpus.most_leaked allows.
 
     Print the share found in each source, the files and lines of the worst passages (up to 1,000 with --json), and the share of
-    near-duplicates within the training text. The study's
-    other commands run the same check once for each corpus, and the gate of a full run includes its result.
+    near-duplicates within the training text. The study's other commands look for held-out text once for each corpus, and the
+    gate of a full run includes the result.
     """
 
     def ending(opened: Study, found: LeakCheck) -> Ending:
         if found.passed:
             return Ending(next=(options.line("run", study, "--dry-run"),))
-        if (clean := opened.config.corpus.clean) and clean.is_on:
-            return Ending()  # what is left, no step removes
-        return Ending(next=(options.line("data clean", study, "--set", "corpus.clean.exact_duplicates=global"),))
+        if (clean := opened.config.corpus.clean) and clean.leaks:
+            return Ending()  # no step removes the rest
+        return Ending(next=(options.line("data clean", study, "--set", "corpus.clean.leaks=true"),))
 
     return run_stage(
         study,

@@ -108,12 +108,14 @@ def test_cleaning_opens_the_gate_that_a_copied_file_closes(make_study: MakeStudy
     assert "Held-out text in the training text" in sections
 
 
-def test_the_commands_that_a_check_names_open_a_gate_that_copies_closed(
-    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("copied", [True, False], ids=["a copy", "a passage"])
+def test_the_commands_that_a_check_names_open_a_gate_that_leaks_closed(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str], copied: bool
 ) -> None:
     path = make_study()
-    held_out, training = with_leak(path, leaked=False)
-    shutil.copy(path.parent / "files" / held_out, path.parent / "files" / training)
+    held_out, training = with_leak(path, leaked=not copied)
+    if copied:
+        shutil.copy(path.parent / "files" / held_out, path.parent / "files" / training)
     command, done = ["data", "check", str(path)], []
     for _ in range(3):
         shown = muscale(capsys, *command)
