@@ -111,7 +111,7 @@ def _shorter(plan: TrialPlan, record: Record, rung: int) -> Iterator[str]:
     """Warning that the winner is of a shorter length than the search's, with the number of trials that diverged at that one."""
     if rung < plan.top:
         yield (
-            f"the winner has {plan.run_tokens(rung):,} tokens, not of {plan.run_tokens(plan.top):,}: no trial has a loss there, "
+            f"the winner has {plan.run_tokens(rung):,} tokens, not {plan.run_tokens(plan.top):,}: no trial has a loss there, "
             f"and {len(record.ranking(plan.top))} diverged before they reached it"
         )
 
