@@ -87,7 +87,7 @@ def near_duplicate_shares(
             for document, verdict in judge(shard):
                 counts[shard.source].update(
                     documents=1,
-                    duplicates=bool(verdict.reason),
+                    duplicates=int(bool(verdict.reason)),
                     n_bytes=document.n_bytes,
                     duplicate_bytes=document.n_bytes if verdict.reason else 0,
                 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from proxy_models.data.cleaning import duplicate_share
-from proxy_models.data.cleaning.duplicate_share import near_duplicate_shares
+from proxy_models.data.cleaning.duplicate_share import NearDuplicateShare, near_duplicate_shares
 from proxy_models.data.documents import in_validation
 from proxy_models.data.sources import Source
+from proxy_models.serialization import converter
 from tests.proxy_models.data.cleaning.test_clean import FRACTION, on_side, text_of, write_lines
 
 
@@ -55,3 +57,13 @@ def test_a_source_without_training_text_has_no_duplicates(tmp_path: Path) -> Non
     source = write_lines(tmp_path / "t", [text_of(0)] * 3)
     (found,) = near_duplicate_shares({"a": source}, validation_fraction=1.0).values()
     assert (found.documents, found.share) == (0, 0)
+
+
+def test_the_share_of_a_single_document_is_recorded_as_of_many(tmp_path: Path) -> None:
+    """A ledger gives back what it was given, and takes whole numbers only."""
+    found = near_duplicate_shares(
+        {"one": write_lines(tmp_path / "one", on_side(False, 1, 0))}, validation_fraction=FRACTION
+    )
+    assert (found["one"].documents, found["one"].duplicates) == (1, 0)
+    recorded = json.loads(json.dumps(converter.unstructure(found)))
+    assert converter.structure(recorded, dict[str, NearDuplicateShare]) == found
