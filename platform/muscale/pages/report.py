@@ -188,13 +188,14 @@ def _data_sections(contents: ReportContents) -> Iterator[Section]:
         table = removal_table(removed)
         table["removed"] = table["removed"].map("{:.1%}".format)
         yield Section(title="Cleaning", command="data clean", about=about, table=as_table(table))
-        about = "Some of the documents and lines that were removed, with the reasons."
-        yield Section(
-            title="Examples of what was removed",
-            command="data clean",
-            about=about,
-            table=as_table(removal_examples(removed)),
-        )
+        examples = removal_examples(removed)
+        if len(examples):
+            yield Section(
+                title="Examples of what was removed",
+                command="data clean",
+                about="Some of the documents and lines that were removed, with the reasons.",
+                table=as_table(examples),
+            )
     if leaks := contents.leaks:
         yield Section(
             title="Held-out text in the training text",

@@ -108,6 +108,17 @@ def test_cleaning_opens_the_gate_that_a_copied_file_closes(make_study: MakeStudy
     assert "Held-out text in the training text" in sections
 
 
+def test_a_report_of_cleaning_that_removed_nothing_has_no_examples(make_study: MakeStudy) -> None:
+    path = make_study()
+    with_leak(path, leaked=False)
+    path.write_text(path.read_text() + '\n[corpus.clean]\nexact_duplicates = "global"\n')
+    study = Study.open(path, quiet=True)
+    assert len(study.corpus.sources) == 1
+    titles = [section.title for section in sections_of(gather(study.contents, Findings()))]
+    assert "Cleaning" in titles
+    assert "Examples of what was removed" not in titles
+
+
 @pytest.mark.parametrize("copied", [True, False], ids=["a copy", "a passage"])
 def test_the_commands_that_a_check_names_open_a_gate_that_leaks_closed(
     make_study: MakeStudy, capsys: pytest.CaptureFixture[str], copied: bool
