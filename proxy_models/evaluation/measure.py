@@ -1,0 +1,120 @@
+"""What an evaluation is made of: a model with its weights, and measures that give scores.
+
+A measure does not know where the weights come from: a ladder run, a checkpoint of a full run or a bundle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.tokenizer import Tokenizer
+from proxy_models.training.numerics import Numerics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of an evaluation.
+
+    Attributes:
+        measure: Name of the measure, such as "tasks".
+        name: What was measured: a task, a source, a component; "" if the measure has a single number.
+        metric: Name of the number, such as "bits_per_byte" or "accuracy".
+        value: The number.
+        standard_error: Of the value over items; None if it has none.
+        n: Items.
+    """
+
+    measure: str
+    name: str
+    metric: str
+    value: float
+    standard_error: float | None
+    n: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The score as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Read what `to_dict` wrote."""
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text sample.
+
+    Attributes:
+        prompt: Start of a document.
+        text: Text generated after the prompt.
+    """
+
+    prompt: str
+    text: str
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a measure found about one model.
+
+    Attributes:
+        samples: Texts, for a measure that generates them.
+    """
+
+    scores: tuple[Score, ...]
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model with its weights, as measures see it.
+
+    Attributes:
+        model: The model, unsharded, on its device, in the precision of its run, and in evaluation mode.
+        numerics: Numerics of its run: member, seed and held-out tokens.
+        corpus: The corpus of its run.
+        tokens: Tokens trained so far.
+        progress: Folder of this evaluation, where a measure that takes long keeps what it has done, in a file named after its key, so
+            that it continues after an interruption; None keeps nothing.
+    """
+
+    model: nn.Module
+    numerics: Numerics
+    corpus: Corpus
+    tokens: int
+    progress: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The corpus's tokenizer; raises CorpusError if it has none."""
+        return self.corpus.tokenizer()
+
+
+class Measure(Protocol):
+    """One kind of measurement; picklable, because workers run it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the measure, the same as in its scores."""
+
+    @property
+    def key(self) -> str:
+        """Hash of everything but the weights that determines the scores."""
+
+    def measure(self, subject: Subject) -> Measurement:
+        """Measure a model; its weights and mode are as before afterwards."""
