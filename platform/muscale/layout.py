@@ -10,6 +10,7 @@ CORPUS = "corpus"  # token files and manifest
 CLEANED = "cleaned"  # a folder of cleaned text for each setting of [corpus.clean]
 CORPORA = "corpora"  # a folder for each corpus of a continuation or a variant
 STATES = "states"  # training states from which other runs start
+EVALUATED = "evaluated"  # a folder for each evaluated point of a training: answers of the model to each item of a task
 CURVES = "curves"  # measurements of every step of a segment
 PROGRAM_RUNS = "program_runs"  # a folder for each segment that a [trainer] program is training: job, state, output
 STALLS = "stalls"  # stack traces of runs that were ended because they took no step

@@ -37,6 +37,7 @@ from muscale.programs.program_family import files_of
 from muscale.progress import Display, following, silent
 from muscale.proxies import comparison, transfer
 from muscale.proxies.comparison import Comparison
+from muscale.proxies.ladder import evaluated
 from muscale.proxies.leak_check import LeakCheck, check_leaks, count_near_duplicates, known_leaks
 from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
@@ -346,7 +347,9 @@ class Study(Result):
         return self._stages.ladder()
 
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
-        """Train the runs of a stage that the ledger does not have."""
+        """Train the runs of a stage that the ledger does not have, and measure the ladder's as set in [scores]."""
+        if self.config.scores and stage == "ladder":
+            jobs = evaluated(jobs, self.config.scores, self.directory)
         finish_stage(stage, jobs, self.ledger, self.config.resources, self._display)
 
     def fit(self) -> ScalingFit:

@@ -17,6 +17,8 @@ from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.architecture.sharded import have_same_values, laid_out
 from proxy_models.files import atomic_write
 
+WEIGHT = "weight/"  # prefix of a weight's name in a state
+
 
 class StateError(ValueError):
     """Error for a file without a complete training state: the file is truncated, or changed after writing."""
@@ -104,7 +106,7 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """Return copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
     tensors = {}
     for name, parameter in module.named_parameters():
-        tensors[f"weight/{name}"] = parameter.detach().clone()
+        tensors[f"{WEIGHT}{name}"] = parameter.detach().clone()
         for kind, value in optimizer.state[parameter].items():
             tensors[f"{kind}/{name}"] = value.clone()
     return tensors

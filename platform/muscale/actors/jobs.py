@@ -12,24 +12,31 @@ from typing import Any
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.actors.trial_retries import Attempts
 from muscale.actors.tune_run import run_with_tune
-from muscale.actors.work import LOSS, Next, Reach, report
+from muscale.actors.work import LOSS, Next, Trains, report
 from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
+from muscale.store.evaluations import Evaluated, missing
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import runs
 from muscale.store.lineage import Chain, stems
+from muscale.store.outcome import Outcome
 from proxy_models.recipes.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to its annealed end, and its purpose."""
+    """One run to its annealed end, and its purpose.
+
+    Attributes:
+        evaluated: Points of the run at which measures are taken, ascending; the last may be its end.
+    """
 
     purpose: str
     label: str
     hyperparameters: Hyperparameters
     chain: Chain
+    evaluated: tuple[Evaluated, ...] = ()
 
     def row(self, key: str) -> dict[str, Any]:
         """The run as a row of the ledger, with the key of the segment that ends it."""
@@ -62,7 +69,7 @@ def finish_stage(
         StageError: If a run failed at every attempt or no worker can train; all other runs have been trained.
     """
     wanted = {job.chain.key: job for job in jobs}
-    known = ledger.outcomes(job.chain for job in wanted.values())
+    known = _finished(wanted, ledger)
     for key, outcome in known.items():
         ledger.insert(runs, **wanted[key].row(outcome.key))
     unknown = {key: job for key, job in wanted.items() if key not in known}
@@ -73,7 +80,18 @@ def finish_stage(
     with display.stage(stage) as update:
         progress = _Progress(update, n_wanted=len(wanted), n_done=len(known), total=total, unknown=unknown)
         work = StageRuns(stage, unknown, ledger, progress)
-        run_with_tune(work, RunSteps({key: job.chain for key, job in unknown.items()}), ledger, resources)
+        run_with_tune(work, RunSteps(unknown), ledger, resources)
+
+
+def _finished(jobs: Mapping[str, Job], ledger: Ledger) -> dict[str, Outcome]:
+    """The outcomes of the jobs of which nothing is left to train or to evaluate, by key."""
+    known = ledger.outcomes(job.chain for job in jobs.values())
+    left = {point.chain.key for point in missing(ledger, [point for job in jobs.values() for point in job.evaluated])}
+    return {
+        key: outcome
+        for key, outcome in known.items()
+        if outcome.diverged or left.isdisjoint(point.chain.key for point in jobs[key].evaluated)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +109,17 @@ class StemRuns:
 
 @dataclass(frozen=True)
 class RunSteps:
-    """Trains the runs of a stem one after the other, in a worker's process."""
+    """Trains the runs of a stem one after the other, in a worker's process, and evaluates them on the way."""
 
-    chains: Mapping[str, Chain]
+    jobs: Mapping[str, Job]
 
-    def __call__(self, config: Mapping[str, Any], reach: Reach) -> Iterator[dict[str, Any]]:
+    def __call__(self, config: Mapping[str, Any], worker: Trains) -> Iterator[dict[str, Any]]:
         """A report for each run."""
         for key in config["runs"]:
-            outcome = reach(self.chains[key])
+            job = self.jobs[key]
+            for point in job.evaluated:
+                worker.evaluate(point)
+            outcome = worker.reach(job.chain)
             yield report(outcome.loss, run=key, segment=outcome.key)
 
 

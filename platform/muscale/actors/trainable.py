@@ -36,7 +36,7 @@ class Training(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Begin another job in this process."""
-        self._steps = self._begin(new_config, self._worker.reach)
+        self._steps = self._begin(new_config, self._worker)
         return True
 
     def step(self) -> dict[str, Any]:

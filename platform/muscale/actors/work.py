@@ -7,12 +7,24 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from muscale.store.evaluations import Evaluated
     from muscale.store.lineage import Chain
     from muscale.store.outcome import Outcome
 
-Reach: TypeAlias = "Callable[[Chain], Outcome]"
-"""Trains a chain to its end, as far as the ledger does not know it."""
-Steps: TypeAlias = "Callable[[Mapping[str, Any], Reach], Iterator[dict[str, Any]]]"
+
+class Trains(Protocol):
+    """What a job asks of a worker."""
+
+    def reach(self, chain: Chain) -> Outcome:
+        """Train a chain to its end, as far as the ledger does not know it."""
+        ...
+
+    def evaluate(self, point: Evaluated) -> Outcome:
+        """Reach a point, and take its measures that the ledger lacks."""
+        ...
+
+
+Steps: TypeAlias = "Callable[[Mapping[str, Any], Trains], Iterator[dict[str, Any]]]"
 """Trains one job, given the config of its Tune trial; yields a report after each step, with the loss as `LOSS`."""
 
 LOSS = "loss"

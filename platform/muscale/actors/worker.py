@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,20 +16,24 @@ from muscale.actors.corpora import open_corpus
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.fingerprint import require_same_package
-from muscale.layout import CORPUS, CURVES, STALLS, STATES
+from muscale.layout import CORPUS, CURVES, EVALUATED, STALLS, STATES
 from muscale.programs.program_trainer import ProgramTrainer
+from muscale.store.evaluations import Evaluated, missing, record
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import retrained
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.measure import Subject
+from proxy_models.evaluation.subject import subject_of
 from proxy_models.files import atomic_write
 from proxy_models.training.attended import attended_length
 from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import datasheet_flops
-from proxy_models.training.state import StateError, TrainState
+from proxy_models.training.optimizer import multipliers_of
+from proxy_models.training.state import WEIGHT, StateError, TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
 
 if TYPE_CHECKING:
@@ -96,10 +101,39 @@ class Worker:
         ):  # so that a neighbour's allocations don't fail because of ours
             torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)
 
+    def evaluate(self, point: Evaluated) -> Outcome:
+        """Reach the end of the point's chain, and take the measures of its weights that the ledger lacks."""
+        outcome = self.reach(point.chain, goes_on=bool(missing(self.ledger, [point])))
+        if outcome.diverged or not missing(self.ledger, [point]):
+            return outcome
+        with lease(self.ledger, f"evaluation of {point.chain.key}") as token:
+            ledger = self.ledger.under(f"evaluation of {point.chain.key}", token)
+            for wanted in missing(ledger, [point]):  # none if another worker has taken them meanwhile
+                subject = self._subject(point.chain)
+                for measure in wanted.measures:
+                    began = time.perf_counter()
+                    found = measure.measure(subject)
+                    record(ledger, point.chain, measure, found, seconds=time.perf_counter() - began)
+        return outcome
+
+    def _subject(self, chain: Chain) -> Subject:
+        """The weights at the end of a chain that was reached, as measures see them."""
+        self._read_corpus(chain.numerics.corpus_key)
+        state, recipe = self._state(chain), chain.last.recipe
+        return subject_of(
+            {n.removeprefix(WEIGHT): tensor for n, tensor in state.tensors.items() if n.startswith(WEIGHT)},
+            chain.numerics,
+            multipliers_of(chain.numerics.parametrization(recipe.optimizer), recipe),
+            corpus=self.trainer.corpus,
+            tokens=chain.last.end,
+            device=self.trainer.device,
+            progress=self.directory / EVALUATED / chain.key,
+        )
+
     def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
         """Return the outcome at the end of the chain, training only the part that the ledger lacks.
 
-        The state after annealing is kept only if training continues from it, as between cycles.
+        The state after annealing is kept only if training continues from it, as between cycles, or it is evaluated.
         """
         if known := self.ledger.outcome(chain):
             return known

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from muscale.errors import StageError
 from muscale.search.prior_runs import differs_in
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
+from muscale.settings.scores import ScoresSettings
 from muscale.settings.tables import FitSettings
-from muscale.store.lineage import Chain
+from muscale.store.evaluations import Evaluated
+from muscale.store.lineage import Chain, stems
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
@@ -108,6 +111,27 @@ def ladder_jobs(
             label=str(stem) if len(config.ladder.seeds) == 1 else f"{stem}, seed {seed}",
         )
     return jobs
+
+
+def evaluated(jobs: Sequence[Job], settings: ScoresSettings, study: Path) -> list[Job]:
+    """Return the jobs with the points at which [scores] measures them: `checkpoints` of each run, its end the last.
+
+    Back from where a run's cooldown begins, or from its end, the lengths fall by `SPACING`, as do those of a stem's branches: so they
+    share these points. A run has fewer points if earlier ones would lie in its warmup.
+    """
+    always, at_end = settings.measures(study)
+    by_key, found = {job.chain.key: job for job in jobs}, []
+    for runs in stems([job.chain for job in jobs]).values():
+        whole, warmup = by_key[runs[0].key].hyperparameters.whole_batches, runs[0].segments[0].recipe.warmup_tokens
+        before = [chain.last.start or whole(chain.last.end / SPACING) for chain in runs]
+        while len(before) < len(runs) + settings.checkpoints - 2 and warmup < whole(before[0] / SPACING) < before[0]:
+            before.insert(0, whole(before[0] / SPACING))
+        for end, chain in enumerate(runs, start=len(before) - len(runs) + 1):
+            own = before[max(0, end - settings.checkpoints + 1) : end]
+            points = [Evaluated(chain=chain.until(tokens), measures=always) for tokens in own]
+            points.append(Evaluated(chain=chain, measures=(*always, *at_end)))
+            found.append(replace(by_key[chain.key], evaluated=tuple(points)))
+    return found
 
 
 def law_rows(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muscale.actors.work import Reach, report
+from muscale.actors.work import Trains, report
 from muscale.search.sweep_jobs import JOB, AnnealJob, job_from_json
 from muscale.search.trial import TrialPlan
 
@@ -26,16 +26,16 @@ class SweepSteps:
     plan: TrialPlan
     rank_by: RankBy
 
-    def __call__(self, config: Mapping[str, Any], reach: Reach) -> Iterator[dict[str, Any]]:
+    def __call__(self, config: Mapping[str, Any], worker: Trains) -> Iterator[dict[str, Any]]:
         """A report for each rung with the loss that trials are ranked by, or one for an annealed run."""
         plan, job = self.plan, job_from_json(config[JOB])
         if isinstance(job, AnnealJob):
-            yield report(reach(plan.branch(job.path, job.rung, seed=job.seed)).loss)
+            yield report(worker.reach(plan.branch(job.path, job.rung, seed=job.seed)).loss)
             return
         for rung in range(job.first, plan.top + 1):
-            outcome = reach(plan.rung(job.path, rung))
+            outcome = worker.reach(plan.rung(job.path, rung))
             yield report(
-                rung_loss(plan, job.path, rung, outcome, rank_by=self.rank_by, reach=reach),
+                rung_loss(plan, job.path, rung, outcome, rank_by=self.rank_by, worker=worker),
                 rung=rung,
                 segment=outcome.key,
                 tokens=plan.rung_tokens[rung] - (plan.rung_tokens[rung - 1] if rung else 0),
@@ -44,12 +44,12 @@ class SweepSteps:
 
 
 def rung_loss(
-    plan: TrialPlan, path: ConfigHistory, rung: int, outcome: Outcome, *, rank_by: RankBy, reach: Reach
+    plan: TrialPlan, path: ConfigHistory, rung: int, outcome: Outcome, *, rank_by: RankBy, worker: Trains
 ) -> float | None:
-    """Loss by which a trial with this outcome is ranked at a rung, None after a divergence; `reach` trains an annealed end."""
+    """Loss by which a trial with this outcome is ranked at a rung, None after a divergence; the worker trains an annealed end."""
     if outcome.diverged:
         return None
     if rank_by == "annealed" and plan.has_branch(rung):
-        return reach(plan.branch(path, rung)).loss
+        return worker.reach(plan.branch(path, rung)).loss
     averaged = rank_by == "averaged" and outcome.averaged_loss is not None
     return outcome.averaged_loss if averaged else outcome.loss

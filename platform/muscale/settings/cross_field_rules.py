@@ -52,6 +52,8 @@ def _trainer_errors(config: StudyTables) -> Iterator[str]:
     """Settings that a study whose [trainer] is a program can't have."""
     if "corpus" in config.model_fields_set:
         yield "corpus: the [trainer] program reads its own data; leave out [corpus] and name the data in trainer.data"
+    if config.scores:
+        yield "scores: a study with [trainer] can't have it, because the weights are the program's; leave out [scores]"
     if (ranks := config.resources.ranks_per_trial) > 1:
         yield f"resources.ranks_per_trial: must be 1 with [trainer], because its program starts its own ranks; got {ranks}"
     if doublings := config.hyperparameters.batch_doublings:

@@ -15,6 +15,7 @@ from muscale.settings.corpus import CorpusSettings
 from muscale.settings.own_model import OwnModel
 from muscale.settings.plan import PlanSettings, Stem
 from muscale.settings.promote import PromoteSettings
+from muscale.settings.scores import ScoresSettings
 from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.trainer import TrainerSettings
@@ -158,6 +159,7 @@ class StudyTables(StrictTable):
     variants: dict[str, VariantSettings] = Field(default_factory=dict)
     compare: CompareSettings = CompareSettings()
     trainer: TrainerSettings | None = None
+    scores: ScoresSettings | None = None
     resources: ResourceSettings = ResourceSettings()
     numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
@@ -253,6 +255,8 @@ class StudyTables(StrictTable):
             del plain["sweep"]["tune"]  # so that sweeps without it keep their recorded form
         if self.trainer is None:
             del plain["trainer"]  # so that studies without [trainer] keep their recorded form
+        if self.scores is None:
+            del plain["scores"]
         return plain
 
     def shared_numerics(self, corpus: Corpus) -> Numerics:

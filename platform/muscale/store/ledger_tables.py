@@ -160,6 +160,7 @@ class ResultKind(StrEnum):
     CHECK = "check"
     LEAKS = "leaks"  # held-out text in the training text, of each corpus
     NEAR_DUPLICATES = "near_duplicates"  # within the training text, of each corpus
+    EVALUATION = "evaluation"  # of one measure, for the weights at one point of a training
     TRANSFER = "transfer"
     COMPARISON = "comparison"  # of the study's variants
     OUTSIDE_RESULTS = "outside_results"  # used by a sweep

@@ -47,6 +47,11 @@ class Chain:
         """The chain before the last segment."""
         return replace(self, segments=self.segments[:-1]) if len(self.segments) > 1 else None
 
+    def until(self, tokens: int) -> Chain:
+        """The beginning of the chain, up to so many tokens; a segment that ends later is cut."""
+        kept = [segment for segment in self.segments if segment.start < tokens]
+        return replace(self, segments=(*kept[:-1], replace(kept[-1], end=min(kept[-1].end, tokens))))
+
     def _last_to_dict(self) -> dict[str, Any]:
         own = self.last.to_dict()
         return (

@@ -63,6 +63,12 @@ def find(
     return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
 
 
+def result_keys(connection: sa.Connection, kind: str) -> set[str]:
+    """The keys of all results of a kind."""
+    table = metadata.tables["results"]
+    return set(connection.execute(sa.select(table.c.key).where(table.c.kind == kind)).scalars())
+
+
 def sweep_rows(connection: sa.Connection, sweep: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of a sweep by table, in order, on one snapshot; otherwise a decision could refer to a trial that was not read."""
     order = {"rounds": "round", "trials": "sequence", "rungs": "sequence", "decisions": "sequence"}

@@ -57,7 +57,7 @@ class StudyTrainable(tune.Trainable):
         """Train to the next rung, and at the last one to the annealed end; one that has diverged trains nothing more."""
         plan, rung = self._plan, self._rung
         outcome = self._worker.reach(plan.rung(self._path, rung))
-        loss = rung_loss(plan, self._path, rung, outcome, rank_by=self._settings.rank_by, reach=self._worker.reach)
+        loss = rung_loss(plan, self._path, rung, outcome, rank_by=self._settings.rank_by, worker=self._worker)
         self._rung += 1
         result = {
             "loss": MOST_UNIFORMS * math.log(plan.numerics.model.vocab_size) if loss is None else loss,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
 from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
+from muscale.settings.scores import ScoresSettings
 from muscale.store.lineage import stems
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
@@ -257,3 +259,35 @@ def test_a_promotion_reports_the_loss_of_each_source_where_there_are_several() -
     several = Promotion.from_dict({**values, "source_losses": {"words": 0.5, "code": 1.25}})
     assert str(several) == f"{one}\n  words 0.5000, code 1.2500"
     assert Promotion.from_dict(several.to_dict()) == several
+
+
+def test_each_run_is_evaluated_at_points_that_the_branches_of_its_stem_share(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
+    found = ladder.evaluated(jobs, ScoresSettings(checkpoints=4, prompts=("a",)), Path())
+    assert sorted(job.chain.key for job in found) == sorted(job.chain.key for job in jobs)
+    for job in found:
+        tokens = [point.chain.last.end for point in job.evaluated]
+        assert len(tokens) == 4
+        assert tokens[-1] == job.chain.last.end
+        assert tokens[-2] == job.chain.last.start
+        ratios = [later / earlier for earlier, later in pairwise(tokens[:-1])]
+        assert ratios == pytest.approx([ladder.SPACING] * 2, rel=0.1)
+    points = {point.chain.key for job in found for point in job.evaluated}
+    n_stems = len(config.ladder.stems)
+    assert len(points) == n_stems * (2 + 2 + 2)  # two ends, two starts of cooldowns and two points before them
+
+
+def test_a_schedule_without_cooldown_is_evaluated_at_shorter_lengths_of_the_same_run(
+    config: StudyConfig, numerics: Numerics
+) -> None:
+    h = replace(config.hyperparameters, schedule="cosine")
+    jobs = ladder.branches(numerics, h, [16384], tuned_at=16384, purpose="ladder", label="w")
+    (job,) = ladder.evaluated(jobs, ScoresSettings(checkpoints=3, prompts=("a",)), Path())
+    assert [point.chain.last.end for point in job.evaluated] == [
+        h.whole_batches(h.whole_batches(16384 / ladder.SPACING) / ladder.SPACING),
+        h.whole_batches(16384 / ladder.SPACING),
+        16384,
+    ]
+    assert [point.chain.anneals for point in job.evaluated] == [False, False, True]
