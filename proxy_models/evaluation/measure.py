@@ -5,10 +5,10 @@ A measure does not know where the weights come from: a ladder run, a checkpoint 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -38,14 +38,9 @@ class Score:
     standard_error: float | None
     n: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """The score as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_dict` wrote."""
-        return cls(**values)
+    def __str__(self) -> str:
+        spread = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
+        return f"{' '.join(part for part in (self.name, self.metric) if part)} {self.value:.4g}{spread} ({self.n})"
 
 
 @dataclass(frozen=True, kw_only=True)

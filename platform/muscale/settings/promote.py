@@ -57,12 +57,10 @@ class PromoteSettings(StrictTable):
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
     evaluate_every_tokens: PositiveInt | None = None
-    # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task
+    # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task, by [scores] too
     evaluation: Literal["sync", "async"] = "sync"
     evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async" before the workers get theirs
     evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
-    prompts: tuple[str, ...] = ()  # for "async": text that every evaluated checkpoint continues
-    sample_tokens: PositiveInt = 64  # longest sample
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; not faults that would recur
     on_spike: Literal["stop", "skip", "rollback"] = "stop"  # "stop": ends at a loss that is not finite; see SpikePolicy
@@ -102,10 +100,6 @@ class PromoteSettings(StrictTable):
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
-        if self.evaluation == "sync":
-            for name in ("prompts", "evaluator_gpus"):
-                if value := getattr(self, name):
-                    raise ValueError(f'promote.{name} is for promote.evaluation = "async", got {value} with "sync"')
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
         if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):

@@ -47,6 +47,7 @@ from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
+from proxy_models.evaluation.samples import Samples
 from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant
@@ -384,7 +385,7 @@ def test_a_family_of_one_s_own_is_kept_as_data_and_built_again_only_by_whoever_a
     again = evaluate_unsharded(opened.module(), run.corpus, run.chain.numerics)["val_loss"]
     assert again == pytest.approx(run.loss, rel=1e-6)
     assert Recurrent.__module__ in sys.modules
-    newest = evaluate_checkpoint(run.directory, corpus=run.corpus.folder, prompts=["ab"], sample_tokens=3)
+    newest = evaluate_checkpoint(run.directory, [Samples(prompts=("ab",), n_tokens=3)], corpus=run.corpus.folder)
     assert newest.val_loss == pytest.approx(run.loss, rel=1e-6)
     assert len(newest.samples[0].text) == 3
     with pytest.raises(BundleError, match="width 32, depth 2 of.*:Recurrent"):

@@ -10,7 +10,7 @@ import pytest
 
 from muscale import Study, StudyConfig
 from muscale.findings import findings
-from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
+from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import write_report
@@ -19,6 +19,7 @@ from muscale.plans.next_stems import choose
 from muscale.plans.planning import Planner, register
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
+from proxy_models.evaluation.measure import Sample
 from tests.muscale.planted import large_and_small, planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]

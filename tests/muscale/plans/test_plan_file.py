@@ -90,13 +90,13 @@ def test_a_comment_is_no_edit(planned: MakePlan, ledger: Ledger) -> None:
     assert "# Reasons for this size." in path.read_text(), "a file that says the same is written anew"
 
 
-def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:
-    plan, config = planned("promote.evaluation=async", 'promote.prompts=["def f(", "\\n"]')
+def test_the_evaluation_of_the_run_can_be_edited(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned("promote.evaluation=async")
     path = write(plan, config, ledger.directory)
     assert read(path, ledger, config) == (plan, config)
     edit(path, "evaluator_cpus = 1.0", "evaluator_cpus = 2.0")
     _, edited = read(path, ledger, config)
-    assert (edited.promote.evaluator_cpus, edited.promote.prompts) == (2.0, ("def f(", "\n"))
+    assert (edited.promote.evaluation, edited.promote.evaluator_cpus) == ("async", 2.0)
 
 
 def test_a_forecast_along_the_run_is_checked_too(planned: MakePlan, ledger: Ledger) -> None:

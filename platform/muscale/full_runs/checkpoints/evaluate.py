@@ -1,4 +1,4 @@
-"""Evaluation of one checkpoint of a full run in one process: held-out loss by source, and text samples.
+"""Evaluation of one checkpoint of a full run in one process: held-out loss by source, and further measures.
 
 The evaluation needs the run's directory and corpus but neither Ray nor Lightning, and may run during the training.
 """
@@ -11,81 +11,78 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
+from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, require_intact, tokens_of
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
-from muscale.layout import RUN
-from proxy_models.architecture.families import import_family, parameter_shapes, with_weights
-from proxy_models.architecture.generate import continue_text
+from muscale.layout import EVALUATED, RUN
+from proxy_models.architecture.families import import_family, parameter_shapes
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
+from proxy_models.evaluation.measure import Measure, Subject
+from proxy_models.evaluation.subject import subject_of
 from proxy_models.training.device import usable
-from proxy_models.training.optimizer import set_multipliers
-
-SAMPLE_SEED = 0
-"""Seed for sampling; it is the same for all checkpoints, so that samples differ only because of the weights."""
 
 
 def evaluate_checkpoint(
     where: str | Path,
+    measures: Sequence[Measure] = (),
     *,
     corpus: str | Path | None = None,
     device: str = "cpu",
-    prompts: Sequence[str] = (),
-    sample_tokens: int = 64,
-    temperature: float = 1.0,
-    seed: int = SAMPLE_SEED,
+    keep_progress: bool = False,
 ) -> CheckpointEvaluation:
-    """Evaluate a checkpoint on the held-out sequences of its run, and generate samples from prompts.
+    """Evaluate a checkpoint on the held-out sequences of its run, and take further measures of it.
 
     Hashes are checked first. Only weights are read from the shards, and only torch's index of the shards is unpickled.
 
     Args:
         where: Directory of a full run, of which the newest intact checkpoint is used, or the folder of a checkpoint.
+        measures: Such as `Tasks` or `Samples` of `proxy_models`.
         corpus: Folder of the corpus, if it was moved since the run began.
         device: "cpu", "cuda" or "cuda:<number>".
-        prompts: Starts of the samples, one per sample.
-        sample_tokens: Most tokens of a sample.
-        temperature: 0 always takes the most likely token; otherwise tokens are sampled after dividing logits by the temperature.
+        keep_progress: Keep what long measures have done in the run's directory, so that a later call continues there.
 
     Raises:
         StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, differs from the run's,
-            or has no tokenizer for samples; or if the loss is not finite.
-        ValueError: If there is no such device, or a sampling argument is out of range.
+            or has no tokenizer for a measure; or if the loss is not finite.
+        ValueError: If there is no such device, or as the measures raise it.
     """
     began = time.perf_counter()
+    subject, path = subject_at(where, corpus=corpus, device=device, keep_progress=keep_progress)
+    return evaluation_of(subject, measures, path, began)
+
+
+def subject_at(
+    where: str | Path, *, corpus: str | Path | None = None, device: str = "cpu", keep_progress: bool = False
+) -> tuple[Subject, Path]:
+    """The weights of a checkpoint as measures see them, and its folder; arguments and errors as for `evaluate_checkpoint`."""
     directory, path = _located(Path(where))
     run = RunDescription.read(directory)
     text = _opened(Path(corpus) if corpus else run.corpus, run.numerics.corpus_key)
-    try:
-        tokenizer = text.tokenizer() if prompts else None
-    except CorpusError as error:
-        raise StageError(f"prompts: {error}") from error
-    model = _model(run, path, usable(device))
-    losses = evaluate_unsharded(model, text, run.numerics)
+    progress = directory / EVALUATED / path.name if keep_progress else None
+    return _subject(run, path, text, usable(device), progress), path
+
+
+def evaluation_of(subject: Subject, measures: Sequence[Measure], where: Path, began: float) -> CheckpointEvaluation:
+    """The evaluation of weights from a folder, begun at this `time.perf_counter`; raises as `evaluate_checkpoint`."""
+    losses = evaluate_unsharded(subject.model, subject.corpus, subject.numerics)
     if not math.isfinite(losses["val_loss"]):
-        raise StageError(f"{path}: the held-out loss is not finite")
-    written = [
-        continue_text(
-            model, tokenizer, prompt, sample_tokens, member=run.numerics.model, temperature=temperature, seed=seed
-        )
-        for prompt in prompts
-        if tokenizer
-    ]
+        raise StageError(f"{where}: the held-out loss is not finite")
+    try:
+        found = [measure.measure(subject) for measure in measures]
+    except CorpusError as error:
+        raise StageError(f"{where}: {error}") from error
     return CheckpointEvaluation(
-        checkpoint=path.name,
-        tokens=tokens_of(path),
+        checkpoint=where.name,
+        tokens=subject.tokens,
         **losses,
-        samples=tuple(
-            Sample(prompt=prompt, text=text, temperature=temperature, seed=seed)
-            for prompt, text in zip(prompts, written, strict=True)
-        ),
+        scores=tuple(score for each in found for score in each.scores),
+        samples=tuple(sample for each in found for sample in each.samples),
         seconds=time.perf_counter() - began,
     )
 
@@ -112,8 +109,10 @@ def _opened(folder: Path, key: str) -> Corpus:
     return corpus
 
 
-def _model(run: RunDescription, checkpoint: Path, device: torch.device) -> nn.Module:
-    """The unsharded model with a checkpoint's weights, read onto the device, in fp32."""
+def _subject(
+    run: RunDescription, checkpoint: Path, corpus: Corpus, device: torch.device, progress: Path | None
+) -> Subject:
+    """The unsharded model with a checkpoint's weights, read onto the device."""
     member, found = run.numerics.model, RecordReader(checkpoint).n_weights()
     if member.n_params_total > 4 * found:  # a model far too large would take long to describe
         raise StageError(
@@ -125,8 +124,14 @@ def _model(run: RunDescription, checkpoint: Path, device: torch.device) -> nn.Mo
         raise StageError(f"{checkpoint}: {error}") from error
     try:
         weights = read_weights(checkpoint, parameter_shapes(member), device=device)
-        model = with_weights(member, weights).to(device)
+        return subject_of(
+            weights,
+            run.numerics,
+            run.multipliers,
+            corpus=corpus,
+            tokens=tokens_of(checkpoint),
+            device=device,
+            progress=progress,
+        )
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
-    set_multipliers(model, run.multipliers)
-    return model.eval()

@@ -1,25 +1,11 @@
-"""The result of a checkpoint's evaluation: held-out loss by source, and text samples."""
+"""The result of a checkpoint's evaluation: held-out loss by source, scores and text samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from muscale.serialization import Recorded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A text sample.
-
-    Attributes:
-        prompt: Start of a document.
-        text: Text generated after the prompt.
-    """
-
-    prompt: str
-    text: str
-    temperature: float
-    seed: int
+from proxy_models.evaluation.measure import Sample, Score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +17,7 @@ class CheckpointEvaluation(Recorded):
         tokens: Tokens trained by then.
         val_loss: Held-out loss, as the run itself measures it.
         source_losses: Held-out loss of each source of a mixture; empty with one source.
+        scores: Scores of further measures.
         samples: One sample per prompt.
         seconds: Duration of the evaluation, with loading and sampling.
     """
@@ -39,6 +26,7 @@ class CheckpointEvaluation(Recorded):
     tokens: int
     val_loss: float
     source_losses: dict[str, float]
+    scores: tuple[Score, ...] = ()
     samples: tuple[Sample, ...] = ()
     seconds: float
 
@@ -46,5 +34,6 @@ class CheckpointEvaluation(Recorded):
         lines = [f"{self.checkpoint}: held-out loss {self.val_loss:.4f} nats per token"]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
+        lines += [f"  {score}" for score in self.scores]
         lines += [f"  {sample.prompt!r} → {sample.text!r}" for sample in self.samples]
         return "\n".join(lines)

@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from muscale.layout import EVALUATIONS
 from muscale.ray_connection import alive_nodes, format_resources, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
-from proxy_models.data.corpus import Corpus
-from proxy_models.data.sources import CorpusError
+from proxy_models.evaluation.measure import Measure
 
 _LOOK_SECONDS = 1.0  # interval between checks for a new checkpoint
 _ROOM_SECONDS = 60.0  # time for others to free the resources (assumed)
@@ -38,7 +37,9 @@ Fitting = Callable[[PromoteSettings], PromoteSettings]
 
 
 @contextmanager
-def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
+def async_evaluation_of(
+    run: FullRun, settings: PromoteSettings, resources: ResourceSettings, measures: Sequence[Measure] = ()
+) -> Iterator[Fitting]:
     """While a run is trained in the block, evaluate its newest checkpoints, one at a time.
 
     Results are appended to a file in the run's directory. The run itself evaluates its last checkpoint. When the block ends
@@ -46,22 +47,18 @@ def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: Reso
 
     Args:
         resources: Resources of one worker of the training.
+        measures: Taken of each evaluated checkpoint beside its loss.
 
     Yields:
         A function that limits settings to the workers that fit, for one attempt.
 
     Raises:
-        StageError: If the cluster has no room for the evaluator and the fewest workers, or the samples have no tokenizer.
+        StageError: If the cluster has no room for the evaluator and the fewest workers.
     """
     if settings.evaluation == "sync":
         yield lambda settings: settings
         return
-    if settings.prompts:
-        try:
-            Corpus.open(run.corpus).tokenizer()
-        except CorpusError as error:
-            raise StageError(f"promote.prompts: {error}") from error
-    reservation = _Reservation(settings)
+    reservation = _Reservation(settings, measures)
     try:
         reservation.wait()
         reservation.require_room(settings, resources)
@@ -89,7 +86,7 @@ def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, pa
 class _Reservation:
     """Reserved resources on one node, and the tasks on them."""
 
-    def __init__(self, settings: PromoteSettings) -> None:
+    def __init__(self, settings: PromoteSettings, measures: Sequence[Measure] = ()) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -114,8 +111,8 @@ class _Reservation:
         self._threads = max(1, int(settings.evaluator_cpus))
         self._options = {
             "device": "cuda" if settings.evaluator_gpus else "cpu",
-            "prompts": settings.prompts,
-            "sample_tokens": settings.sample_tokens,
+            "measures": tuple(measures),
+            "keep_progress": True,
         }
 
     def wait(self) -> None:

@@ -19,6 +19,7 @@ from muscale.ray_connection import alive_nodes, note_taken, require_room, room_f
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
+from proxy_models.evaluation.measure import Measure
 from proxy_models.files import atomic_write
 
 _TRAIN = {
@@ -35,6 +36,7 @@ def launch(
     *,
     name: str,
     worker: Callable[[dict[str, Any]], None] | None = None,
+    measures: Sequence[Measure] = (),
 ) -> dict[str, Any]:
     """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room.
 
@@ -43,6 +45,7 @@ def launch(
     Args:
         run: Run to train; the driver does not import Lightning.
         worker: Function of each worker; default: `train_worker`.
+        measures: For asynchronous evaluation, beside the loss.
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
@@ -58,7 +61,7 @@ def launch(
         with cluster(resources):
             require_room("promote", settings.sizes[0], resources.full_run_worker)
             note_taken("promote", settings.sizes[0], resources.full_run_worker)
-            with async_evaluation_of(run, settings, resources) as fitting:
+            with async_evaluation_of(run, settings, resources, measures) as fitting:
                 _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from muscale import CheckpointEvaluation, StageError, evaluate_checkpoint
+from muscale import CheckpointEvaluation, StageError
+from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, write_manifest
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
@@ -20,6 +21,7 @@ from muscale.layout import EVALUATIONS, METRICS, RUN
 from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import Mixture
+from proxy_models.evaluation.samples import Samples
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from tests.muscale.forked_ranks import BATCH, LETTERS, STEPS, rows, small_mixture, small_run
@@ -102,7 +104,8 @@ def test_two_sharded_ranks_measure_the_same_and_the_newest_is_taken(
 
 def test_samples_follow_their_seed_and_a_result_is_built_in_types(trained: FullRun) -> None:
     def written(**options: object) -> list[str]:
-        found = evaluate_checkpoint(trained.directory, prompts=("abc", "vw"), sample_tokens=20, **options)  # type: ignore[arg-type]
+        samples = Samples(prompts=("abc", "vw"), n_tokens=20, **options)  # type: ignore[arg-type]
+        found = evaluate_checkpoint(trained.directory, [samples])
         assert [sample.prompt for sample in found.samples] == ["abc", "vw"]
         assert CheckpointEvaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
         assert f"'abc' → {found.samples[0].text!r}" in str(found)

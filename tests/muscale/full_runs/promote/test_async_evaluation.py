@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from proxy_models.evaluation.held_out_loss import HeldOutLoss
 
-from muscale import StageError, evaluate_checkpoint, json_lines
+from muscale import StageError, json_lines
+from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
@@ -24,8 +25,7 @@ from muscale.layout import EVALUATIONS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import write_corpus
-from proxy_models.data.sources import Source
+from proxy_models.evaluation.samples import Samples
 from tests.muscale.forked_ranks import BATCH, small_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -93,17 +93,17 @@ def all_free() -> Iterator[None]:
 
 
 def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: FullRun) -> None:
-    given = settings(evaluator_cpus=0.5, prompts=("abcd",), sample_tokens=8)
-    with all_free(), async_evaluation_of(longer(run), given, SMALL):
+    given, measures = settings(evaluator_cpus=0.5), (HeldOutLoss(), Samples(prompts=("abcd",), n_tokens=8))
+    with all_free(), async_evaluation_of(longer(run), given, SMALL, measures):
         assert all_cpus() - free() == pytest.approx(0.5)
         until(lambda: len(recorded(run)) == 1, "the newest one's evaluation")
     (row,) = recorded(run)
-    alone = evaluate_checkpoint(run.directory, prompts=("abcd",), sample_tokens=8).to_dict()
+    alone = evaluate_checkpoint(run.directory, measures).to_dict()
     assert row.pop("seconds") > 0
     assert row == {name: value for name, value in alone.items() if name != "seconds"}
     assert row["tokens"] == BATCH * 18
 
-    with async_evaluation_of(longer(run), given, SMALL):
+    with async_evaluation_of(longer(run), given, SMALL, measures):
         time.sleep(0.8)
         assert len(recorded(run)) == 1, "a resumed run evaluates nothing twice"
         go_on(run, 20)
@@ -156,9 +156,13 @@ def test_a_failure_is_reported_once_and_a_pruned_checkpoint_is_none(
 
 
 def test_an_interruption_ends_running_evaluations_at_once(run: FullRun) -> None:
-    given = settings(prompts=("abcd",) * 100_000)  # it would write for an hour
+    samples = Samples(prompts=("abcd",) * 100_000)  # it would write for an hour
     began = time.monotonic()
-    with all_free(), pytest.raises(KeyboardInterrupt), async_evaluation_of(longer(run), given, SMALL):
+    with (
+        all_free(),
+        pytest.raises(KeyboardInterrupt),
+        async_evaluation_of(longer(run), settings(), SMALL, [samples]),
+    ):
         began = time.monotonic()
         time.sleep(2)  # it writes by now
         raise KeyboardInterrupt
@@ -186,16 +190,7 @@ def test_a_cluster_without_room_is_reported_before_training(run: FullRun) -> Non
             assert fitting(settings(workers=1)).workers == 1
 
 
-def test_within_reserves_nothing_and_prompts_need_a_tokenizer(run: FullRun, tmp_path: Path) -> None:
+def test_within_reserves_nothing(run: FullRun) -> None:
     with all_free(), async_evaluation_of(longer(run), PromoteSettings(), SMALL) as fitting:
         assert free() == all_cpus()
         assert fitting(PromoteSettings()) == PromoteSettings()
-    ids = tmp_path / "ids.bin"
-    (np.arange(40_000, dtype=np.uint16) % 200).tofile(ids)
-    given = write_corpus(tmp_path / "tokens", Source(kind="tokens", path=str(ids), dtype="uint16", vocab_size=200))
-    unwritten = longer(replace(run, corpus=given.folder))
-    with (
-        pytest.raises(StageError, match="promote.prompts:"),
-        async_evaluation_of(unwritten, settings(prompts=("a",)), SMALL),
-    ):
-        pytest.fail("training would begin")

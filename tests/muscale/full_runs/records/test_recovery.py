@@ -33,6 +33,7 @@ from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import TokenStream
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.samples import Samples
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import warmup_factor
 from proxy_models.recipes.segments import chain
@@ -221,7 +222,7 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
     run = replace(run, segments=long, checkpoint_every_tokens=BATCH * 50, evaluate_every_tokens=None, keep_last=99)
     whole = replace(run, directory=tmp_path / "whole", evaluate_every_tokens=BATCH * 50)
     train(whole)
-    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="async", prompts=("abcd",))
+    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="async")
     halves = ResourceSettings(cpus_per_worker=0.5)  # so that on two processors the evaluator has one
 
     def once(reached: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
@@ -252,7 +253,7 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
 
     later = run.directory / CHECKPOINTS / f"tokens={(saved[0] // (50 * BATCH) + 1) * 50 * BATCH}"
     killed = once(later.exists, kill_a_worker)
-    outcome = launch(run, settings, halves, name="killed")
+    outcome = launch(run, settings, halves, name="killed", measures=[Samples(prompts=("abcd",))])
     killed.join()
     assert len(starts()) == 3
     assert starts()[0] == 2
@@ -266,7 +267,7 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
     assert len({row["tokens"] for row in evaluations}) == len(evaluations)
     within = {row["tokens"]: row["val_loss"] for row in rows(whole) if "val_loss" in row}
     for row in evaluations:
-        alone = evaluate_checkpoint(run.directory / CHECKPOINTS / row["checkpoint"], prompts=("abcd",))
+        alone = evaluate_checkpoint(run.directory / CHECKPOINTS / row["checkpoint"], [Samples(prompts=("abcd",))])
         assert (row["val_loss"], row["samples"]) == (alone.val_loss, alone.to_dict()["samples"])
         if row["tokens"] in within:  # not after the notice
             assert row["val_loss"] == pytest.approx(within[row["tokens"]], rel=1e-3)
