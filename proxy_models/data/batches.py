@@ -94,6 +94,9 @@ class Stream(Protocol):
     def places(self, tokens_seen: int, batch_tokens: int) -> list[SequencePlace]:
         """Return the places in the corpus of the sequences of a step, as `batch` returns them for a single share."""
 
+    def starts_before(self, tokens_seen: int) -> dict[str, NDArray[np.int64]]:
+        """Return the first token of every sequence before a position of a run, by source, in the order of the run."""
+
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return (source, number of the epoch, tokens) for each epoch after the first that begins between two positions of a run."""
 
@@ -141,6 +144,10 @@ class TokenStream:
             SequencePlace(source=source, epoch=1 + number // size, start=start)
             for number, start in zip(numbers.tolist(), starts, strict=True)
         ]
+
+    def starts_before(self, tokens_seen: int) -> dict[str, NDArray[np.int64]]:
+        """Return the starts of sequences, as `Stream.starts_before` states."""
+        return {ONE_SOURCE: self._starts(np.arange(tokens_seen // self.context_length, dtype=np.uint64))}
 
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return the starts of epochs, as `Stream.epoch_starts` states."""
@@ -231,6 +238,14 @@ class MixtureStream:
             self.streams[source]._places(self.mixture.names[source], np.array([number]))[0]
             for source, number in zip(sources.tolist(), within.tolist(), strict=True)
         ]
+
+    def starts_before(self, tokens_seen: int) -> dict[str, NDArray[np.int64]]:
+        """Return the starts of sequences, as `Stream.starts_before` states; a source that no stage reads is missing."""
+        counts = self.interleaving.n_before(tokens_seen // self.context_length).tolist()
+        return {
+            name: stream._starts(np.arange(count, dtype=np.uint64))
+            for name, stream, count in zip(self.mixture.names, self.streams, counts, strict=False)
+        }
 
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return the starts of epochs, as `Stream.epoch_starts` states."""

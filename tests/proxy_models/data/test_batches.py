@@ -180,6 +180,16 @@ def test_each_source_of_a_mixture_is_read_in_the_order_of_its_own_stream(n: int,
             assert torch.equal(seen, alone.batch(0, len(seen) * CONTEXT))
 
 
+@pytest.mark.parametrize("n", [0, 1, 84, 900])
+def test_the_starts_before_a_position_are_the_places_of_its_sequences(n: int) -> None:
+    alone = TokenStream(tokens=numbered(8 * 30 + 3), context_length=CONTEXT, seed=2)
+    for source in (mixed(1), alone):
+        places = source.places(0, n * CONTEXT) if n else []
+        starts = source.starts_before(n * CONTEXT)
+        for name in {place.source for place in places} | starts.keys():
+            assert starts[name].tolist() == [place.start for place in places if place.source == name]
+
+
 @pytest.fixture(scope="module")
 def mixed_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     root = tmp_path_factory.mktemp("mixed")
