@@ -16,6 +16,7 @@ from proxy_models.architecture.family import Loss
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.device import CPU
+from proxy_models.training.held_out import pass_losses
 from proxy_models.training.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -58,25 +59,16 @@ class WarmModel:
         loss = self.family.training_loss
         self.loss: Loss = torch.compile(_own_code(loss), dynamic=False) if compiled and not mesh else loss
 
-    @torch.no_grad()
     def evaluate(self, sequences: Tensor, batch: int) -> float:
         """Return the mean loss over the sequences, nats per token, in passes of `batch` per rank, in the training's precision.
 
         The evaluation is eager and without dropout; all ranks return the same value.
         """
-        module, was_training = self.module, self.module.training
+        module, loss, device = self.module, self.family.evaluation_loss, sequences.device
         rank, ranks = (self._mesh.get_local_rank(), self._mesh.size()) if self._mesh else (0, 1)
-        module.eval()
-        losses = []
-        try:
-            with torch.compiler.set_stance("force_eager") if self._compiles_blocks else nullcontext():
-                for part in torch.split(sequences, batch * ranks):
-                    share = torch.tensor_split(part, ranks)[rank]
-                    # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
-                    losses.append(self.family.evaluation_loss(module, share if len(share) else part[:1]) * len(share))
-        finally:
-            module.train(was_training)
-        total = torch.stack(losses).sum()
+        with torch.compiler.set_stance("force_eager") if self._compiles_blocks else nullcontext():
+            passes = pass_losses(module, loss, sequences, device=device, batch=batch, rank=rank, ranks=ranks)
+        total = torch.stack([mean * size for mean, size in passes]).sum()
         if self._mesh:
             from proxy_models.training.fsdp import settle
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
+from muscale.full_runs.checkpoints.held_out import evaluation_of
 from muscale.full_runs.full_run import FullRun
 from proxy_models.architecture.families import family_of
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.device import evaluation_batch
 from proxy_models.training.fsdp import settle
+from proxy_models.training.held_out import source_losses
 
 
 class Evaluation:
