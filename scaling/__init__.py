@@ -9,6 +9,8 @@
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_two_step(runs, …), fit_downstream(rows)      accuracy through the task's loss         -> TwoStep, DownstreamLaw
     fit_score(models, metric="mmlu")         a score in N and D, with offsets of families     -> ScoreLaw
+    fit_task(runs, …)                        a task's score on one ladder, by the better of both -> TaskLaw
+    signal_to_noise(runs, metric)            do runs differ by more than their noise?       -> SignalToNoise
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -39,6 +41,8 @@ from scaling.decisions.next_runs import NextRuns, candidate_runs, next_runs
 from scaling.decisions.simulation import Simulation, isoflop_design, ladder_design, simulate
 from scaling.downstream.score_law import Emergence, ScoreForecast, ScoreLaw, fit_score
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
+from scaling.downstream.signal import SignalToNoise, signal_to_noise
+from scaling.downstream.task_law import TaskLaw, fit_task
 from scaling.downstream.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.errors import ScalingError
 from scaling.fits.backtest import Backtest, backtest
@@ -104,8 +108,10 @@ __all__ = [
     "ScoreLaw",
     "SearchBox",
     "SeedNoise",
+    "SignalToNoise",
     "Simulation",
     "TaskForecast",
+    "TaskLaw",
     "TiedChinchilla",
     "Transfer",
     "TwoStep",
@@ -130,6 +136,7 @@ __all__ = [
     "fit_response",
     "fit_schedule_law",
     "fit_score",
+    "fit_task",
     "fit_transfer",
     "fit_two_step",
     "fit_verdict",
@@ -139,5 +146,6 @@ __all__ = [
     "next_runs",
     "pareto_front",
     "seed_noise",
+    "signal_to_noise",
     "simulate",
 ]

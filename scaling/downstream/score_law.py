@@ -27,6 +27,7 @@ from scaling.presentation import lines, span
 from scaling.quantiles import tails
 from scaling.serialization import FittedResult, JsonResult
 
+DIRECT = "direct law"
 MIN_ROWS = 8
 MIN_FAMILIES = 5
 """Families from which the spread of a new one is credible (assumed)."""
@@ -41,9 +42,11 @@ class ScoreForecast(JsonResult):
     """Forecast of a future model's score.
 
     Attributes:
-        family: the model's family; None for one that was not seen.
+        family: the model's family; None for one that was not seen, "" if the rows have no families.
         value: the median.
         reasons: why the forecast is doubtful; empty if it is not.
+        method: the law behind the forecast (`scaling.downstream.task_law`).
+        errors: root mean square error of each law compared, on the largest runs, which were left out for that.
     """
 
     metric: str
@@ -55,12 +58,17 @@ class ScoreForecast(JsonResult):
     high: float
     level: float
     reasons: tuple[str, ...]
+    method: str = DIRECT
+    errors: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        of = "" if self.family == "" else f", {self.family or 'a new family'}"
+        missed = "; ".join(f"{name} {error:.2g}" for name, error in self.errors.items())
         return lines(
             {
                 self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
-                "at": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, {self.family or 'a new family'}",
+                "at": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens{of}",
+                "method": self.method + (f"; errors on the largest runs, left out: {missed}" if missed else ""),
                 "status": "doubtful: " + "; ".join(self.reasons) if self.reasons else "ok",
             }
         )
@@ -89,9 +97,9 @@ class Emergence(JsonResult):
         return self.n_params * self.tokens_per_param
 
     def __str__(self) -> str:
-        state = "above chance already" if self.seen else "not yet above chance"
+        state = "above chance already; left it" if self.seen else "not yet above chance; expected to leave it"
         return (
-            f"{self.metric}: {state}; leaves it at {self.n_params:.3g} parameters ({self.level:.0%} within {self.low:.3g} to "
+            f"{self.metric}: {state} at about {self.n_params:.3g} parameters ({self.level:.0%} within {self.low:.3g} to "
             f"{self.high:.3g}) and {self.n_tokens:.3g} tokens"
         )
 
@@ -133,16 +141,9 @@ class ScoreLaw(FittedResult):
         Raises:
             ValueError: if a size or the level is out of range.
         """
-        from scipy.special import expit
-
-        size = np.log([positive("n_params", n_params), positive("n_tokens", n_tokens)])
-        rng, n = np.random.default_rng(seed), self._numbers
-        known = family if family in self.families else None
-        x = size - self.centre
-        student = np.sqrt(n.freedom / rng.chisquare(n.freedom)) * rng.standard_normal((2, len(self.draws)))
-        eta = n.intercept + n.slopes @ x + self._offset(known, rng) + n.scatter * student[0]
-        score = n.floor + (n.ceiling - n.floor) * expit(eta) + n.noise * student[1]
-        low, middle, high = np.clip(np.quantile(score, [*tails(level)[:1], 0.5, tails(level)[1]]), 0, self.most)
+        scores = self._scores(n_params, n_tokens, family, seed)
+        low, middle, high = np.clip(np.quantile(scores, [tails(level)[0], 0.5, tails(level)[1]]), 0, self.most)
+        known = self._known(family)
         return ScoreForecast(
             metric=self.metric,
             n_params=float(n_params),
@@ -152,15 +153,31 @@ class ScoreLaw(FittedResult):
             low=float(low),
             high=float(high),
             level=level,
-            reasons=tuple(self._reasons(float(size.sum()), known)),
+            reasons=tuple(self._reasons(math.log(n_params * n_tokens), known)),
         )
+
+    def probability(
+        self, n_params: float, n_tokens: float, target: float, family: str | None = None, *, seed: int = 0
+    ) -> float:
+        """Probability that one model's score is at least the target; raises ValueError if a size is out of range."""
+        return float((self._scores(n_params, n_tokens, family, seed) >= target).mean())
+
+    def _scores(self, n_params: float, n_tokens: float, family: str | None, seed: int) -> Array:
+        """Draws of one model's score with its scatter, which may take it beyond the possible scores."""
+        from scipy.special import expit
+
+        x = np.log([positive("n_params", n_params), positive("n_tokens", n_tokens)]) - self.centre
+        rng, n = np.random.default_rng(seed), self._numbers
+        student = np.sqrt(n.freedom / rng.chisquare(n.freedom)) * rng.standard_normal((2, len(self.draws)))
+        eta = n.intercept + n.slopes @ x + self._offset(family, rng) + n.scatter * student[0]
+        return np.asarray(n.floor + (n.ceiling - n.floor) * expit(eta) + n.noise * student[1])
 
     def emergence(
         self, tokens_per_param: float = 20.0, family: str | None = None, level: float = 0.9, *, seed: int = 0
     ) -> Emergence:
         """Size at which the score has come `EMERGED` of the way from floor to ceiling, without a model's scatter."""
         rng, n = np.random.default_rng(seed), self._numbers
-        offset = self._offset(family if family in self.families else None, rng)
+        offset = self._offset(family, rng)
         ratio = math.log(tokens_per_param)
         needed = (
             math.log(EMERGED / (1 - EMERGED))
@@ -185,12 +202,14 @@ class ScoreLaw(FittedResult):
         floor, ceiling, intercept, for_n, for_d, *rest = self.draws.T
         return Numbers(floor, ceiling, intercept, np.stack([for_n, for_d], axis=1), *rest)
 
+    def _known(self, family: str | None) -> str | None:
+        """The family if the rows have it, "" if they have no families, else None."""
+        return "" if self.families == ("",) else family if family in self.families else None
+
     def _offset(self, family: str | None, rng: np.random.Generator) -> Array:
         """Draws of a family's offset; those of a new one come from the distribution of offsets."""
-        if family is not None:
-            return np.asarray(self._numbers.spread * self.offsets[:, self.families.index(family)])
-        if self.families == ("",):
-            return np.zeros(len(self.draws))
+        if (known := self._known(family)) is not None:
+            return np.asarray(self._numbers.spread * self.offsets[:, self.families.index(known)])
         return np.asarray(self._numbers.spread * rng.standard_t(OFFSET_FREEDOM, len(self.draws)))
 
     def _reasons(self, compute: float, family: str | None) -> list[str]:

@@ -80,12 +80,15 @@ class DownstreamLaw(FittedResult):
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
         """Interval for an uncertain loss: one loss for each draw, [n_draws], or several, [n_draws, n]."""
-        ends, each = tails(level), losses.reshape(len(self.draws), -1)
+        low, high = np.clip(np.quantile(self.scores(losses, seed=seed), tails(level)), 0, self.most)
+        return float(low), float(high)
+
+    def scores(self, losses: Array, *, seed: int = 0) -> Array:
+        """Draws of the metric of runs with uncertain losses, as for `interval_of`; scatter may take them beyond 0 and `most`."""
+        each = losses.reshape(len(self.draws), -1)
         values = _sigmoid(self.draws.T[:, :, None], each)[..., None]
         errors = np.random.default_rng(seed).standard_normal((*each.shape, 20))
-        scattered = values + self.scatters[:, None, None] * errors
-        low, high = np.quantile(scattered, ends)
-        return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
+        return np.asarray(values + self.scatters[:, None, None] * errors)
 
     def __str__(self) -> str:
         low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)

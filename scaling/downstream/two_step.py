@@ -82,9 +82,7 @@ class TwoStep(JsonResult):
             ValueError, ScalingError: for the reasons of `ScalingFit.forecast`.
         """
         ahead = self.loss.forecast(n_params, n_tokens, level)
-        deviation = ahead.log_scale * interval_factor(level) / two_sided(level)
-        errors = np.random.default_rng(seed).standard_normal((len(self.task.draws), _PER_DRAW))
-        low, high = self.task.interval_of(ahead.loss * np.exp(deviation * errors), level, seed=seed + 1)
+        low, high = self.task.interval_of(self._losses(ahead, seed), level, seed=seed + 1)
         reasons = [*ahead.reasons, *self.task.warnings]
         least, reach = self.task.loss_range[0], float(np.ptp(self.task.loss_range))
         if ahead.loss < least - reach / 2:
@@ -98,6 +96,17 @@ class TwoStep(JsonResult):
             loss=ahead,
             reasons=tuple(reasons),
         )
+
+    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
+        """Probability that one run's metric is at least the target; raises the errors of `forecast`."""
+        losses = self._losses(self.loss.forecast(n_params, n_tokens), seed)
+        return float((self.task.scores(losses, seed=seed + 1) >= target).mean())
+
+    def _losses(self, ahead: Forecast, seed: int) -> Array:
+        """Draws of the task's loss for each draw of the sigmoid, whose spread is that of the forecast's interval."""
+        deviation = ahead.log_scale * interval_factor(ahead.level) / two_sided(ahead.level)
+        errors = np.random.default_rng(seed).standard_normal((len(self.task.draws), _PER_DRAW))
+        return np.asarray(ahead.loss * np.exp(deviation * errors))
 
     def __str__(self) -> str:
         return f"step 1: task loss\n{self.loss}\n\nstep 2: {self.task.metric}\n{self.task}"

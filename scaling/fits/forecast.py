@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
+from scaling.checks import positive
 from scaling.fits.ensemble import Ensemble
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.presentation import counted, lines
@@ -44,6 +45,9 @@ NEAR_DECADES = 1.0
 """Decades of compute above the largest run within which FLOOR was measured and the form's error is assumed not to grow."""
 GROWTH = 2.0
 """Power of the distance with which the form's error grows beyond, as from an unknown curvature (see the head of this file)."""
+
+FREEDOM = 8
+"""Degrees of freedom of the log error's distribution, Student's t."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,12 @@ class Forecast(JsonResult):
     def compute_flops(self) -> float:
         """C = 6·N·D."""
         return float(compute_flops(self.n_params, self.n_tokens))
+
+    def probability(self, target: float) -> float:
+        """Probability that the loss is at most the target, by the interval's distribution: the bounds at 90 % have 5 % and 95 %."""
+        from scipy.special import stdtr
+
+        return float(stdtr(FREEDOM, math.log(positive("target", target) / self.loss) / self.log_scale))
 
     def __str__(self) -> str:
         """Loss, interval, position of the run, and whether the forecast is supported."""
@@ -138,7 +148,7 @@ def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> A
 
 
 def interval_factor(level: float) -> float:
-    """Factor k of the interval: the two-sided quantile of Student's t with 8 degrees of freedom.
+    """Factor k of the interval: the two-sided quantile of Student's t with `FREEDOM`.
 
     Values at 90 and 95 % were measured on the public ladders; at other levels the curve is our interpolation.
     """
@@ -146,4 +156,4 @@ def interval_factor(level: float) -> float:
 
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    return float(stdtrit(8, (1 + level) / 2))
+    return float(stdtrit(FREEDOM, (1 + level) / 2))

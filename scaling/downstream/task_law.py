@@ -1,0 +1,277 @@
+"""Law of a task's score over one ladder of runs, by the method that forecasts the ladder's largest runs better.
+
+    direct law     score as a sigmoid of ln N and ln D (`scaling.downstream.score_law`)
+    two steps      task's loss by a law in N and D, score as a sigmoid of that loss (`scaling.downstream.two_step`)
+    loss law       for a score that is positive and falls like a loss, such as bits per byte of the right answer: `fit` of the score
+
+The largest two sizes and lengths in compute are left out, both bounded laws are fitted to the rest and forecast them, and the law with
+the smaller root mean square error is fitted to all runs. The direct law is taken at equal errors, and where one of the laws can't be
+fitted to the rest: it needs no loss. A falling score has one law: a second step from loss to loss would add its error and no bound.
+
+A score whose signal is small next to its noise (`scaling.downstream.signal`) has a law to look at, but no forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from scaling.downstream.score_law import DIRECT, Emergence, ScoreForecast, ScoreLaw, fit_score
+from scaling.downstream.signal import MIN_RATIO, SignalToNoise, ends_and_checkpoints, signal_to_noise
+from scaling.downstream.two_step import TwoStep, fit_two_step
+from scaling.errors import ScalingError, TooFewRunsError
+from scaling.fits.as_found import NO_COLUMNS
+from scaling.fits.fitting import fit
+from scaling.fits.result import ScalingFit
+from scaling.fits.runs import Table
+from scaling.forms.law import NATS
+from scaling.presentation import lines
+from scaling.serialization import FittedResult
+
+TWO_STEPS, LOSS_LAW = "two steps", "loss law"
+HELD_OUT = 2
+"""Sizes and lengths, the largest in compute, whose forecasts compare the laws."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskLaw(FittedResult):
+    """Law of one task's score.
+
+    Attributes:
+        method: the chosen law.
+        errors: root mean square error of each law on the largest runs, which were left out for that; empty if not compared.
+        signal: signal and noise of the score; None if the table does not show the noise.
+        min_ratio: least signal to noise of a forecast.
+        direct: direct law; None for a falling score.
+        two_steps, loss_law: the chosen law, if it is one of these.
+    """
+
+    metric: str
+    method: str
+    errors: dict[str, float] = field(default_factory=dict)
+    signal: SignalToNoise | None
+    min_ratio: float
+    direct: ScoreLaw | None = None
+    two_steps: TwoStep | None = None
+    loss_law: ScalingFit | None = None
+    warnings: tuple[str, ...]
+
+    @property
+    def is_forecast(self) -> bool:
+        """Whether the signal is large enough next to the noise, or the noise is not known."""
+        return self.signal is None or self.signal.ratio >= self.min_ratio
+
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
+        """Forecast the score of one run by the chosen law.
+
+        Raises:
+            ValueError: a size or the level is out of range.
+            ScalingError: the signal is below `min_ratio` times the noise.
+        """
+        self._require_signal(n_params, n_tokens)
+        if self.loss_law:
+            ahead = self.loss_law.forecast(n_params, n_tokens, level)
+            value, low, high, reasons = ahead.loss, ahead.low, ahead.high, ahead.reasons
+        else:
+            law = self._bounded
+            found = law.forecast(n_params, n_tokens, level=level, seed=seed)
+            value, low, high, reasons = found.value, found.low, found.high, found.reasons
+        return ScoreForecast(
+            metric=self.metric,
+            n_params=float(n_params),
+            n_tokens=float(n_tokens),
+            family="",
+            value=value,
+            low=low,
+            high=high,
+            level=level,
+            reasons=(*self.warnings, *reasons, *self._at_chance(n_params, n_tokens)),
+            method=self.method,
+            errors=self.errors,
+        )
+
+    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
+        """Probability that one run's score reaches the target: at least the target, or for a falling score at most.
+
+        Raises:
+            ValueError, ScalingError: for the reasons of `forecast`.
+        """
+        self._require_signal(n_params, n_tokens)
+        if self.loss_law:
+            return self.loss_law.forecast(n_params, n_tokens).probability(target)
+        return self._bounded.probability(n_params, n_tokens, target, seed=seed)
+
+    def emergence(self, tokens_per_param: float = 20.0, level: float = 0.9) -> Emergence | None:
+        """Size at which the score leaves chance, by the direct law; None for a falling score."""
+        return self.direct.emergence(tokens_per_param, level=level) if self.direct else None
+
+    @property
+    def _bounded(self) -> ScoreLaw | TwoStep:
+        return cast(ScoreLaw | TwoStep, self.two_steps or self.direct)
+
+    def _require_signal(self, n_params: float, n_tokens: float) -> None:
+        if self.signal is not None and not self.is_forecast:
+            chance = "".join(f"; {sentence}" for sentence in self._at_chance(n_params, n_tokens))
+            raise ScalingError(
+                f"{self.metric}: signal to noise must be at least {self.min_ratio:g} for a forecast, got "
+                f"{self.signal.ratio:.3g}{chance}"
+            )
+
+    def _at_chance(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
+        """The size at which the score is expected to leave chance at this D/N, if no run is above chance."""
+        if self.direct is None or self.direct.rises:
+            return ()
+        return (str(self.direct.emergence(n_tokens / n_params)),)
+
+    def __str__(self) -> str:
+        compared = "; ".join(f"{name} {error:.3g}" for name, error in self.errors.items())
+        ratio = "not known" if self.signal is None else f"{self.signal.ratio:.3g}"
+        law = self.loss_law or self._bounded
+        rows = {
+            self.metric: self.method + (f"; errors on the largest runs, left out: {compared}" if compared else ""),
+            "signal to noise": ratio + ("" if self.is_forecast else f", below {self.min_ratio:g}: not forecast"),
+            "status": self.status_line,
+        }
+        return f"{lines(rows)}\n\n{law}"
+
+
+def fit_task(
+    runs: Table,
+    *,
+    n_params_convention: str,
+    metric: str = "accuracy",
+    falls: bool = False,
+    chance: float | None = None,
+    ceiling: float | None = None,
+    most: float = 1.0,
+    loss_unit: str = NATS,
+    min_ratio: float = MIN_RATIO,
+    n_bootstrap: int = 100,
+    seed: int = 0,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> TaskLaw:
+    """Fit a task's score over the runs of one ladder, by the law that forecasts the ladder's largest runs better.
+
+    Args:
+        runs: one row per evaluation, as for `signal_to_noise`. Ends of runs are annealed. Optional `task_loss`, for two steps:
+            the loss on the right answers' text, or the held-out loss; `standard_error` of the score; `stem`, as for `fit`.
+            Checkpoints enter the step from the loss to the score, and the noise.
+        falls: whether the score is positive and falls without bound, like bits per byte; then `chance`, `ceiling` and `most` do
+            not apply.
+        chance, ceiling, most: as for `fit_score`.
+        loss_unit: unit of the task's loss, or of a falling score, as for `fit`.
+        min_ratio: least signal to noise of a forecast.
+        columns: as for `fit`; `columns` may also name `task_loss`.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or an argument breaks its rule.
+        ScalingError: there are too few runs.
+    """
+    if not min_ratio >= 0:
+        raise ValueError(f"min_ratio must be at least 0, got {min_ratio!r}")
+    ends, checkpoints = ends_and_checkpoints(runs, metric, columns)
+    try:
+        signal = signal_to_noise(runs, metric, columns=columns)
+    except ScalingError:
+        signal = None
+    laws = _Laws(
+        metric=metric,
+        chance=chance,
+        ceiling=ceiling,
+        most=most,
+        n_params_convention=n_params_convention,
+        loss_unit=loss_unit,
+        n_bootstrap=n_bootstrap,
+        seed=seed,
+    )
+    of_task = partial(
+        TaskLaw,
+        metric=metric,
+        signal=signal,
+        min_ratio=float(min_ratio),
+        warnings=()
+        if signal
+        else ("the noise of the score is not known: no seeds were repeated, and checkpoints are too few",),
+    )
+    if falls:
+        return of_task(method=LOSS_LAW, loss_law=laws.as_loss(ends))
+    errors = laws.errors(ends, checkpoints)
+    two_steps = laws.two_steps(ends, checkpoints) if errors and errors[TWO_STEPS] < errors[DIRECT] else None
+    return of_task(
+        method=TWO_STEPS if two_steps else DIRECT, errors=errors, direct=laws.direct(ends), two_steps=two_steps
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Laws:
+    """The laws with the arguments of `fit_task`."""
+
+    metric: str
+    chance: float | None
+    ceiling: float | None
+    most: float
+    n_params_convention: str
+    loss_unit: str
+    n_bootstrap: int
+    seed: int
+
+    def as_loss(self, ends: pd.DataFrame) -> ScalingFit:
+        return fit(
+            _columns(ends).assign(loss=ends[self.metric]),
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+            n_bootstrap=self.n_bootstrap,
+            seed=self.seed,
+        )
+
+    def direct(self, ends: pd.DataFrame) -> ScoreLaw:
+        return fit_score(
+            _columns(ends, self.metric, "standard_error"),
+            metric=self.metric,
+            chance=self.chance,
+            ceiling=self.ceiling,
+            most=self.most,
+            seed=self.seed,
+        )
+
+    def two_steps(self, ends: pd.DataFrame, checkpoints: pd.DataFrame) -> TwoStep:
+        further = _columns(checkpoints[checkpoints["task_loss"].notna()], self.metric, "task_loss")
+        return fit_two_step(
+            _columns(ends, self.metric, "task_loss"),
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+            metric=self.metric,
+            checkpoints=further if len(further) else None,
+            chance=self.chance,
+            ceiling=self.ceiling,
+            most=self.most,
+            n_bootstrap=self.n_bootstrap,
+            seed=self.seed,
+        )
+
+    def errors(self, ends: pd.DataFrame, checkpoints: pd.DataFrame) -> dict[str, float]:
+        """Root mean square error of both laws on the largest runs; empty if they can't be compared."""
+        if "task_loss" not in ends:
+            return {}
+        compute = ends["n_params"] * ends["n_tokens"]
+        least = np.unique(compute)[-HELD_OUT:][0]
+        rest, largest = ends[compute < least], ends[compute >= least]
+        earlier = checkpoints[checkpoints["n_params"] * checkpoints["n_tokens"] < least]
+        try:
+            laws: dict[str, ScoreLaw | TwoStep] = {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
+        except (ScalingError, TooFewRunsError):
+            return {}
+        sizes = [(float(of), float(to)) for of, to in largest[["n_params", "n_tokens"]].to_numpy()]
+        ahead = {name: np.array([law.forecast(*size).value for size in sizes]) for name, law in laws.items()}
+        return {name: float(np.sqrt(((value - largest[self.metric]) ** 2).mean())) for name, value in ahead.items()}
+
+
+def _columns(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
+    """The columns that a law reads, with the run as the stem unless the table states stems."""
+    kept = rows[["n_params", "n_tokens", *(name for name in names if name in rows)]]
+    return kept.assign(stem=rows["stem"] if "stem" in rows else rows["run"])

@@ -1,0 +1,133 @@
+"""The law of a task's score on one ladder: its choice by held-out runs, its forecast, and scores without enough signal."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.special import expit
+
+from scaling import Law, ScalingError, TaskLaw, fit_task
+
+Ladder = Callable[..., pd.DataFrame]
+SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
+
+
+def accuracy(loss: Any, middle: float = 2.8) -> Any:
+    return 0.25 + 0.65 * expit((middle - loss) / 0.25)
+
+
+def evaluated(
+    runs: pd.DataFrame, planted: Law, *, middle: float = 2.8, noise: float = 0.005, seed: int = 0
+) -> pd.DataFrame:
+    """Five evaluations of each run; losses of checkpoints lie 5 % above the law, since they are not annealed."""
+    rng = np.random.default_rng(seed)
+    tables = []
+    for share in SHARES:
+        above = 1.0 if share == 1 else 1.05
+        loss = above * runs["loss"] * planted.loss(runs["n_params"], share * runs["n_tokens"])
+        loss = loss / planted.loss(runs["n_params"], runs["n_tokens"]) * np.exp(0.001 * rng.standard_normal(len(runs)))
+        score = np.clip(accuracy(loss, middle) + noise * rng.standard_normal(len(runs)), 0, 1)
+        of = {"tokens": share * runs["n_tokens"], "task_loss": loss, "accuracy": score, "run": runs.index}
+        tables.append(runs[["n_params", "n_tokens"]].assign(**of))
+    return pd.concat(tables, ignore_index=True)
+
+
+def fitted(table: pd.DataFrame, **options: Any) -> TaskLaw:
+    return fit_task(table, n_params_convention="total", n_bootstrap=20, **({"chance": 0.25} | options))
+
+
+@pytest.fixture(scope="module")
+def table(ladder: Ladder) -> pd.DataFrame:
+    from tests.scaling.conftest import PLANTED
+
+    return evaluated(ladder(0.002), PLANTED)
+
+
+@pytest.fixture(scope="module")
+def law(table: pd.DataFrame) -> TaskLaw:
+    return fitted(table)
+
+
+def test_the_law_with_the_smaller_error_on_the_largest_runs_is_taken(law: TaskLaw, planted: Law) -> None:
+    """The planted score is a sigmoid of the loss, and no sigmoid in ln N and ln D."""
+    assert law.errors["two steps"] < law.errors["direct law"]
+    assert law.method == "two steps"
+    assert law.two_steps is not None
+    assert law.two_steps.task.n_rows == 100
+    ahead = law.forecast(1e9, 2e10)
+    assert ahead.low < float(accuracy(planted.loss(1e9, 2e10))) < ahead.high
+    assert ahead.errors == law.errors
+    assert not ahead.reasons
+
+
+def test_a_score_in_n_and_d_alone_takes_the_direct_law(table: pd.DataFrame) -> None:
+    """The two largest sizes have a loss that is 30 % too high for their score."""
+    at_end = table["tokens"] == table["n_tokens"]
+    direct = table[at_end].assign(
+        accuracy=lambda t: 0.25 + 0.75 * expit(0.5 * np.log(t["n_params"] * t["n_tokens"] / 1e18)),
+        task_loss=lambda t: t["task_loss"] * np.where(t["n_params"] > 1.5e8, 1.3, 1.0),
+    )
+    law = fitted(direct)
+    assert law.method == "direct law"
+    assert law.errors["direct law"] < law.errors["two steps"]
+    assert law.forecast(1e9, 2e10).value == pytest.approx(0.25 + 0.75 * expit(0.5 * np.log(20)), abs=0.03)
+
+
+def test_too_few_runs_to_leave_some_out_take_the_direct_law(table: pd.DataFrame) -> None:
+    few = table[table["run"] < 9]
+    law = fitted(few)
+    assert (law.method, law.errors) == ("direct law", {})
+    without = fitted(table.drop(columns="task_loss"))
+    assert (without.method, without.errors) == ("direct law", {})
+
+
+def test_probabilities_agree_with_the_interval(law: TaskLaw) -> None:
+    ahead = law.forecast(1e9, 2e10)
+    assert law.probability(1e9, 2e10, ahead.low) == pytest.approx(0.95, abs=0.01)
+    assert law.probability(1e9, 2e10, ahead.high) == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_falling_score_has_the_loss_law(table: pd.DataFrame, planted: Law) -> None:
+    law = fitted(table.assign(bits_per_byte=table["task_loss"] / 3), metric="bits_per_byte", falls=True)
+    ahead = law.forecast(1e9, 2e10)
+    assert ahead.method == "loss law"
+    assert ahead.low < float(planted.loss(1e9, 2e10)) / 3 < ahead.high
+    assert law.probability(1e9, 2e10, ahead.high) == pytest.approx(0.95, abs=1e-6)
+    assert law.emergence() is None
+
+
+def test_a_score_at_chance_is_reported_with_the_size_at_which_it_is_expected_to_rise(
+    ladder: Ladder, planted: Law
+) -> None:
+    law = fitted(evaluated(ladder(0.002), planted, middle=0.9, noise=0.01))
+    assert not law.is_forecast
+    found = law.emergence(20.0)
+    assert found is not None
+    assert not found.seen
+    with pytest.raises(ScalingError, match="not yet above chance"):
+        law.forecast(1e9, 2e10)
+    with pytest.raises(ScalingError, match="signal"):
+        law.probability(1e9, 2e10, 0.5)
+    told = fitted(evaluated(ladder(0.002), planted, middle=0.9, noise=0.01), min_ratio=0)
+    assert str(told.direct and told.direct.emergence(20.0)) in told.forecast(1e9, 2e10).reasons
+
+
+def test_without_repeats_the_noise_is_not_known(table: pd.DataFrame) -> None:
+    law = fitted(table[table["tokens"] == table["n_tokens"]])
+    assert law.signal is None
+    assert law.forecast(1e9, 2e10).reasons
+
+
+def test_a_result_survives_json(law: TaskLaw) -> None:
+    again = TaskLaw.from_dict(json.loads(json.dumps(law.to_dict())))
+    assert again.forecast(1e9, 2e10).to_dict() == law.forecast(1e9, 2e10).to_dict()
+    assert str(again) == str(law)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"min_ratio": -1}, "min_ratio"), ({"metric": "mmlu"}, "mmlu")])
+def test_bad_arguments_are_named(table: pd.DataFrame, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        fitted(table, **options)
