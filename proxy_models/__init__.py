@@ -8,6 +8,7 @@
     Hyperparameters(…)                               hyperparameters of a training, given at the base shape
     write_corpus(folder, source), Corpus.open(…)     tokens, and the batches that steps see
     Trainer(corpus).train(…)                         one segment of a run after another, in one warm process
+    Tasks, Samples, HeldOutLoss, Memorisation, QuantisedLoss, Ablation    measures of a trained model, for `muscale.evaluate`
     coordinate_check(family, …)                      does every activation move by the same amount at every size? -> CoordinateCheck
 
 Shapes, tables, hyperparameters and corpora work without torch, which is imported only when needed.
@@ -30,19 +31,31 @@ if TYPE_CHECKING:
     from proxy_models.coordinates.measurement import coordinate_check
     from proxy_models.data.corpus import Corpus
     from proxy_models.data.corpus_writing import write_corpus
+    from proxy_models.evaluation.ablation import Ablation
+    from proxy_models.evaluation.held_out_loss import HeldOutLoss
+    from proxy_models.evaluation.memorisation import Memorisation
+    from proxy_models.evaluation.quantised_loss import QuantisedLoss
+    from proxy_models.evaluation.samples import Samples
+    from proxy_models.evaluation.tasks import Tasks
     from proxy_models.recipes.hyperparameters import Hyperparameters
     from proxy_models.training.optimizer import initialize, make_optimizer
     from proxy_models.training.trainer import Trainer
 
 __all__ = [
+    "Ablation",
     "CoordinateCheck",
     "Corpus",
     "Decoder",
     "Family",
+    "HeldOutLoss",
     "Hyperparameters",
+    "Memorisation",
     "ModelConfig",
     "ModelFamily",
     "Parametrization",
+    "QuantisedLoss",
+    "Samples",
+    "Tasks",
     "Trainer",
     "coordinate_check",
     "initialize",
@@ -54,14 +67,20 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Ablation": "evaluation.ablation",
     "CoordinateCheck": "coordinates.check",
     "Corpus": "data.corpus",
     "Decoder": "architecture.decoder",
     "Family": "architecture.family",
+    "HeldOutLoss": "evaluation.held_out_loss",
     "Hyperparameters": "recipes.hyperparameters",
+    "Memorisation": "evaluation.memorisation",
     "ModelConfig": "architecture.config",
     "ModelFamily": "architecture.families",
     "Parametrization": "architecture.parametrization",
+    "QuantisedLoss": "evaluation.quantised_loss",
+    "Samples": "evaluation.samples",
+    "Tasks": "evaluation.tasks",
     "Trainer": "training.trainer",
     "coordinate_check": "coordinates.measurement",
     "initialize": "training.optimizer",

@@ -93,6 +93,11 @@ def is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm")
 
 
+def has_inputs_first(module: nn.Module) -> bool:
+    """Return True if the module's matrix is (inputs, outputs)."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in _INPUTS_FIRST
+
+
 def _is_table(readout: nn.Parameter, model: nn.Module) -> bool:
     """Return True if the readout's matrix is also an embedding, whichever of the modules that hold it was registered first."""
     holders = [
@@ -130,7 +135,7 @@ def _shape(
             raise ValueError(
                 f"{described} is a matrix outside the blocks {block_prefix!r}, where the depth rules don't hold"
             )
-        inputs_first = f"{type(owner).__module__}.{type(owner).__qualname__}" in _INPUTS_FIRST
+        inputs_first = has_inputs_first(owner)
         if len(sizes) == 2 and not (inputs_first or isinstance(owner, _OUTPUTS_FIRST)):
             raise ValueError(
                 f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Linear or a "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.family import FamilyError
+from proxy_models.architecture.residual import change_stream
 
 
 class CausalLM(nn.Module):
@@ -46,11 +47,9 @@ class CausalLM(nn.Module):
         return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
-        before = inputs[0] if inputs else named["hidden_states"]
-        is_several = isinstance(output, (tuple, list))
-        after = output[0] if is_several else output
-        scaled = before + self.branch_multiplier * (after - before)
-        return (scaled, *output[1:]) if is_several else scaled
+        return change_stream(
+            lambda before, after: before + self.branch_multiplier * (after - before), inputs, named, output
+        )
 
 
 def readout_name(model: CausalLM) -> str:

@@ -8,6 +8,7 @@ For speed beyond this, export the model and use an inference server.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -31,6 +32,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop: int | None = None,
+    until: Callable[[Tokens], bool] | None = None,
     n_ids: int | None = None,
 ) -> Tokens:
     """Continue a prompt; if the text becomes longer than the context, the model sees the last tokens.
@@ -45,6 +47,7 @@ def generate(
             section 3.1).
         seed: Seed of the draws; they are the same on every device if the logits are.
         stop: Id that ends the text, as the last token.
+        until: Called with the new ids after each of them; True ends the text.
         n_ids: Only ids below this are chosen, since a model's vocabulary may be larger than its tokenizer's.
 
     Returns:
@@ -83,6 +86,8 @@ def generate(
             chosen = _choose(logits, temperature, top_p, generator)
             tokens = torch.cat((tokens, chosen))
             if stop is not None and int(chosen) == stop:
+                break
+            if until is not None and until(tokens[len(seen) :].numpy()):
                 break
     finally:
         model.train(was_training)

@@ -27,6 +27,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
         raise ValueError(f"no tokenizer.json is known for a tokenizer of class {type(tokenizer).__name__}")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,  # added to a text only if `add_bos_token` asks for it, as in lm-eval
         "eos_token": end,
         "model_max_length": context_length,
         "split_special_tokens": True,

@@ -1,6 +1,6 @@
 """Held-out loss by source, in nats per token and in bits per byte, with standard errors.
 
-The loss is measured as in training (`proxy_models.training.held_out`), in about `PASSES` passes of consecutive sequences for each
+The loss is measured as in training (`proxy_models.training.held_out_passes`), in up to `PASSES` passes of consecutive sequences of a
 source. The standard error comes from the means of these passes. Neighbouring sequences may belong to one document, and tokens of one
 document have related losses, so the errors of single tokens or sequences would be too small.
 """
@@ -20,12 +20,12 @@ from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import NATS
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.bits_per_byte import bits_per_byte, held_out_bytes
-from proxy_models.evaluation.measure import Measurement, Score, Subject
+from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.hashing import content_key
-from proxy_models.training.held_out import pass_losses, unsharded_batch
+from proxy_models.training.held_out_passes import pass_losses, unsharded_batch
 
 PASSES = 32
-"""Passes over a source's sequences; the relative error of a standard error from 32 means is 1/sqrt(2 · 31) = 13 %."""
+"""Most passes over a source, unless memory needs more; a standard error from 32 means is off by 1/sqrt(2 · 31) = 13 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HeldOutLosses:
         return Score(measure=measure, name=name, metric=metric, value=value, standard_error=error, n=n)
 
 
-class HeldOut:
+class HeldOutSequences:
     """The held-out sequences of a subject, on its device."""
 
     def __init__(self, subject: Subject) -> None:
@@ -102,9 +102,9 @@ class HeldOutLoss:
         """Hash of the settings."""
         return content_key([self.name, asdict(self)])
 
-    def measure(self, subject: Subject) -> Measurement:
+    def measure(self, subject: Subject) -> Measured:
         """Measure the losses; raise ValueError if the corpus has fewer held-out tokens than the run evaluates."""
-        losses = HeldOut(subject).losses()
+        losses = HeldOutSequences(subject).losses()
         corpus = subject.corpus.held_out or subject.corpus
         named = list(corpus.sources) if corpus.mixture else []
         scores = [losses.score(self.name, "", "loss")]
@@ -117,4 +117,4 @@ class HeldOutLoss:
             for name in named:
                 bits = corpus.sources[name].n_validation_tokens / (math.log(2) * n_bytes[name])
                 scores.append(losses.score(self.name, name, "bits_per_byte", {name: bits}))
-        return Measurement(scores=tuple(scores))
+        return Measured(scores=tuple(scores))

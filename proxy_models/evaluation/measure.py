@@ -1,4 +1,4 @@
-"""What an evaluation is made of: a model with its weights, and measures that give scores.
+"""The parts of an evaluation: a model with its weights, and measures that give scores.
 
 A measure does not know where the weights come from: a ladder run, a checkpoint of a full run or a bundle.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import nn
+if TYPE_CHECKING:  # readers of scores need no torch
+    import torch
+    from torch import nn
 
-from proxy_models.data.corpus import Corpus
-from proxy_models.data.tokenizer import Tokenizer
-from proxy_models.training.numerics import Numerics
+    from proxy_models.data.corpus import Corpus
+    from proxy_models.data.tokenizer import Tokenizer
+    from proxy_models.training.numerics import Numerics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What a measure found about one model.
+class Measured:
+    """Scores and texts that a measure found for one model.
 
     Attributes:
         samples: Texts, for a measure that generates them.
@@ -77,27 +78,36 @@ class Subject:
     Attributes:
         model: The model, unsharded, on its device, in the precision of its run, and in evaluation mode.
         numerics: Numerics of its run: member, seed and held-out tokens.
-        corpus: The corpus of its run.
+        text: The corpus of its run; None if it is not here, as for a bundle elsewhere.
         tokens: Tokens trained so far.
         progress: Folder of this evaluation, where a measure that takes long keeps what it has done, in a file named after its key, so
             that it continues after an interruption; None keeps nothing.
+        own_tokenizer: The tokenizer, where it is known without the corpus.
     """
 
     model: nn.Module
     numerics: Numerics
-    corpus: Corpus
+    text: Corpus | None
     tokens: int
     progress: Path | None = None
+    own_tokenizer: Tokenizer | None = None
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.model.parameters()).device
 
+    @property
+    def corpus(self) -> Corpus:
+        """The corpus of its run; raises ValueError if it is not here."""
+        if self.text is None:
+            raise ValueError("this measure needs the corpus of the run; give its folder")
+        return self.text
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The corpus's tokenizer; raises CorpusError if it has none."""
-        return self.corpus.tokenizer()
+        """The tokenizer; raises CorpusError if the corpus has none."""
+        return self.own_tokenizer or self.corpus.tokenizer()
 
 
 class Measure(Protocol):
@@ -111,5 +121,5 @@ class Measure(Protocol):
     def key(self) -> str:
         """Hash of everything but the weights that determines the scores."""
 
-    def measure(self, subject: Subject) -> Measurement:
+    def measure(self, subject: Subject) -> Measured:
         """Measure a model; its weights and mode are as before afterwards."""

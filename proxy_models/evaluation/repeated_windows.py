@@ -1,8 +1,12 @@
 """Windows of training text by the number of times that a run has read them.
 
-One pass over the token files hashes every window. Only windows with a hash below a limit are kept, so that any corpus fits in
-memory. All occurrences of a text have the same hash. They are kept together, so that their count is exact, and the chance of a text to
-be kept does not depend on how often it occurs. The tokens of the chosen windows are compared, since other texts may have their hash.
+One pass over the token files hashes every window and its continuation. Only windows whose continuation has a hash below a limit are
+kept, so that any corpus fits in memory. All occurrences of a text have the same hash. They are kept together, so that their count is
+exact, and the chance of a text to be kept does not depend on how often it occurs. The tokens of the chosen windows are compared, since
+other texts may have their hash.
+
+A window may be rare although its continuation is not, as where a repeated passage begins. A model can give such a continuation
+without ever having read the window, so these windows are left out.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ from numpy.typing import NDArray
 from proxy_models.data.tokenizer import Tokens
 
 MOST_WINDOWS = 1 << 23
-"""Windows that are kept: 200 MB of hashes, positions and counts."""
-_BLOCK = 1 << 15  # windows hashed at once, so that the arrays stay in a processor's cache
+"""Windows that are kept: 300 MB of hashes, positions and counts."""
+_BLOCK = 1 << 16  # windows hashed at once, so that the arrays stay in a processor's cache
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # any odd number has an inverse modulo 2^64
 _NONE = np.zeros(0, dtype=np.int64)
 
 
-class Split(NamedTuple):
+class ReadTokens(NamedTuple):
     """Tokens in which windows are counted.
 
     Attributes:
@@ -49,8 +53,9 @@ class Windows(NamedTuple):
 
 
 def repeated_windows(
-    splits: Sequence[Split],
-    length: int,
+    splits: Sequence[ReadTokens],
+    prefix_tokens: int,
+    continuation_tokens: int,
     *,
     vocab_size: int,
     context_length: int,
@@ -61,11 +66,12 @@ def repeated_windows(
     """Return up to `n_each` windows for each power of two: windows that were read once, 2 or 3 times, 4 to 7 times and so on.
 
     A window is read each time that a sequence contains all of it; a window across the border of two sequences is not. Windows do not
-    cross documents, and no two of a range begin within the same `length` tokens, since such windows share most of their tokens.
+    cross documents. Their continuation occurs only after their prefix. A split is divided into parts of a window's
+    length, and no two windows of a range begin in the same part, since such windows share most of their tokens.
 
     Args:
         splits: Training splits of all sources, then held-out splits.
-        length: Tokens of a window.
+        prefix_tokens, continuation_tokens: Tokens of a window's two parts.
         vocab_size: Upper limit of token ids, exclusive.
         end_of_document: Token that closes documents, if known.
         n_each: Largest number of windows for each range.
@@ -73,25 +79,24 @@ def repeated_windows(
     """
     rng = np.random.default_rng(seed)
     table = rng.integers(0, 2**64, size=vocab_size, dtype=np.uint64)
+    length = prefix_tokens + continuation_tokens
     n_windows = sum(max(0, len(split.tokens) - length + 1) for split in splits)
     highest = np.uint64((2**64 - 1) * min(MOST_WINDOWS, n_windows) // max(1, n_windows))
-    found = [_kept(split.tokens, length, table, highest, end_of_document) for split in splits]
-    hashes = np.concatenate([kept for kept, _ in found])
-    places = np.concatenate([positions for _, positions in found])
-    origins = np.repeat(np.arange(len(splits)), [len(positions) for _, positions in found])
+    found = [_kept(split.tokens, prefix_tokens, length, table, highest, end_of_document) for split in splits]
+    hashes, tails, places, is_inside = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    origins = np.repeat(np.arange(len(splits)), [len(kept.places) for kept in found])
     times = np.concatenate(
-        [
-            _times_read(split, positions, length, context_length)
-            for split, (_, positions) in zip(splits, found, strict=True)
-        ]
+        [_times_read(split, kept.places, length, context_length) for split, kept in zip(splits, found, strict=True)]
     )
     order = np.argsort(hashes, kind="stable")  # occurrences of a window lie next to each other, those in training first
     borders = np.flatnonzero(np.diff(hashes[order], prepend=~hashes[order[:1]])) if len(order) else _NONE
     total = np.add.reduceat(times[order], borders) if len(order) else _NONE
-    first = order[borders]
+    first, ends = order[borders], np.append(borders[1:], len(order))
+    _, tail_of, n_of_tail = np.unique(tails, return_inverse=True, return_counts=True)
+    is_usable = is_inside[first] & (n_of_tail[tail_of[first]] == ends - borders)
     is_held_out = np.array([split.starts is None for split in splits])[origins[first]]
     exponents = np.where(is_held_out, 0, np.where(total > 0, np.frexp(total)[1], -1))
-    ends = np.append(borders[1:], len(order))
+    exponents[~is_usable] = -1
     ranges = []
     for exponent in np.unique(exponents[exponents >= 0]).tolist():
         groups = rng.permutation(np.flatnonzero(exponents == exponent))
@@ -122,32 +127,46 @@ def window_hashes(tokens: Tokens, length: int, table: NDArray[np.uint64]) -> NDA
     return hashes
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _powers(n: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Return the first `n` powers of the base and of its inverse, modulo 2^64."""
     inverse = np.uint64(pow(int(_BASE), -1, 2**64))
-    powers = [np.cumprod(np.append(np.uint64(1), np.full(n - 1, factor))) for factor in (_BASE, inverse)]
-    return powers[0], powers[1]
+    factors = np.full((2, n), [[_BASE], [inverse]], dtype=np.uint64)
+    factors[:, :1] = 1
+    powers, inverses = np.cumprod(factors, axis=1, dtype=np.uint64)
+    return powers, inverses
+
+
+class _Kept(NamedTuple):
+    """Windows of one split: hashes of them and of their continuations, first tokens, and whether they lie within a document."""
+
+    hashes: NDArray[np.uint64]
+    tails: NDArray[np.uint64]
+    places: NDArray[np.int64]
+    is_inside: NDArray[np.bool_]
 
 
 def _kept(
-    tokens: Tokens, length: int, table: NDArray[np.uint64], highest: np.uint64, end_of_document: int | None
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return the hashes up to `highest` of windows within documents, and the first tokens of these windows."""
-    hashes, positions = [np.zeros(0, dtype=np.uint64)], [_NONE]
-    for begin in range(0, len(tokens) - length + 1, _BLOCK):
+    tokens: Tokens,
+    prefix_tokens: int,
+    length: int,
+    table: NDArray[np.uint64],
+    highest: np.uint64,
+    end_of_document: int | None,
+) -> _Kept:
+    """Return the windows whose continuation has a hash up to `highest`."""
+    found = []
+    for begin in range(0, max(1, len(tokens) - length + 1), _BLOCK):
         block = np.asarray(tokens[begin : begin + _BLOCK + length - 1])
-        found = window_hashes(block, length, table)
-        kept = np.flatnonzero(found <= highest)
-        if end_of_document is not None:
-            ends = np.flatnonzero(block == end_of_document)
-            kept = kept[np.searchsorted(ends, kept) == np.searchsorted(ends, kept + length)]
-        hashes.append(found[kept])
-        positions.append(begin + kept)
-    return np.concatenate(hashes), np.concatenate(positions)
+        tails = window_hashes(block[prefix_tokens:], length - prefix_tokens, table)
+        kept = np.flatnonzero(tails <= highest)
+        ends = np.flatnonzero(block == end_of_document) if end_of_document is not None else _NONE
+        is_inside = np.searchsorted(ends, kept) == np.searchsorted(ends, kept + length)
+        found.append(_Kept(window_hashes(block, length, table)[kept], tails[kept], begin + kept, is_inside))
+    return _Kept(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 
-def _times_read(split: Split, positions: NDArray[np.int64], length: int, context_length: int) -> NDArray[np.int64]:
+def _times_read(split: ReadTokens, positions: NDArray[np.int64], length: int, context_length: int) -> NDArray[np.int64]:
     """Return how many of the sequences read, of context_length + 1 tokens each, contain the window at each position."""
     if split.starts is None:
         return np.zeros(len(positions), dtype=np.int64)
@@ -157,7 +176,7 @@ def _times_read(split: Split, positions: NDArray[np.int64], length: int, context
 
 
 def _common_text(
-    splits: Sequence[Split], origins: NDArray[np.int64], places: NDArray[np.int64], length: int
+    splits: Sequence[ReadTokens], origins: NDArray[np.int64], places: NDArray[np.int64], length: int
 ) -> NDArray[np.int64] | None:
     """Return the text of windows with the same hash, or None if their texts differ."""
     text = splits[origins[0]].tokens[places[0] : places[0] + length]
@@ -165,4 +184,4 @@ def _common_text(
         tokens, own = splits[origin].tokens, places[origins == origin]
         if any((tokens[own + offset] != token).any() for offset, token in enumerate(text)):
             return None
-    return text.astype(np.int64)
+    return np.asarray(text, dtype=np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from proxy_models.architecture.generate import continue_text
-from proxy_models.evaluation.measure import Measurement, Sample, Subject
+from proxy_models.evaluation.measure import Measured, Sample, Subject
 from proxy_models.hashing import content_key
 
 SAMPLE_SEED = 0
@@ -34,7 +34,7 @@ class Samples:
         """Hash of the settings."""
         return content_key(asdict(self))
 
-    def measure(self, subject: Subject) -> Measurement:
+    def measure(self, subject: Subject) -> Measured:
         """The samples, without scores; raises CorpusError if the corpus has no tokenizer, ValueError as `generate`."""
         samples = tuple(
             Sample(
@@ -53,4 +53,4 @@ class Samples:
             )
             for prompt in self.prompts
         )
-        return Measurement(scores=(), samples=samples)
+        return Measured(scores=(), samples=samples)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from proxy_models.data.tokenizer import Tokens
 from proxy_models.training.device import EVALUATION_BATCH
+
+Ids = NDArray[np.integer[Any]]
 
 
 class LogLikelihood(NamedTuple):
@@ -30,7 +32,7 @@ class LogLikelihood(NamedTuple):
 @torch.no_grad()
 def log_likelihoods(
     model: nn.Module,
-    pairs: Sequence[tuple[Tokens, Tokens]],
+    pairs: Sequence[tuple[Ids, Ids]],
     *,
     context_length: int,
     on_batch: Callable[[Sequence[int], Sequence[LogLikelihood]], None] | None = None,
@@ -80,7 +82,7 @@ def log_likelihoods(
     return [found[number] for number in range(len(pairs))]
 
 
-def _of_continuation(logits: Tensor, text: np.ndarray, n_tokens: int) -> LogLikelihood:
+def _of_continuation(logits: Tensor, text: Ids, n_tokens: int) -> LogLikelihood:
     """Result for the last `n_tokens` of a text from the logits (time, vocab_size) of its padded row."""
     predicted = logits[len(text) - 1 - n_tokens : len(text) - 1].float().cpu()
     wanted = torch.from_numpy(text[-n_tokens:])

@@ -22,7 +22,7 @@ def subject_of(
     numerics: Numerics,
     multipliers: ForwardMultipliers,
     *,
-    corpus: Corpus,
+    corpus: Corpus | None,
     tokens: int,
     device: torch.device,
     progress: Path | None = None,
@@ -35,4 +35,4 @@ def subject_of(
     model = with_weights(numerics.model, weights).to(device)
     set_multipliers(model, multipliers)
     family_of(numerics.model).set_precision(model, DTYPES[numerics.precision])
-    return Subject(model=model.eval(), numerics=numerics, corpus=corpus, tokens=tokens, progress=progress)
+    return Subject(model=model.eval(), numerics=numerics, text=corpus, tokens=tokens, progress=progress)

@@ -16,7 +16,7 @@ from proxy_models.architecture.family import Loss
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.device import CPU
-from proxy_models.training.held_out import pass_losses
+from proxy_models.training.held_out_passes import pass_losses
 from proxy_models.training.precision import DTYPES
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Every locked package states a licence that an Apache-2.0 project may stand on."""
+"""Every locked package states a licence that an Apache-2.0 project may use."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WEAK = {"certifi", "hypothesis", "pathspec", "psycopg", "psycopg-binary", "tqdm"}
+WEAK = {"certifi", "chardet", "hypothesis", "pathspec", "psycopg", "psycopg-binary", "tqdm"}
 """Under the MPL or LGPL, whose terms hold for their own files; they are imported as they are."""
 
 

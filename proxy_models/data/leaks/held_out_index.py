@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxy_models.data.leaks.folded_text import Hashes, Positions, windows
-from proxy_models.data.leaks.text_units import Measure, Text, Units
+from proxy_models.data.leaks.text_units import Text, TextMeasure, Units
 
 SECTION = 2000
 """Units of a section; a longer document is judged section by section (assumed)."""
@@ -59,7 +59,7 @@ class HeldOutIndex:
         found: Passages that were kept.
     """
 
-    def __init__(self, measure: Measure) -> None:
+    def __init__(self, measure: TextMeasure) -> None:
         self.measure = measure
         self.texts: list[Text] = []
         self.found: list[Passage] = []

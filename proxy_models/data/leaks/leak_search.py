@@ -72,7 +72,7 @@ def find_leaks(
             if (source.kind == "tokens") != tokens:
                 continue
             before = done
-            for text, read in (_of_tokens if tokens else _of_text)(name, source, validation_fraction):
+            for text, read in (_of_tokens if tokens else source_texts)(name, source, validation_fraction):
                 done = before + read
                 if on_progress:
                     on_progress(done, total)
@@ -126,7 +126,7 @@ def search_texts(
             yield number, *index.search(batch.letters if index.measure is BYTES else batch.words)
 
 
-def _of_text(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
+def source_texts(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
     """Yield the pieces of a source, with the bytes read."""
     sizes = {
         path.relative_to(root).as_posix(): path.stat().st_size for root, paths in [source.files()] for path in paths

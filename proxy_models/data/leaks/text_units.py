@@ -30,7 +30,7 @@ _SHOWN_TOKENS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure:
+class TextMeasure:
     """The units in which texts are compared.
 
     Attributes:
@@ -47,10 +47,10 @@ class Measure:
     by_document: bool = False
 
 
-WORDS = Measure(unit="words", seed=8, least=13)
-SHORT_TEXTS = Measure(unit="words", seed=5, least=13, by_document=True)
-BYTES = Measure(unit="bytes", seed=32, least=50)  # of text without words
-TOKENS = Measure(unit="tokens", seed=12, least=20)
+WORDS = TextMeasure(unit="words", seed=8, least=13)
+SHORT_TEXTS = TextMeasure(unit="words", seed=5, least=13, by_document=True)
+BYTES = TextMeasure(unit="bytes", seed=32, least=50)  # of text without words
+TOKENS = TextMeasure(unit="tokens", seed=12, least=20)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,6 +120,8 @@ def test_it_stops_at_the_end_of_a_document_and_stays_within_the_tokenizer(decode
     stop = int(free[10])
     stopped = generate(decoder, [1], 30, temperature=3.0, stop=stop)
     assert stopped.tolist() == free.tolist()[: free.tolist().index(stop) + 1]
+    until = generate(decoder, [1], 30, temperature=3.0, until=lambda new: len(new) == 7)
+    assert until.tolist() == free.tolist()[:7]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def sentencepiece(tmp_path: Path, kind: str) -> FileTokenizer:
 
 
 def with_template(tmp_path: Path) -> FileTokenizer:
-    """One that puts tokens around a text, cuts and pads it; of which a corpus uses nothing."""
+    """A tokenizer that puts tokens around a text, cuts and pads it; a corpus uses none of this."""
     loaded = Loaded(BPE())
     loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = BpeTrainer(
@@ -70,7 +70,7 @@ def with_template(tmp_path: Path) -> FileTokenizer:
 
 
 def in_transformers(transformers: ModuleType, tokenizer: Tokenizer, folder: Path) -> Any:
-    """As AutoTokenizer loads it, with the config of a Llama."""
+    """The tokenizer that AutoTokenizer loads, with the config of a Llama."""
     from proxy_models.architecture.config import ModelConfig
     from proxy_models.architecture.decoder import Decoder
     from proxy_models.architecture.llama import write_llama
@@ -102,7 +102,7 @@ def test_transformers_gives_the_ids_that_the_corpus_has(kind: str, transformers:
         if "\0" not in text:
             decoded = theirs.decode(expected.tolist(), skip_special_tokens=True)
             assert decoded == ours.decode(expected)
-    assert theirs.eos_token_id == ours.end_of_document
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_document
     assert len(theirs) == ours.vocab_size
     assert theirs.model_max_length == 32
 

@@ -49,7 +49,7 @@ def trained(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(result.state.tensors[f"weight/{name}"])
-    return Subject(model=model.eval(), numerics=numerics, corpus=corpus, tokens=segment.end), result
+    return Subject(model=model.eval(), numerics=numerics, text=corpus, tokens=segment.end), result
 
 
 @pytest.fixture(scope="session")

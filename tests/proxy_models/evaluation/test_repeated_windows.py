@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from proxy_models.evaluation import repeated_windows as module
-from proxy_models.evaluation.repeated_windows import Split, Windows, repeated_windows, window_hashes
+from proxy_models.evaluation.repeated_windows import ReadTokens, Windows, repeated_windows, window_hashes
 
-LENGTH, CONTEXT, END = 6, 16, 0
+PREFIX, LENGTH, CONTEXT, END = 2, 6, 16, 0
 
 
 def text(seed: int, n: int = 4000) -> NDArray[np.uint16]:
@@ -26,13 +26,13 @@ def text(seed: int, n: int = 4000) -> NDArray[np.uint16]:
     return tokens
 
 
-def splits() -> list[Split]:
+def splits() -> list[ReadTokens]:
     rng = np.random.default_rng(3)
     starts = [rng.integers(0, 4000 - CONTEXT, 700) for _ in range(2)]
-    return [Split(text(0), starts[0]), Split(text(1), starts[1]), Split(text(2, 1000), None)]
+    return [ReadTokens(text(0), starts[0]), ReadTokens(text(1), starts[1]), ReadTokens(text(2, 1000), None)]
 
 
-def by_hand(given: list[Split]) -> tuple[Counter[tuple[int, ...]], set[tuple[int, ...]]]:
+def by_hand(given: list[ReadTokens]) -> tuple[Counter[tuple[int, ...]], set[tuple[int, ...]]]:
     """Times that each window was read, and all windows of the training tokens."""
     times: Counter[tuple[int, ...]] = Counter()
     present = set()
@@ -45,9 +45,26 @@ def by_hand(given: list[Split]) -> tuple[Counter[tuple[int, ...]], set[tuple[int
     return times, present
 
 
-def found_in(given: list[Split], n_each: int = 10_000, seed: int = 0) -> list[Windows]:
+def prefixes(given: list[ReadTokens]) -> dict[tuple[int, ...], set[tuple[int, ...]]]:
+    """Prefixes of each continuation."""
+    found: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for tokens, _ in given:
+        for position in range(len(tokens) - LENGTH + 1):
+            window = tuple(tokens[position : position + LENGTH].tolist())
+            found.setdefault(window[PREFIX:], set()).add(window[:PREFIX])
+    return found
+
+
+def found_in(given: list[ReadTokens], n_each: int = 10_000, seed: int = 0) -> list[Windows]:
     return repeated_windows(
-        given, LENGTH, vocab_size=50, context_length=CONTEXT, end_of_document=END, n_each=n_each, seed=seed
+        given,
+        PREFIX,
+        LENGTH - PREFIX,
+        vocab_size=50,
+        context_length=CONTEXT,
+        end_of_document=END,
+        n_each=n_each,
+        seed=seed,
     )
 
 
@@ -69,6 +86,7 @@ def test_counts_are_those_by_hand(most: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "_BLOCK", 256)
     given = splits()
     times, present = by_hand(given)
+    before = prefixes(given)
     ranges = found_in(given)
     assert [windows.least for windows in ranges] == sorted({windows.least for windows in ranges})
     assert {windows.least for windows in ranges} >= {0, 1, 2, 4, 8}
@@ -76,6 +94,7 @@ def test_counts_are_those_by_hand(most: int, monkeypatch: pytest.MonkeyPatch) ->
         assert len(windows.tokens) == len(windows.times) > 0
         for tokens, n in zip(windows.tokens.tolist(), windows.times.tolist(), strict=True):
             assert END not in tokens
+            assert before[tuple(tokens[PREFIX:])] == {tuple(tokens[:PREFIX])}
             if windows.least:
                 assert windows.least <= n == times[tuple(tokens)] < 2 * windows.least
             else:
@@ -93,9 +112,9 @@ def test_each_range_has_the_wanted_number_of_windows_from_different_places() -> 
 
 
 def test_windows_of_one_hash_and_other_tokens_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "window_hashes", lambda tokens, *_: np.zeros(len(tokens) - LENGTH + 1, np.uint64))
+    monkeypatch.setattr(module, "window_hashes", lambda tokens, n, _: np.zeros(len(tokens) - n + 1, np.uint64))
     assert sum(len(windows.tokens) for windows in found_in(splits())) == 0
 
 
 def test_a_text_shorter_than_a_window_has_none() -> None:
-    assert found_in([Split(np.arange(1, 4, dtype=np.uint16), np.zeros(1, np.int64))]) == []
+    assert found_in([ReadTokens(np.arange(1, 4, dtype=np.uint16), np.zeros(1, np.int64))]) == []

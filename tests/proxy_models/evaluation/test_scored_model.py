@@ -8,7 +8,7 @@ import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.evaluation.scored_model import log_likelihoods
+from proxy_models.evaluation.scored_model import LogLikelihood, log_likelihoods
 
 CONFIG = ModelConfig(d_model=32, n_layers=2, context_length=24, vocab_size=97)
 
@@ -25,7 +25,7 @@ def model() -> Decoder:
 def pairs(n: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 12, (n, 2))
-    return [tuple(rng.integers(0, 97, size).astype(np.uint32) for size in both) for both in sizes]
+    return [(rng.integers(0, 97, a).astype(np.uint32), rng.integers(0, 97, b).astype(np.uint32)) for a, b in sizes]
 
 
 def test_a_log_likelihood_is_the_sum_over_its_tokens(model: Decoder) -> None:
@@ -50,7 +50,8 @@ def test_what_is_longer_than_the_context_keeps_its_end(model: Decoder) -> None:
 
 
 def test_each_batch_is_given_to_the_caller_once(model: Decoder) -> None:
-    given, kept = pairs(150), {}
+    given = pairs(150)
+    kept: dict[int, LogLikelihood] = {}
     found = log_likelihoods(
         model,
         given,
@@ -65,7 +66,7 @@ def test_an_empty_part_is_refused(model: Decoder, empty: int) -> None:
     pair = [np.array([1], np.uint32), np.array([2], np.uint32)]
     pair[empty] = pair[empty][:0]
     with pytest.raises(ValueError, match="pair 0"):
-        log_likelihoods(model, [tuple(pair)], context_length=24)
+        log_likelihoods(model, [(pair[0], pair[1])], context_length=24)
 
 
 def test_a_continuation_beyond_the_context_is_refused(model: Decoder) -> None:
