@@ -1,23 +1,23 @@
 """Accelerators by name, and budgets on them in FLOPs, device-hours, dollars or days on a number of devices.
 
 Peaks are the vendors' dense figures, FLOP/s of one device with fp32 sums; if a datasheet states the rate of sparse
-matrices, the peak is half of that rate. Memory is in bytes, 1e9 to the GB.
+matrices, the peak is half of that rate. Memory is in bytes, 1e9 to the GB. Bandwidth is that of the memory, from the same sources.
 
-| name | bf16, fp8 (TFLOP/s) | memory | source |
-| --- | --- | --- | --- |
-| A100 40GB, A100 80GB | 312 | 40, 80 GB | NVIDIA A100 datasheet, June 2021 |
-| H100 SXM | 989.5, 1979 | 80 GB | NVIDIA H100 datasheet, 2023 (1,979 and 3,958 sparse) |
-| H100 PCIe | 756.5, 1513 | 80 GB | NVIDIA H100 datasheet, 2023 (1,513 and 3,026 sparse) |
-| H200 | 989.5, 1979 | 141 GB | NVIDIA H200 datasheet, 2024, the SXM part (1,979 and 3,958 sparse) |
-| B200 | 2250, 4500 | 180 GB | NVIDIA HGX B200 and DGX B200 datasheets, 2024 (4.5 and 9 PFLOP/s sparse; 1,440 GB for eight) |
-| GB200 | 2500, 5000 | 186 GB | NVIDIA Blackwell datasheet, 2025, one of the two GPUs (5 and 10 PFLOP/s sparse) |
-| L40S | 362.05, 733 | 48 GB | NVIDIA L40S datasheet, 2023 |
-| MI300X | 1307.4, 2614.9 | 192 GB | AMD Instinct MI300X data sheet, December 2023 |
-| MI325X | 1307.4, 2614.9 | 256 GB | AMD Instinct MI325X data sheet, October 2024 |
-| Trainium2 | 667, 1299 | 103 GB | AWS Neuron documentation, "Trainium2 Architecture" (96 GiB), read November 2026 |
-| TPU v5e | 197 | 16 GB | Google Cloud, "TPU v5e", system architecture, read November 2026 |
-| TPU v5p | 459 | 95 GB | Google Cloud, "TPU v5p", system architecture, read November 2026 |
-| TPU v6e | 918 | 32 GB | Google Cloud, "TPU v6e", system architecture, read November 2026 |
+| name | bf16, fp8 (TFLOP/s) | memory | bandwidth (TB/s) | source |
+| --- | --- | --- | --- | --- |
+| A100 40GB, A100 80GB | 312 | 40, 80 GB | 1.555, 2.039 (SXM) | NVIDIA A100 datasheet, June 2021 |
+| H100 SXM | 989.5, 1979 | 80 GB | 3.35 | NVIDIA H100 datasheet, 2023 (1,979 and 3,958 sparse) |
+| H100 PCIe | 756.5, 1513 | 80 GB | 2 | NVIDIA H100 datasheet, 2023 (1,513 and 3,026 sparse) |
+| H200 | 989.5, 1979 | 141 GB | 4.8 | NVIDIA H200 datasheet, 2024, the SXM part (1,979 and 3,958 sparse) |
+| B200 | 2250, 4500 | 180 GB | 8 | NVIDIA HGX B200 and DGX B200 datasheets, 2024 (4.5 and 9 PFLOP/s sparse; 1,440 GB for eight) |
+| GB200 | 2500, 5000 | 186 GB | 8 | NVIDIA Blackwell datasheet, 2025, one of the two GPUs (5 and 10 PFLOP/s sparse) |
+| L40S | 362.05, 733 | 48 GB | 0.864 | NVIDIA L40S datasheet, 2023 |
+| MI300X | 1307.4, 2614.9 | 192 GB | 5.3 | AMD Instinct MI300X data sheet, December 2023 |
+| MI325X | 1307.4, 2614.9 | 256 GB | 6 | AMD Instinct MI325X data sheet, October 2024 |
+| Trainium2 | 667, 1299 | 103 GB | 2.9 | AWS Neuron documentation, "Trainium2 Architecture" (96 GiB), read November 2026 |
+| TPU v5e | 197 | 16 GB | 0.819 | Google Cloud, "TPU v5e", system architecture, read November 2026 |
+| TPU v5p | 459 | 95 GB | 2.765 | Google Cloud, "TPU v5p", system architecture, read November 2026 |
+| TPU v6e | 918 | 32 GB | 1.638 | Google Cloud, "TPU v6e", system architecture, read November 2026 |
 
 The share of the peak that training reaches (MFU, Chowdhery et al. 2204.02311, app. B) is assumed to be 40 %: Llama 3 405B
 reached 38–43 % on H100s (Grattafiori et al. 2407.21783, table 4), PaLM 46 % on TPU v4. **Prices are assumed**: round dollars
@@ -53,6 +53,7 @@ class Accelerator(Result):
         dollars_per_hour: price of one device; assumed for `ACCELERATORS`.
         mfu: share of the peak that training reaches, above 0, at most 1.
         precision: training precision, a key of `peak_flops`.
+        memory_bandwidth: bytes that the device reads from its memory per second; None if not known.
 
     Raises:
         ValueError: a number breaks its rule, or the precision has no peak.
@@ -64,6 +65,7 @@ class Accelerator(Result):
     dollars_per_hour: float
     mfu: float = ASSUMED_MFU
     precision: str = "bf16"
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in self.peak_flops:
@@ -75,9 +77,11 @@ class Accelerator(Result):
         for name, value in {
             "memory_bytes": self.memory_bytes,
             "dollars_per_hour": self.dollars_per_hour,
+            "memory_bandwidth": self.memory_bandwidth,
             **peaks,
         }.items():
-            require_positive(name, value)
+            if value is not None:
+                require_positive(name, value)
 
     @property
     def flops_per_second(self) -> float:
@@ -89,6 +93,16 @@ class Accelerator(Result):
         """Price of one FLOP at this MFU."""
         return self.dollars_per_hour / (self.flops_per_second * SECONDS_PER_HOUR)
 
+    def read_seconds(self, n_bytes: float, n_devices: int = 1) -> float:
+        """Time in which the devices read these bytes from their memories, an even share each, at the full bandwidth.
+
+        Raises:
+            ValueError: the bandwidth is not known.
+        """
+        if self.memory_bandwidth is None:
+            raise ValueError(f"memory_bandwidth of {self.name} must be given for a reading time, got None")
+        return n_bytes / (self.memory_bandwidth * n_devices)
+
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.mfu:.0%} of {self.peak_flops[self.precision] / 1e12:.5g} TFLOP/s ({self.precision}), "
@@ -96,28 +110,36 @@ class Accelerator(Result):
         )
 
 
-def _known(name: str, bf16: float, memory: float, dollars: float, fp8: float | None = None) -> Accelerator:
+def _known(
+    name: str, bf16: float, memory: float, bandwidth: float, dollars: float, fp8: float | None = None
+) -> Accelerator:
     peaks = {"bf16": bf16 * 1e12} | ({} if fp8 is None else {"fp8": fp8 * 1e12})
-    return Accelerator(name=name, peak_flops=peaks, memory_bytes=memory * 1e9, dollars_per_hour=dollars)
+    return Accelerator(
+        name=name,
+        peak_flops=peaks,
+        memory_bytes=memory * 1e9,
+        dollars_per_hour=dollars,
+        memory_bandwidth=bandwidth * 1e12,
+    )
 
 
 ACCELERATORS: Mapping[str, Accelerator] = {
     known.name: known
     for known in (
-        _known("A100 40GB", 312, 40, 1.20),
-        _known("A100 80GB", 312, 80, 1.50),
-        _known("H100 SXM", 989.5, 80, 2.50, fp8=1979),
-        _known("H100 PCIe", 756.5, 80, 2.00, fp8=1513),
-        _known("H200", 989.5, 141, 3.00, fp8=1979),
-        _known("B200", 2250, 180, 4.50, fp8=4500),
-        _known("GB200", 2500, 186, 5.00, fp8=5000),
-        _known("L40S", 362.05, 48, 0.90, fp8=733),
-        _known("MI300X", 1307.4, 192, 2.50, fp8=2614.9),
-        _known("MI325X", 1307.4, 256, 2.75, fp8=2614.9),
-        _known("Trainium2", 667, 103, 1.50, fp8=1299),
-        _known("TPU v5e", 197, 16, 0.80),
-        _known("TPU v5p", 459, 95, 2.50),
-        _known("TPU v6e", 918, 32, 1.80),
+        _known("A100 40GB", 312, 40, 1.555, 1.20),
+        _known("A100 80GB", 312, 80, 2.039, 1.50),
+        _known("H100 SXM", 989.5, 80, 3.35, 2.50, fp8=1979),
+        _known("H100 PCIe", 756.5, 80, 2, 2.00, fp8=1513),
+        _known("H200", 989.5, 141, 4.8, 3.00, fp8=1979),
+        _known("B200", 2250, 180, 8, 4.50, fp8=4500),
+        _known("GB200", 2500, 186, 8, 5.00, fp8=5000),
+        _known("L40S", 362.05, 48, 0.864, 0.90, fp8=733),
+        _known("MI300X", 1307.4, 192, 5.3, 2.50, fp8=2614.9),
+        _known("MI325X", 1307.4, 256, 6, 2.75, fp8=2614.9),
+        _known("Trainium2", 667, 103, 2.9, 1.50, fp8=1299),
+        _known("TPU v5e", 197, 16, 0.819, 0.80),
+        _known("TPU v5p", 459, 95, 2.765, 2.50),
+        _known("TPU v6e", 918, 32, 1.638, 1.80),
     )
 }
 """Accelerators by name; the head of this file has sources and assumptions."""

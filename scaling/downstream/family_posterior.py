@@ -7,7 +7,7 @@ spread, is fitted. ε and e, the scatter of a model in the predictor and in the 
 degrees of freedom, since single models of a family lie far off. ε enters by its first order, as variance of the score.
 
 Given all other numbers, the families are independent, so each offset is summed over a grid. An ensemble of chains draws the other
-numbers. The ensemble proposes stretch moves (Goodman and Weare 2010) and differences of chains (ter Braak 2006).
+numbers, by affine-invariant moves (Goodman and Weare 2010) and by differences of chains (ter Braak 2006).
 """
 
 from __future__ import annotations

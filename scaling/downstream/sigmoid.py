@@ -277,5 +277,7 @@ def _warnings(
 
 def falls(loss: Array, value: Array) -> bool:
     """Whether the metric falls as the loss falls, by a straight line, by more than MIN_RISE standard errors."""
+    if np.ptp(value) == 0:
+        return False
     correlation = float(np.corrcoef(loss, value)[0, 1])
     return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

@@ -4,6 +4,10 @@ Midpoint and logarithm of the width are taken on a grid, under a flat prior betw
 in which the metric is linear, are drawn from their Student distribution within their bounds, and the scatter from its inverse
 chi-squared distribution (Gelman et al., Bayesian Data Analysis, 3rd ed., sec. 14.2). Unlike refits under resampled rows, the
 posterior includes values that fit nearly as well as the best.
+
+`scaling.downstream.family_posterior` with the loss as its only predictor was tried too. On 360 planted sets of independent rows its
+90 % intervals held 94 % (these: 87 %) and were a fifth wider, in five times the time. Where the checkpoints of a run err alike, which
+rows are weighted for here, runs as families held 83 % of 30 sets (these: 100 %). So both are kept.
 """
 
 from __future__ import annotations

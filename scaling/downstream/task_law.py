@@ -6,17 +6,20 @@
 
 The largest two sizes and lengths in compute are left out, both bounded laws are fitted to the rest and forecast them, and the law with
 the smaller root mean square error is fitted to all runs. The direct law is taken at equal errors, and where one of the laws can't be
-fitted to the rest: it needs no loss. A falling score has one law: a second step from loss to loss would add its error and no bound.
+fitted to the rest: it needs no loss. Two points choose the wrong law now and then. So if the other law's error is at most `COMPARABLE`
+times the smaller one, the interval spans the intervals of both, and a probability is the smaller of both.
+
+A falling score has one law: a second step from loss to loss would add its error and no bound.
 
 A score whose signal is small next to its noise (`scaling.downstream.signal`) has a law to look at, but no forecast.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -36,6 +39,8 @@ from scaling.serialization import FittedResult
 TWO_STEPS, LOSS_LAW = "two steps", "loss law"
 HELD_OUT = 2
 """Sizes and lengths, the largest in compute, whose forecasts compare the laws."""
+COMPARABLE = 2.0
+"""Ratio of errors up to which the other law counts in intervals (measured on planted tasks, `tests/benchmarks/scores.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +53,8 @@ class TaskLaw(FittedResult):
         signal: signal and noise of the score; None if the table does not show the noise.
         min_ratio: least signal to noise of a forecast.
         direct: direct law; None for a falling score.
-        two_steps, loss_law: the chosen law, if it is one of these.
+        two_steps: two steps, if chosen or comparable.
+        loss_law: law of a falling score.
     """
 
     metric: str
@@ -78,9 +84,11 @@ class TaskLaw(FittedResult):
             ahead = self.loss_law.forecast(n_params, n_tokens, level)
             value, low, high, reasons = ahead.loss, ahead.low, ahead.high, ahead.reasons
         else:
-            law = self._bounded
-            found = law.forecast(n_params, n_tokens, level=level, seed=seed)
-            value, low, high, reasons = found.value, found.low, found.high, found.reasons
+            found = {
+                name: law.forecast(n_params, n_tokens, level=level, seed=seed) for name, law in self._bounded.items()
+            }
+            value, reasons = found[self.method].value, found[self.method].reasons
+            low, high = min(each.low for each in found.values()), max(each.high for each in found.values())
         return ScoreForecast(
             metric=self.metric,
             n_params=float(n_params),
@@ -104,15 +112,18 @@ class TaskLaw(FittedResult):
         self._require_signal(n_params, n_tokens)
         if self.loss_law:
             return self.loss_law.forecast(n_params, n_tokens).probability(target)
-        return self._bounded.probability(n_params, n_tokens, target, seed=seed)
+        return min(law.probability(n_params, n_tokens, target, seed=seed) for law in self._bounded.values())
 
     def emergence(self, tokens_per_param: float = 20.0, level: float = 0.9) -> Emergence | None:
         """Size at which the score leaves chance, by the direct law; None for a falling score."""
         return self.direct.emergence(tokens_per_param, level=level) if self.direct else None
 
     @property
-    def _bounded(self) -> ScoreLaw | TwoStep:
-        return cast(ScoreLaw | TwoStep, self.two_steps or self.direct)
+    def _bounded(self) -> dict[str, ScoreLaw | TwoStep]:
+        """The laws of a bounded score whose errors are comparable, by name."""
+        laws = {DIRECT: self.direct, TWO_STEPS: self.two_steps}
+        most = COMPARABLE * min(self.errors.values(), default=math.inf)
+        return {name: law for name, law in laws.items() if law and self.errors.get(name, most) <= most}
 
     def _require_signal(self, n_params: float, n_tokens: float) -> None:
         if self.signal is not None and not self.is_forecast:
@@ -131,7 +142,7 @@ class TaskLaw(FittedResult):
     def __str__(self) -> str:
         compared = "; ".join(f"{name} {error:.3g}" for name, error in self.errors.items())
         ratio = "not known" if self.signal is None else f"{self.signal.ratio:.3g}"
-        law = self.loss_law or self._bounded
+        law = self.loss_law or self._bounded[self.method]
         rows = {
             self.metric: self.method + (f"; errors on the largest runs, left out: {compared}" if compared else ""),
             "signal to noise": ratio + ("" if self.is_forecast else f", below {self.min_ratio:g}: not forecast"),
@@ -201,9 +212,12 @@ def fit_task(
     if falls:
         return of_task(method=LOSS_LAW, loss_law=laws.as_loss(ends))
     errors = laws.errors(ends, checkpoints)
-    two_steps = laws.two_steps(ends, checkpoints) if errors and errors[TWO_STEPS] < errors[DIRECT] else None
+    near = bool(errors) and errors[TWO_STEPS] <= COMPARABLE * errors[DIRECT]
     return of_task(
-        method=TWO_STEPS if two_steps else DIRECT, errors=errors, direct=laws.direct(ends), two_steps=two_steps
+        method=TWO_STEPS if errors and errors[TWO_STEPS] < errors[DIRECT] else DIRECT,
+        errors=errors,
+        direct=laws.direct(ends),
+        two_steps=laws.two_steps(ends, checkpoints) if near else None,
     )
 
 
@@ -262,6 +276,8 @@ class _Laws:
         least = np.unique(compute)[-HELD_OUT:][0]
         rest, largest = ends[compute < least], ends[compute >= least]
         earlier = checkpoints[checkpoints["n_params"] * checkpoints["n_tokens"] < least]
+        if not np.ptp(rest[self.metric]):  # no law can tell how it moves
+            return {}
         try:
             laws: dict[str, ScoreLaw | TwoStep] = {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
         except (ScalingError, TooFewRunsError):

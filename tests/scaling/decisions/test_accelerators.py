@@ -29,6 +29,17 @@ def test_an_hour_of_one_device_by_hand() -> None:
     assert budget.days is None
 
 
+def test_reading_takes_the_bytes_over_the_bandwidth_of_all_devices() -> None:
+    """H100 SXM: 3.35 TB/s."""
+    assert H100.read_seconds(6.7e12, n_devices=4) == pytest.approx(0.5)
+    for known in ACCELERATORS.values():
+        assert 0.015 < known.read_seconds(known.memory_bytes) < 0.06, "the whole memory in some 30 ms"
+    with pytest.raises(ValueError, match="memory_bandwidth of H100 SXM"):
+        replace(H100, memory_bandwidth=None).read_seconds(1)
+    with pytest.raises(ValueError, match="memory_bandwidth.*-1"):
+        replace(H100, memory_bandwidth=-1.0)
+
+
 def test_budgets_go_round_through_every_unit() -> None:
     start = Budget.of_dollars(2e6, H100, n_devices=1024)
     assert start.gpu_hours == pytest.approx(2e6 / H100.dollars_per_hour)

@@ -12,6 +12,7 @@ from scipy.optimize import curve_fit
 from scipy.stats import linregress
 
 from scaling import DownstreamLaw, Law, ScalingError, TaskForecast, TwoStep, fit, fit_downstream, fit_two_step
+from scaling.downstream.sigmoid import falls
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -87,8 +88,8 @@ def test_draws_keep_what_is_given_and_the_bounds() -> None:
     assert np.ptp(ceiling) > 0.1, "losses above the midpoint leave the ceiling open"
 
 
-@pytest.mark.parametrize(("t", "falls"), [(3.1, True), (2.9, False)])
-def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, falls: bool) -> None:
+@pytest.mark.parametrize(("t", "expected"), [(3.1, True), (2.9, False)])
+def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, expected: bool) -> None:
     """The scatter is made at right angles to the line and as large as the t value asks (Student)."""
     loss = np.linspace(2, 3, 20)
     line = (loss - loss.mean()) / np.linalg.norm(loss - loss.mean())
@@ -97,7 +98,11 @@ def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, fall
     table = pd.DataFrame({"loss": loss, "accuracy": 0.5 + 0.02 * (t * line + math.sqrt(18) * columns[:, 2])})
     assert linregress(loss, table["accuracy"]).slope / linregress(loss, table["accuracy"]).stderr == pytest.approx(t)
     warned = any("falls as the loss falls" in warning for warning in fit_downstream(table, n_draws=100).warnings)
-    assert warned == falls
+    assert warned == expected
+
+
+def test_a_constant_metric_does_not_fall() -> None:
+    assert not falls(np.linspace(2, 3, 20), np.full(20, 0.5))
 
 
 def test_intervals_cover_a_further_run() -> None:

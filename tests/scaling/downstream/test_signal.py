@@ -76,7 +76,7 @@ def test_runs_are_told_apart_by_name_and_a_result_survives_json() -> None:
 )
 def test_bad_input_is_named(change: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        signal_to_noise(scores(0.01, seeds=2).assign(**change))  # type: ignore[arg-type]
+        signal_to_noise(scores(0.01, seeds=2).assign(**change))
 
 
 def test_nothing_that_shows_noise_or_signal_is_an_error() -> None:

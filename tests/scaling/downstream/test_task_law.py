@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,28 @@ def test_too_few_runs_to_leave_some_out_take_the_direct_law(table: pd.DataFrame)
 
 
 def test_probabilities_agree_with_the_interval(law: TaskLaw) -> None:
-    ahead = law.forecast(1e9, 2e10)
-    assert law.probability(1e9, 2e10, ahead.low) == pytest.approx(0.95, abs=0.01)
-    assert law.probability(1e9, 2e10, ahead.high) == pytest.approx(0.05, abs=0.01)
+    """With one law or both, the lower bound is reached with 95 %."""
+    for one in (law, replace(law, errors={"two steps": 0.02, "direct law": 0.03})):
+        ahead = one.forecast(1e9, 2e10)
+        assert one.probability(1e9, 2e10, ahead.low) == pytest.approx(0.95, abs=0.01)
+        assert one.probability(1e9, 2e10, ahead.high) <= 0.06
+
+
+def test_a_law_of_comparable_error_widens_the_interval_and_lowers_probabilities(law: TaskLaw) -> None:
+    """The same laws with other errors: the direct law is now within a factor of two."""
+    both = replace(law, errors={"two steps": 0.02, "direct law": 0.03})
+    size, alone = (1e9, 2e10), replace(law, errors={"two steps": 0.02, "direct law": 0.05}).forecast(1e9, 2e10)
+    assert law.direct is not None
+    assert law.two_steps is not None
+    direct, spanned = law.direct.forecast(*size), both.forecast(*size)
+    assert (spanned.value, spanned.low, spanned.high) == (
+        alone.value,
+        min(alone.low, direct.low),
+        max(alone.high, direct.high),
+    )
+    assert both.probability(*size, 0.7) == min(
+        law.direct.probability(*size, 0.7), law.two_steps.probability(*size, 0.7)
+    )
 
 
 def test_a_falling_score_has_the_loss_law(table: pd.DataFrame, planted: Law) -> None:
@@ -111,8 +131,7 @@ def test_a_score_at_chance_is_reported_with_the_size_at_which_it_is_expected_to_
         law.forecast(1e9, 2e10)
     with pytest.raises(ScalingError, match="signal"):
         law.probability(1e9, 2e10, 0.5)
-    told = fitted(evaluated(ladder(0.002), planted, middle=0.9, noise=0.01), min_ratio=0)
-    assert str(told.direct and told.direct.emergence(20.0)) in told.forecast(1e9, 2e10).reasons
+    assert str(found) in replace(law, min_ratio=0.0).forecast(1e9, 2e10).reasons
 
 
 def test_without_repeats_the_noise_is_not_known(table: pd.DataFrame) -> None:
@@ -131,3 +150,11 @@ def test_a_result_survives_json(law: TaskLaw) -> None:
 def test_bad_arguments_are_named(table: pd.DataFrame, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         fitted(table, **options)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
+def test_a_score_that_never_moves_has_no_forecast(table: pd.DataFrame, value: float) -> None:
+    law = fitted(table.assign(accuracy=value))
+    assert not law.is_forecast
+    with pytest.raises(ScalingError, match="signal to noise"):
+        law.forecast(1e9, 2e10)
