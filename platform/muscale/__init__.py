@@ -14,8 +14,8 @@ from proxy_models.lazy import lazily
 
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle, load_bundle
+    from muscale.bundles.evaluate_weights import evaluate
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
-    from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
     from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
     from muscale.full_runs.continue_run.continuation import Continuation
     from muscale.full_runs.continue_run.train import Continued
@@ -50,7 +50,7 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
-    "evaluate_checkpoint",
+    "evaluate",
     "load_bundle",
 ]
 
@@ -74,7 +74,7 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "search.sweep_result",
-    "evaluate_checkpoint": "full_runs.checkpoints.evaluate",
+    "evaluate": "bundles.evaluate_weights",
     "load_bundle": "bundles.bundle",
 }
 

@@ -20,8 +20,8 @@ from typing import Any
 from muscale.formatting import format_path
 
 _OF_STUDIES = (
-    "bundle|check|compare|continue|data check|data clean|fit|gc|ladder|plan|promote|report|run|runs|sweep|sync|transfer|ui"
-    "|watch"
+    "bundle|check|compare|continue|data check|data clean|evaluate|fit|gallery|gc|ladder|plan|promote|report|run|runs|sweep|sync"
+    "|transfer|ui|watch"
 )
 """Commands whose first argument is the study file."""
 _NAMED = rf"muscale ({_OF_STUDIES})((?: -[^`<\n]*)?)"  # a command with an argument is complete

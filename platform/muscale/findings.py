@@ -139,8 +139,12 @@ class Stages:
     def ladder(self) -> pd.DataFrame:
         """Every annealed run, as `ladder.law_rows` gives them; raises StageError like `horizon`."""
         config, best, horizon = self._contents.config, self.sweep().best, self.horizon()
-        self._finish("ladder", ladder.ladder_jobs(config, self.numerics, best, horizon))
+        self._finish("ladder", self.ladder_jobs())
         return ladder.law_rows(self._contents.ledger.runs(), best, config.sweep.space, horizon, self.numerics)
+
+    def ladder_jobs(self) -> list[Job]:
+        """The ladder's runs, trained or not; raises StageError like `horizon`."""
+        return ladder.ladder_jobs(self._contents.config, self.numerics, self.sweep().best, self.horizon())
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the ladder; raises StageError like `ladder`, or if no law can be fitted."""

@@ -19,6 +19,7 @@ FULL_RUNS = "full_runs"  # a folder for each plan and each continuation: checkpo
 EXTERNAL_RUNS = "external_runs"  # a folder for each plan whose run is trained elsewhere: its losses
 BUNDLES = "bundles"  # a folder for each bundle of a promoted plan
 REPORT = "report.html"
+GALLERY = "gallery.html"
 TRACKING = "tracking"  # local files of trackers, and records of what each tracker received
 SMOKE_TEST = "smoke_test"  # in a full run's folder
 PROFILE = "profile"  # in a full run's folder: traces of the steps of --profile

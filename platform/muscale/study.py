@@ -20,8 +20,9 @@ from muscale.actors.ray_map import cluster_map
 from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, Stages, StudyContents, findings
 from muscale.full_runs.promote import promotion
+from muscale.full_runs.promote.final_scores import final_scores
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
+from muscale.layout import CORPUS, FULL_RUNS, GALLERY, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
 from muscale.monitoring.losses import LossSource
@@ -33,12 +34,15 @@ from muscale.plans.gate import check_line, require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
+from muscale.plans.score_forecasts import ScoreForecasts, forecast_scores, in_time, register_scores, registered_scores
+from muscale.plans.use_case_card import UseCaseCard, card_of
 from muscale.programs.program_family import files_of
 from muscale.progress import Display, following, silent
-from muscale.proxies import comparison, transfer
+from muscale.proxies import comparison, ladder, transfer
 from muscale.proxies.comparison import Comparison
-from muscale.proxies.ladder import evaluated
+from muscale.proxies.ladder_scores import known_ladder_scores, ladder_scores
 from muscale.proxies.leak_check import LeakCheck, check_leaks, count_near_duplicates, known_leaks
+from muscale.proxies.measures import Measures, check_tasks, measures_of
 from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
 from muscale.search.protocols import Scheduler, Searcher
@@ -50,6 +54,7 @@ from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.settings.cross_field_rules import budget_errors
 from muscale.settings.own_model import require_same_family, write_record
+from muscale.settings.scores import ScoresSettings
 from muscale.store.cancels import cancel_trial, cancellable
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
@@ -120,6 +125,8 @@ class Study(Result):
         try:
             if config.trainer is None:
                 data.check(config.corpus, path.parent, config.model.vocab_size)
+            if config.scores:
+                check_tasks(config.scores, path.parent, runs=trains)
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
@@ -347,9 +354,10 @@ class Study(Result):
         return self._stages.ladder()
 
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
-        """Train the runs of a stage that the ledger does not have, and measure the ladder's as set in [scores]."""
-        if self.config.scores and stage == "ladder":
-            jobs = evaluated(jobs, self.config.scores, self.directory)
+        """Train the runs of a stage that the ledger does not have, and measure the ladder's on the way as set in [scores]."""
+        is_new = len(self.ledger.outcomes(job.chain for job in jobs)) < len({job.chain.key for job in jobs})
+        if (settings := self.config.scores) and stage == "ladder" and is_new:
+            jobs = ladder.evaluated(jobs, self._measures, settings.checkpoints)
         finish_stage(stage, jobs, self.ledger, self.config.resources, self._display)
 
     def fit(self) -> ScalingFit:
@@ -380,12 +388,14 @@ class Study(Result):
         return plan
 
     def register(self, plan: Plan) -> Plan:
-        """Register a plan's forecast and its band permanently, and write or update the plan's file.
+        """Register a plan's forecast, its band and the forecasts of its scores permanently, and write or update the plan's file.
 
         Raises:
             StageError: If the plan's file was edited by hand.
         """
         registered = planning.register(plan, self.ledger)
+        if settings := self.config.scores:
+            register_scores(forecast_scores(plan, self._ladder_scores(settings), settings), self.ledger)
         plan_file.write(
             registered,
             self.config,
@@ -399,6 +409,56 @@ class Study(Result):
         """Band of a registered plan's loss along its run; registered with it, before the first step."""
         known = registered_band(plan.key, self.ledger)
         return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
+
+    def evaluate(self, plan: Plan | None = None) -> ScoreForecasts:
+        """Measure the ladder's runs, and the plan's run if it has ended, as set in [scores].
+
+        Args:
+            plan: By default the study file's.
+
+        Returns:
+            The forecast of each score of the plan's run, as registered if it is, with the measured score if there is one.
+
+        Raises:
+            StageError: If the study has no [scores], a measure can't be taken, or as for `plan`.
+        """
+        settings, plan = self.config.scores, plan or self.plan()
+        if settings is None:
+            raise StageError("evaluate: the study file must have a table [scores], which says what to measure")
+        of_ladder = self._ladder_scores(settings)
+        forecasts = registered_scores(plan.key, self.ledger)
+        forecasts = forecasts or in_time(forecast_scores(plan, of_ladder, settings), self.ledger)
+        if (promoted := promotion.recorded_promotion(self.ledger, plan.key)) is None:
+            return forecasts
+        with self._display.stage("evaluate"):
+            return forecasts.with_measured(
+                final_scores(plan, self.config, self.ledger, self._numerics, promoted, self._measures.final)
+            )
+
+    @cached_property
+    def _measures(self) -> Measures:
+        """The measures of [scores]."""
+        if self.config.scores is None:
+            return Measures(always=(), at_end=())
+        with self._display.reading("tasks") as on_progress:
+            return measures_of(self.config, self.config.scores, self.ledger, self.corpus, self.directory, on_progress)
+
+    def _ladder_scores(self, settings: ScoresSettings) -> pd.DataFrame:
+        """Scores of the ladder's runs, which are trained and measured if they are not."""
+        jobs = ladder.evaluated(self._stages.ladder_jobs(), self._measures, settings.checkpoints)
+        finish_stage("ladder", jobs, self.ledger, self.config.resources, self._display)
+        return ladder_scores(jobs, self.ledger)
+
+    def use_case(self, plan: Plan | None = None) -> UseCaseCard | None:
+        """Compare sizes with [use_case], and find the cheapest run that meets all of it; None without the table.
+
+        Args:
+            plan: Plan whose compute the sizes are compared at; by default the study file's.
+
+        Raises:
+            StageError: As for `plan`.
+        """
+        return card_of(self.config, self.fit(), plan or self.plan(), known_ladder_scores(self.ledger))
 
     def next_runs(
         self,
@@ -460,6 +520,11 @@ class Study(Result):
         if known := promotion.recorded_promotion(self.ledger, plan.key):
             return known
         result = self._promote(plan, config, force=force)
+        if config.scores:
+            try:
+                self._display.line(str(self.evaluate(plan)))
+            except StageError as error:  # the run itself is done, and recorded
+                self._display.line(f"no scores: {error}; `muscale evaluate` measures them")
         if config.promote.bundle:
             try:
                 self._display.line(f"bundle: {self.bundle().path}")
@@ -487,6 +552,7 @@ class Study(Result):
                     self._numerics,
                     verdict=self._gate_verdict.verdict,
                     gate=seen.gate,
+                    measures=self._measures.always,
                 )
 
     def prepare(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Prepared:
@@ -656,6 +722,10 @@ class Study(Result):
             self._display.line(str(self.fit()))
             plan = self.plan()
             self._display.line(str(plan))
+            if self.config.scores:
+                self._ladder_scores(self.config.scores)
+            if card := self.use_case(plan):
+                self._display.line(str(card))
             for warning in self.corpus.warnings(plan.n_tokens):
                 self._display.line(f"warning: {warning}")
             result = self.register(plan) if self.config.trainer else self.promote(plan, force=force)
@@ -696,6 +766,23 @@ class Study(Result):
 
         found = findings(self.contents, self._stages.known)
         return write_report(gather(self.contents, found), self.directory / REPORT)
+
+    def gallery(
+        self, path: str | Path | None = None, *, runs: Collection[str] = (), compare: tuple[str, str] | None = None
+    ) -> Path:
+        """Write the page of the samples and scores of every evaluated checkpoint, and return its path; trains nothing.
+
+        Args:
+            path: By default gallery.html in the study's directory.
+            runs: Names of the runs to show, as on the page; all by default.
+            compare: Two checkpoints that the page compares first, each as RUN@TOKENS, or RUN for its last.
+
+        Raises:
+            StageError: If nothing was evaluated, or a name is unknown.
+        """
+        from muscale.pages.gallery import write_gallery
+
+        return write_gallery(self.contents, Path(path or self.directory / GALLERY), runs=runs, compare=compare)
 
     def __str__(self) -> str:
         return overview(self.contents)

@@ -22,7 +22,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import EvaluationSet
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.fsdp import between_parts
-from proxy_models.training.held_out import source_losses
+from proxy_models.training.held_out_passes import source_losses
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.step import Stepper

@@ -15,6 +15,7 @@ _TRAINED = ("sweep", "transfer", "ladder", "fit", "plan", "promote", "run")
 _KEPT = (
     "bundle",
     "verify",
+    "evaluate",
     "generate",
     "export",
     "report",
@@ -95,9 +96,24 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     assert json.loads(watched.out)["ended"]
     bundle = next(path for path in (study.parent / "bundles").iterdir())
     assert json_output(capture, "verify", bundle)["passed"]
+    evaluated = json_output(capture, "evaluate", bundle, "--prompt", "a", "--tokens", "3", "--quantised-bits", "8")
+    assert evaluated["val_loss"] == pytest.approx(json.loads(promotion.out)["loss"], rel=1e-5)
+    assert evaluated["samples"][0]["prompt"] == "a"
+    assert {score["measure"] for score in evaluated["scores"]} == {"quantised_loss"}
     assert json_output(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
     assert Path(json_output(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
     assert json_output(capture, "sync", one)
     assert json_output(capture, "export-optuna", one, spare / "sweep.db")
-    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "sync", "export-optuna")
+    others = (
+        "transfer",
+        "promote",
+        "run",
+        "watch",
+        "verify",
+        "evaluate",
+        "generate",
+        "export",
+        "sync",
+        "export-optuna",
+    )
     return {*results, "gc", *others}

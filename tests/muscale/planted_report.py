@@ -13,6 +13,7 @@ from muscale.pages.contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import Planner
+from muscale.plans.use_case_card import card_of
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import Ledger
 from scaling import fit_verdict
@@ -22,6 +23,8 @@ from tests.muscale.planted_ladder import planted_curve
 from tests.muscale.search.conftest import PLANTED, planted_result
 
 RUNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
+
+USE_CASE = {"use_case.targets.loss": 2.4, "use_case.serving_device": "H100 SXM", "use_case.max_params": 90_000.0}
 
 
 def planted_contents(folder: Path, name: str) -> ReportContents:
@@ -69,6 +72,7 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
         fit=law,
         plan=plan.to_dict(),
         forecast={**forecast, "registered_at": stamp, "reasons": []},
+        use_case=card_of(StudyConfig.read(path, USE_CASE), law, plan),
         gate=Gate(plan=plan.key, lines=(transfer_line("pass", ()),)).to_dict(),
         promotion=promotion,
         curve=pd.DataFrame({"tokens": tokens, "train_loss": losses}),

@@ -13,9 +13,11 @@ import pytest
 from muscale.cli.options import Options
 from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
+from tests.muscale.planted_evaluations import PlantedEvaluations
 
 MakeStudy = Callable[..., Path]
 HERE = {
+    "gallery",
     "check",
     "compare",
     "mixture",
@@ -62,6 +64,9 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     assert json_output(capfd, "check", path)["passed"]
     assert json_output(capfd, "runs", path) == []
     assert Path(json_output(capfd, "report", path)["report"]).exists()
+    evaluated = PlantedEvaluations(make_study("evaluated"))
+    evaluated.ledger.close()
+    assert Path(json_output(capfd, "gallery", evaluated.study)["gallery"]).exists()
     assert json_output(capfd, "init", tmp_path / "new")["path"].endswith("study.toml")
     assert Path(json_output(capfd, "wheel", tmp_path / "dist")["wheel"]).exists()
     variants = tmp_path / "variants.csv"

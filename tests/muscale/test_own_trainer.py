@@ -125,16 +125,21 @@ def starts(study: Path) -> int:
 def check_that_another_budget_is_tried_and_registered_beside(
     path: Path, opened: Study, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run shows the plan of another budget and registers nothing; without it that is the plan registered last."""
+    """A dry run shows the plan of another budget, with its use-case card, and registers nothing; without it that is the latest."""
     first, runs = opened.plan(), len(opened.runs())
     budget = ("--set", f"plan.compute_flops={3 * first.compute_flops:g}")
     capfd.readouterr()
-    assert entry.run(["plan", str(path), *budget, "--dry-run", "--json"]) == 0
+    use_case = ("--set", f"use_case.targets.loss={first.forecast.high}")
+    assert entry.run(["plan", str(path), *budget, *use_case, "--dry-run", "--json"]) == 0
     other = json.loads(capfd.readouterr().out)
+    (size,) = other["use_case"]["sizes"]
+    assert size["n_params"] == other["n_params"]
+    assert size["meets_all"] == (size["P(loss)"] >= 0.9)
     assert other["key"] != first.key
     assert opened.ledger.forecast(other["key"]) is None
     assert not path_of(path.parent, other["key"]).exists()
-    assert entry.run(["plan", str(path), *budget]) == 0
+    assert entry.run(["plan", str(path), *budget, *use_case]) == 0
+    assert "P(loss)" in capfd.readouterr().out
     assert len(opened.runs()) == runs
     latest = opened.ledger.latest_forecast()
     assert latest is not None

@@ -30,7 +30,9 @@ MEMBERS = [
     "corpus",
     "directory",
     "dry_run",
+    "evaluate",
     "fit",
+    "gallery",
     "ladder",
     "ledger",
     "next_runs",
@@ -45,6 +47,7 @@ MEMBERS = [
     "smoke_test",
     "sweep",
     "transfer",
+    "use_case",
     "watch",
 ]
 

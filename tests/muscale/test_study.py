@@ -1,5 +1,6 @@
 """The whole loop on a micro-study: real Ray, two real gloo workers, and a driver killed at three stages and interrupted at one."""
 
+import json
 import os
 import signal
 import sqlite3
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from muscale.monitoring.calibration import calibrate
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
 from muscale.search.sweep import Sweep
+from muscale.store.evaluations import score_table
 from muscale.store.ledger_tables import ResultKind
 from muscale.tracking.trackers import Tracking
 from scaling import ScalingFit
@@ -76,6 +79,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     check_promotion(resumed, promotion)
     assert check_that_a_promoted_study_speaks_json(capfd, killed, tmp_path) == PROMOTED
     check_tracked(resumed, promotion)
+    check_that_scores_can_be_measured_later(killed, promotion)
 
     if "ladder" in stages:
         undisturbed = Study.open(make_study("undisturbed"), quiet=True)
@@ -90,6 +94,41 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     again = Study.open(killed, quiet=True)
     assert again.run(force=True) == promotion
     assert segments(ledger) == trained
+
+
+def check_that_scores_can_be_measured_later(path: Path, promotion: Promotion) -> None:
+    """Tasks that are added when everything is trained change no training, and their forecast would come too late."""
+    write_task(path.parent / "tasks")
+    overrides = ['scores.tasks=["words"]', "scores.checkpoints=2", "scores.quantised_bits=[4]", 'scores.prompts=["ab"]']
+    before = segments(path.parent / "ledger.sqlite")
+    scored = Study.open(path, overrides, quiet=True)
+    found = scored.evaluate()
+    assert before.items() <= segments(path.parent / "ledger.sqlite").items()
+    assert found.plan == promotion.plan
+    assert {score.metric for score in found.scores} >= {"accuracy", "probability", "bits_per_byte"}
+    assert all(score.measured is not None and score.value is None for score in found.scores)
+    table = score_table(scored.ledger)
+    losses = table[(table["measure"] == "loss") & (table["metric"] == "loss") & table["anneals"]].set_index("weights")[
+        "value"
+    ]
+    recorded = scored.runs().set_index("key")["loss"]
+    assert len(losses) == (scored.runs()["purpose"] == "ladder").sum() + 1
+    np.testing.assert_allclose(losses, recorded[losses.index], rtol=1e-4)
+    again = Study.open(path, overrides, quiet=True).evaluate()
+    assert again == found
+    assert len(score_table(scored.ledger)) == len(table)
+    assert scored.gallery().exists()
+
+
+def write_task(folder: Path) -> None:
+    """A task whose right choice is a word of the text's beginning, and whose wrong one has letters that the text lacks."""
+    folder.mkdir()
+    rows = [{"context": "ab ", "choices": [word, "zzyx"], "right": 0} for word in ("abc", "de", "fgh", "ca")]
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "words.yaml").write_text(
+        "task: words\ndataset_path: json\ndataset_kwargs: {data_files: {test: words.jsonl}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{context}}"\ndoc_to_choice: choices\ndoc_to_target: right\n'
+    )
 
 
 def check_that_another_forecast_trains_no_run_again(path: Path, promotion: Promotion) -> None:

@@ -21,11 +21,12 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.run_sources import FullRunSource, _run_rows, study_key, trials
+from muscale.tracking.run_sources import FullRunSource, _run_rows, ladder_runs, study_key, trials
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
 from tests.muscale.event_files import scalars
+from tests.muscale.planted_evaluations import CHECKPOINTS, PlantedEvaluations
 from tests.muscale.planted_ladder import PlantedPlan
 from tests.muscale.planted_sweep import open_sweep, plant
 
@@ -133,6 +134,32 @@ def test_the_forecast_is_a_line_next_to_the_run(planted: Planted) -> None:
     (run,) = planted.source()()
     assert run.ended == "finished"
     assert run.summary["residual"] == pytest.approx(3.1 - planted.band.loss)
+
+
+def test_scores_of_the_ladder_and_of_the_full_run_are_rows_of_their_own(make_study: MakeStudy) -> None:
+    planted = PlantedEvaluations(make_study())
+    small, large = ladder_runs(planted.config, planted.ledger)
+    assert small.config["n_params"] < large.config["n_params"]
+    rows = small.rows["scores/tasks"]
+    assert [row.at for row in rows] == [
+        steps * planted.config.hyperparameters.batch_tokens for steps in (16, 32, 64, 128)
+    ]
+    assert {"score/copying/accuracy", "score/arithmetic/bits_per_byte"} <= rows[0].metrics.keys()
+    assert "score/memorisation/2_3_times/memorised" in small.rows["scores/memorisation"][0].metrics
+    assert small.summary["val_loss"] == rows_of_loss(small)[-1]
+    source = FullRunSource(planted.ledger, planted.plan.key, planted.config.to_dict(), 20)
+    (run,) = source()
+    assert len(run.rows["scores/tasks"]) == CHECKPOINTS, "the end is added once the run is promoted"
+    planted.end(2.5)
+    (run,) = source()
+    assert [row.at for row in run.rows["scores/tasks"]][-1] == planted.plan.n_tokens
+    assert len(run.rows["scores/tasks"]) == CHECKPOINTS + 1
+    assert len(run.rows["scores/ablation"]) == 1
+    planted.ledger.close()
+
+
+def rows_of_loss(run: TrackedRun) -> list[float]:
+    return [row.values["score/loss"] for row in run.rows["scores/loss"]]
 
 
 def test_trials_are_shown_with_what_became_of_them(make_study: MakeStudy) -> None:

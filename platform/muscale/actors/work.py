@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Trains(Protocol):
-    """What a job asks of a worker."""
+    """The calls of a job on its worker."""
 
     def reach(self, chain: Chain) -> Outcome:
         """Train a chain to its end, as far as the ledger does not know it."""

@@ -3,7 +3,19 @@
 Exit codes are in `muscale.cli.application`. Nothing heavy is imported before a command runs.
 """
 
-from muscale.cli import bundles, data, full_run, importers, law, ledger, machine, mixture, monitoring, search
+from muscale.cli import (
+    bundles,
+    data,
+    evaluation,
+    full_run,
+    importers,
+    law,
+    ledger,
+    machine,
+    mixture,
+    monitoring,
+    search,
+)
 from muscale.cli.application import app
 from muscale.cli.entry import main
 
@@ -11,6 +23,7 @@ __all__ = [
     "app",
     "bundles",
     "data",
+    "evaluation",
     "full_run",
     "importers",
     "law",

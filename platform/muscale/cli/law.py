@@ -13,6 +13,7 @@ from muscale.cli.running import is_begun, result_alone, run_stage, show, upper_c
 from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
+    from muscale.plans.planning import Plan
     from muscale.study import Study
 
 
@@ -216,7 +217,8 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
 
             if findings(opened.contents).fit is None:
                 return upper_costs("plan", opened.config, study, as_json=options.json)
-            return opened.plan()
+            found = opened.plan()
+            return _with_scores(opened, found, str(found), as_json=options.json)
 
         return run_stage(study, options, tried, None, trains=True)
     if export and export.exists() and not export.is_dir():
@@ -238,7 +240,8 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
             else:
                 completed = opened.contents.commands.completed
                 wrote["for other frameworks"] = write_export(plan, numerics, export, completed=completed)
-        return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
+        text = "" if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
+        return _with_scores(opened, plan, text, as_json=options.json)
 
     def ending(opened: Study, _result: Any) -> Ending:
         if opened.config.trainer:
@@ -248,6 +251,17 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
         return Ending(wrote=wrote, next=(options.line("promote", study, "--dry-run"), options.line("promote", study)))
 
     return run_stage(study, options, planned, "plan", ending=ending, trains=True)
+
+
+def _with_scores(opened: Study, plan: Plan, text: str, *, as_json: bool) -> Any:
+    """Return the plan with the registered forecasts of its scores and its use-case card: plain values, or the text and theirs."""
+    from muscale.plans.score_forecasts import registered_scores
+
+    further = {"scores": registered_scores(plan.key, opened.ledger), "use_case": opened.use_case(plan)}
+    known = {name: found for name, found in further.items() if found is not None}
+    if as_json:
+        return {**plan.to_dict(), **{name: found.to_dict() for name, found in known.items()}} if known else plan
+    return "\n".join([text, *map(str, known.values())])
 
 
 @command(LAW, example="muscale calibration study.toml ../other-study")

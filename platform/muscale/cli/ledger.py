@@ -1,4 +1,4 @@
-"""Commands of the ledger: runs, report, ui, gc."""
+"""Commands of the ledger: runs, report, gallery, ui, gc."""
 
 from __future__ import annotations
 
@@ -104,6 +104,30 @@ def report(study: StudyFile, *, options: Options = Options()) -> int:
         return {"report": str(path)} if options.json else path
 
     return run_stage(study, options, written, None, ending=lambda _, path: Ending(wrote={"report": path}))
+
+
+@command(INSPECT, example="muscale gallery study.toml --compare 'full run@65536' 'full run'")
+def gallery(
+    study: StudyFile,
+    *,
+    html: Path | None = None,
+    run: Words = (),
+    compare: tuple[str, str] | None = None,
+    options: Options = Options(),
+) -> int:
+    """Write gallery.html: the samples of every evaluated checkpoint, their scores over training, and a comparison of two.
+
+    Args:
+        html: File to write instead.
+        run: Name of a run to show, as on the page; may be repeated. All by default.
+        compare: Two checkpoints that the page compares first: RUN@TOKENS, or RUN for its last checkpoint.
+    """
+
+    def written(opened: Study) -> Any:
+        path = opened.gallery(html, runs=run, compare=compare)
+        return {"gallery": str(path)} if options.json else path
+
+    return run_stage(study, options, written, None, ending=lambda _, path: Ending(wrote={"gallery": path}))
 
 
 @command(INSPECT, example="muscale ui study.toml --allow-actions")

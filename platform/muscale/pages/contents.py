@@ -11,18 +11,23 @@ import sqlalchemy as sa
 
 from muscale import json_lines
 from muscale.commands import StudyCommands
+from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents
+from muscale.full_runs.checkpoints.evaluated_checkpoints import EvaluatedCheckpoint, evaluated_checkpoints
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import RunRecords
-from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
+from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, GALLERY, METRICS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
 from muscale.pages.reproduction import reproduction
 from muscale.pages.study_cost import spending
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
+from muscale.plans.score_forecasts import ScoreForecasts, registered_scores
+from muscale.plans.use_case_card import UseCaseCard, card_of
 from muscale.proxies.comparison import Comparison, latest_comparison
+from muscale.proxies.ladder_scores import known_ladder_scores
 from muscale.proxies.leak_check import LeakCheck, known_leaks
 from muscale.search.search_so_far import SearchSoFar, search_so_far
 from muscale.search.sweep_result import SweepResult
@@ -54,10 +59,14 @@ class ReportContents:
     plan: dict[str, Any] | None = None
     forecast: dict[str, Any] | None = None
     gate: dict[str, Any] | None = None
+    use_case: UseCaseCard | None = None
     promotion: dict[str, Any] | None = None
     curve: pd.DataFrame | None = None
     evaluations: pd.DataFrame | None = None
     evaluated: CheckpointEvaluation | None = None
+    checkpoints: list[EvaluatedCheckpoint] = field(default_factory=list)
+    score_forecasts: ScoreForecasts | None = None
+    gallery: str | None = None
     band: Band | None = None
     calibration: Calibration | None = None
     run_events: pd.DataFrame | None = None
@@ -74,11 +83,22 @@ class ReportContents:
         return 0 if self.curve is None or self.curve.empty else int(self.curve["tokens"].iloc[-1])
 
 
+def _card(study: StudyContents, found: Findings) -> UseCaseCard | None:
+    """The use-case card; None while a law or a score that it needs is not known."""
+    if not (found.fit and found.plan):
+        return None
+    try:
+        return card_of(study.config, found.fit, found.plan, known_ladder_scores(study.ledger))
+    except StageError:  # a target's score is not measured yet
+        return None
+
+
 def gather(study: StudyContents, found: Findings) -> ReportContents:
     """Collect all values of the report; None for a value that is not known yet."""
     check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)
+    scored = study.config.scores is not None
     return ReportContents(
         name=study.config.name,
         commands=study.commands,
@@ -93,7 +113,11 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         transfer=found.transfer,
         fit=found.fit,
         next_runs=found.next_runs,
+        use_case=_card(study, found),
         comparison=latest_comparison(study.config, study.ledger),
+        checkpoints=evaluated_checkpoints(study.ledger) if scored else [],
+        score_forecasts=registered_scores(known["plan"]["key"], study.ledger) if scored and known else None,
+        gallery=GALLERY if scored and (study.directory / GALLERY).exists() else None,
         calibration=calibrate(study.ledger),
         spending=spending(study.ledger),
         reproduction=reproduction(

@@ -22,6 +22,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from muscale.errors import StageError
 from muscale.findings import StudyContents
+from muscale.layout import GALLERY
 from muscale.pages.live_page import LivePage, Snapshot
 from muscale.pages.report import page, policy
 from muscale.pages.sections import grouped, page_file, templates
@@ -98,6 +99,15 @@ def live_app(live: LivePage) -> FastAPI:
     @app.get("/report.js")
     def _report(request: Request) -> Response:
         return _script(request, page_file("report.js"))
+
+    @app.get(f"/{GALLERY}")
+    def _gallery() -> Response:
+        path = live.study.directory / GALLERY
+        if not path.exists():
+            raise HTTPException(404, "there is no gallery; run `muscale gallery`")
+        # The file has its own policy; its origin is another one, so that its scripts do not reach this page.
+        rules = "sandbox allow-scripts; frame-ancestors 'none'"
+        return Response(path.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": rules})
 
     @app.post("/cancel/trial/{trial}")
     def _cancel_trial(request: Request, trial: int, why: Reason) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 from muscale.monitoring import run_figures
 from muscale.pages import summary
 from muscale.pages.law_sections import law_sections, variant_sections
+from muscale.pages.score_sections import score_sections
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
 from muscale.pages.study_cost import draw_spending, format_spending
@@ -25,6 +26,7 @@ from proxy_models.files import atomic_write
 if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration
     from muscale.pages.contents import ReportContents
+    from muscale.plans.use_case_card import UseCaseCard
 
 _CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
 _CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
@@ -41,17 +43,24 @@ def write_report(contents: ReportContents, path: Path) -> Path:
 
 
 def write_page(
-    path: Path, sections: list[Section], *, name: str, written: str, completed: Callable[[str], str] = str
+    path: Path,
+    sections: list[Section],
+    *,
+    name: str,
+    written: str,
+    completed: Callable[[str], str] = str,
+    scripts: Sequence[str] = ("report.js",),
 ) -> Path:
     """Write a self-contained page atomically and return its path.
 
     Args:
         completed: Completes the commands that the page names.
+        scripts: Files of the page's own script.
     """
-    scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
-    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
+    sources = {"plotly": get_plotlyjs(), "script": "".join(map(page_file, scripts))}
+    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in sources.values())
     with atomic_write(path) as unfinished:
-        unfinished.write_text(completed(page(sections, name=name, written=written, policy=policy(hashes), **scripts)))
+        unfinished.write_text(completed(page(sections, name=name, written=written, policy=policy(hashes), **sources)))
     return path
 
 
@@ -102,6 +111,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
     return [
         _summary(contents),
         _plan(contents),
+        *_use_case(contents.use_case),
         Section(
             title="The corpus",
             command="check",
@@ -135,6 +145,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         ),
         _events(contents),
         *_calibration(contents.calibration),
+        *score_sections(contents.checkpoints, contents.score_forecasts, contents.gallery),
         _spending(contents.spending),
         _of_ledger(
             title="Every run",
@@ -178,6 +189,22 @@ def _plan(contents: ReportContents) -> Section:
         template="plan.html.jinja" if contents.plan else None,
         values={"plan": contents.plan, "gate": contents.gate},
     )
+
+
+def _use_case(card: UseCaseCard | None) -> list[Section]:
+    """Return the section if the study has [use_case]."""
+    if card is None:
+        return []
+    return [
+        Section(
+            title="The use case",
+            command="plan",
+            about=f"Sizes trained with {card.compute_flops:.3g} FLOPs, against the limits and targets of [use_case]. P is the "
+            "probability that a target is reached; latency is a lower bound.",
+            result="\n".join((card.conclusion, *(f"- outside declared support: {doubt}" for doubt in card.doubts))),
+            table=as_table(card.shown),
+        )
+    ]
 
 
 def _data_sections(contents: ReportContents) -> Iterator[Section]:

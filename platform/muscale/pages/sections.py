@@ -60,6 +60,7 @@ class Section:
         group: Heading in the page's contents.
         result: Printed result, without its tables.
         drawings: Figures.
+        link: Address of a further page, and its description.
         missing: Reason why there is nothing to show, if the command alone would not help.
         template: Name of a separate template for the section, rendered with `values`.
     """
@@ -71,6 +72,7 @@ class Section:
     result: str | None = None
     drawings: tuple[Drawing, ...] = ()
     table: str | None = None
+    link: tuple[str, str] | None = None
     missing: str | None = None
     template: str | None = None
     values: dict[str, Any] = field(default_factory=dict)

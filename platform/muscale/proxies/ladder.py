@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.proxies.measures import Measures
 from muscale.search.prior_runs import differs_in
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Stem
-from muscale.settings.scores import ScoresSettings
 from muscale.settings.tables import FitSettings
 from muscale.store.evaluations import Evaluated
 from muscale.store.lineage import Chain, stems
@@ -113,23 +112,22 @@ def ladder_jobs(
     return jobs
 
 
-def evaluated(jobs: Sequence[Job], settings: ScoresSettings, study: Path) -> list[Job]:
-    """Return the jobs with the points at which [scores] measures them: `checkpoints` of each run, its end the last.
+def evaluated(jobs: Sequence[Job], measures: Measures, checkpoints: int) -> list[Job]:
+    """Return the jobs with so many points of each run at which measures are taken, its end the last.
 
     Back from where a run's cooldown begins, or from its end, the lengths fall by `SPACING`, as do those of a stem's branches: so they
     share these points. A run has fewer points if earlier ones would lie in its warmup.
     """
-    always, at_end = settings.measures(study)
     by_key, found = {job.chain.key: job for job in jobs}, []
     for runs in stems([job.chain for job in jobs]).values():
         whole, warmup = by_key[runs[0].key].hyperparameters.whole_batches, runs[0].segments[0].recipe.warmup_tokens
         before = [chain.last.start or whole(chain.last.end / SPACING) for chain in runs]
-        while len(before) < len(runs) + settings.checkpoints - 2 and warmup < whole(before[0] / SPACING) < before[0]:
+        while len(before) < len(runs) + checkpoints - 2 and warmup < whole(before[0] / SPACING) < before[0]:
             before.insert(0, whole(before[0] / SPACING))
         for end, chain in enumerate(runs, start=len(before) - len(runs) + 1):
-            own = before[max(0, end - settings.checkpoints + 1) : end]
-            points = [Evaluated(chain=chain.until(tokens), measures=always) for tokens in own]
-            points.append(Evaluated(chain=chain, measures=(*always, *at_end)))
+            own = before[max(0, end - checkpoints + 1) : end]
+            points = [Evaluated(chain=chain.until(tokens), measures=measures.always) for tokens in own]
+            points.append(Evaluated(chain=chain, measures=measures.final))
             found.append(replace(by_key[chain.key], evaluated=tuple(points)))
     return found
 

@@ -42,10 +42,17 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     if not any(problem.startswith("sweep.n_tokens:") for problem in problems):
         problems += _warmup_errors(config)
     problems += _explicit_errors(config)
+    problems += _use_case_errors(config)
     problems += _variants_errors(config)
     if not problems:
         problems += budget_errors(config)
     return problems
+
+
+def _use_case_errors(config: StudyTables) -> Iterator[str]:
+    """Limits and targets of [use_case] that other tables do not support."""
+    if config.use_case:
+        yield from config.use_case.cross_field_errors(config.plan, config.scores.tasks if config.scores else ())
 
 
 def _trainer_errors(config: StudyTables) -> Iterator[str]:

@@ -1,16 +1,13 @@
-"""[scores] of the study file: what is measured of checkpoints beside their loss."""
+"""[scores] of the study file: measures of checkpoints in addition to their loss."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import pydantic
 from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.evaluation.measure import Measure
-from proxy_models.evaluation.samples import Samples
 
 
 class ScoresSettings(StrictTable):
@@ -22,25 +19,15 @@ class ScoresSettings(StrictTable):
     items: PositiveInt | None = None  # most items of a task; none: all
     prompts: tuple[str, ...] = ()  # texts that every evaluated checkpoint continues
     sample_tokens: PositiveInt = 64  # longest sample
-    memorisation: bool = False  # share of training sequences that the model continues verbatim, by repetitions
+    # of each run's end: share of training sequences that the model continues verbatim, by repetitions; reads the whole corpus
+    memorisation: bool = False
     quantised_bits: tuple[Literal[8, 4], ...] = ()  # the loss of each run's end after rounding its weights
     ablation: Literal["layers", "heads"] | None = None  # the loss of each run's end without each part
     # signal over noise below which a task is reported, not forecast
-    least_signal_to_noise: Annotated[float, Field(ge=0)] = 2.0
+    least_signal_to_noise: Annotated[float, Field(ge=0)] = 5.0
 
     @pydantic.model_validator(mode="after")
     def _measures_something(self) -> Self:
         if len({*self.tasks}) != len(self.tasks):
             raise ValueError(f"tasks: must all differ, got {list(self.tasks)}")
         return self
-
-    def measures(self, study: Path) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-        """The measures at every checkpoint, and those at the end of a run alone.
-
-        Args:
-            study: The study's directory.
-        """
-        always: list[Measure] = []
-        if self.prompts:
-            always.append(Samples(prompts=self.prompts, n_tokens=self.sample_tokens))
-        return tuple(always), ()

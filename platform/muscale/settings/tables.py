@@ -20,6 +20,7 @@ from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_who
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.trainer import TrainerSettings
 from muscale.settings.transfer import TransferSettings
+from muscale.settings.use_case import UseCaseSettings
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.architecture.memory import Precision
@@ -160,6 +161,7 @@ class StudyTables(StrictTable):
     compare: CompareSettings = CompareSettings()
     trainer: TrainerSettings | None = None
     scores: ScoresSettings | None = None
+    use_case: UseCaseSettings | None = None
     resources: ResourceSettings = ResourceSettings()
     numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
@@ -253,10 +255,9 @@ class StudyTables(StrictTable):
         plain["sweep"]["space"] = self.sweep.space.to_dict()
         if not self.sweep.tune:
             del plain["sweep"]["tune"]  # so that sweeps without it keep their recorded form
-        if self.trainer is None:
-            del plain["trainer"]  # so that studies without [trainer] keep their recorded form
-        if self.scores is None:
-            del plain["scores"]
+        for optional in ("trainer", "scores", "use_case"):
+            if plain[optional] is None:
+                del plain[optional]  # so that studies without the table keep their recorded form
         return plain
 
     def shared_numerics(self, corpus: Corpus) -> Numerics:

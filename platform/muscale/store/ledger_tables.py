@@ -166,6 +166,8 @@ class ResultKind(StrEnum):
     OUTSIDE_RESULTS = "outside_results"  # used by a sweep
     OWN_METHODS = "own_methods"  # searcher and scheduler, if custom
     BAND = "band"
+    SCORE_FORECASTS = "score_forecasts"  # registered with a plan
+    CONTAMINATION = "contamination"  # items of tasks in the training text, of each corpus
     GATE = "gate"  # of each launch
     SMOKE_TEST = "smoke_test"
     PROMOTION_STARTED = "promotion_started"

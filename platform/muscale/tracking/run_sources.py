@@ -1,14 +1,16 @@
-"""Tracked runs of a study, read from its ledger and files: trials of the sweep, the full run, and the study as a whole.
+"""Tracked runs of a study, read from its ledger and files: trials, evaluated runs of the ladder, the full run, and the study.
 
 The metrics, the same in every tracker (docs/tracking.md lists them): tokens, train_loss, val_loss, learning_rate, grad_norm,
-tokens_per_second, forecast/loss, forecast/low, forecast/high, band/expected, band/low, band/high. Losses in nats per token.
+tokens_per_second, forecast/loss, forecast/low, forecast/high, band/expected, band/low, band/high, score/TASK/METRIC. Losses in
+nats per token.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ import pandas as pd
 
 from muscale import json_lines
 from muscale.bundles.bundle_files import MANIFEST
+from muscale.full_runs.checkpoints.evaluated_checkpoints import checkpoints_in_ledger
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.full_runs.records.run_records import MetricsTail, RunRecords
-from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
+from muscale.layout import BUNDLES, EVALUATIONS, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
 from muscale.monitoring.band import Band, registered_band
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
@@ -30,6 +33,8 @@ from muscale.store.ledger import NESTED, Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
 from muscale.tracking.tracked import Row, TrackedRun
+from proxy_models.evaluation.measure import Score
+from proxy_models.evaluation.smooth_scores import TASKS
 
 _STEPS = ("tokens", "train_loss", "grad_norm", "rate_factor", "seconds")
 _CARD = "README.md"  # of a bundle; the module that defines the name needs torch
@@ -138,10 +143,19 @@ class FullRunSource:
             rows={
                 "training": list(_stretches(self._steps.table(), plan, lines, self._points)),
                 "evaluations": list(_evaluations(evaluated, band, lines)),
+                **_score_rows(self._scores(ended=promotion is not None)),
             },
             summary=lines | _full_run_summary(promotion, evaluated),
             ended="finished" if promotion else "failed" if failed else None,
         )
+
+    def _scores(self, *, ended: bool) -> Iterator[tuple[int, Iterable[Score]]]:
+        """Yield the tokens and scores of the run's evaluated checkpoints; those of its end are in the ledger."""
+        for row in json_lines.read(self._directory / EVALUATIONS):
+            yield row["tokens"], [Score(**score) for score in row.get("scores", ())]
+        for one in checkpoints_in_ledger(self._ledger) if ended else ():
+            if one.run == self._plan:
+                yield one.tokens, one.scores
 
 
 def _stretches(steps: pd.DataFrame, plan: Plan, lines: Mapping[str, float], points: int) -> Iterator[Row]:
@@ -179,6 +193,40 @@ def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> d
     summary: dict[str, Any] = {"val_loss": promotion.loss, "residual": promotion.residual, "inside": promotion.inside}
     summary |= {"relative_error": promotion.relative_error, "forced": promotion.forced, "verdict": promotion.verdict}
     return summary | ({"goodput": promotion.goodput.share} if promotion.goodput else {})
+
+
+def ladder_runs(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
+    """The ladder's evaluated runs, each with the scores of its checkpoints up to its end."""
+    found, key = [one for one in checkpoints_in_ledger(ledger) if not one.is_full], study_key(ledger.directory)
+    for end in (one for one in found if one.anneals):
+        before = [one for one in found if one.run == end.run and one.tokens < end.tokens and not one.anneals]
+        yield TrackedRun(
+            key=input_key(key, "ladder", end.run, end.tokens),
+            name=f"{config.name} ladder N={end.n_params} D={end.tokens}",
+            kind="ladder",
+            group=f"{config.name} {key}",
+            config={"n_params": end.n_params, "n_tokens": end.tokens, "seed": end.seed},
+            rows=_score_rows((one.tokens, one.scores) for one in (*before, end)),
+            summary={} if end.val_loss is None else {"val_loss": end.val_loss},
+            ended="finished",
+        )
+
+
+def _score_rows(checkpoints: Iterable[tuple[int, Iterable[Score]]]) -> dict[str, list[Row]]:
+    """Rows of scores, a stream for each measure, because each measure is recorded as soon as it is taken."""
+    values: dict[str, dict[int, dict[str, float]]] = {}
+    for tokens, scores in checkpoints:
+        for score in scores:
+            if math.isfinite(score.value):
+                row = values.setdefault(f"scores/{score.measure}", {}).setdefault(tokens, {"tokens": tokens})
+                row[_metric(score)] = score.value
+    return {stream: [Row(at=at, values=rows[at]) for at in sorted(rows)] for stream, rows in values.items()}
+
+
+def _metric(score: Score) -> str:
+    """Name of a score in trackers, of characters that all of them allow; a task needs no measure before it."""
+    parts = dict.fromkeys(("score", "" if score.measure == TASKS else score.measure, score.name, score.metric))
+    return "/".join(re.sub(r"[^\w.-]+", "_", part, flags=re.ASCII) for part in parts if part)
 
 
 def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:

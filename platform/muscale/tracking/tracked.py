@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from muscale.serialization import dotted
 
-Kind = Literal["study", "trial", "full"]
+Kind = Literal["study", "trial", "ladder", "full"]
 Opened = TypeVar("Opened")
 MOST_OPEN = 64
 """Most runs that a tracker holds open at once; the least recently used is closed, and resumed when needed."""

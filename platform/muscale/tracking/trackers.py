@@ -17,7 +17,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.mlflow_tracker import MlflowTracker
-from muscale.tracking.run_sources import FullRunSource, trials, whole_study
+from muscale.tracking.run_sources import FullRunSource, ladder_runs, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
@@ -54,6 +54,7 @@ class Tracking:
             corpus = self._ledger.directory / CORPUS
             if (corpus / MANIFEST).exists():  # otherwise nothing was searched yet
                 yield from self._trials(Sweep.of(self._config, self._ledger, Corpus.open(corpus)))()
+            yield from ladder_runs(self._config, self._ledger)
             for folder in sorted((self._ledger.directory / FULL_RUNS).glob("*")):
                 yield from self._full_run(folder.name)()
             yield from self._whole()

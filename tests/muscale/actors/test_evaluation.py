@@ -19,7 +19,7 @@ from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus_writing import write_corpus
-from proxy_models.evaluation.measure import Measurement, Score, Subject
+from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.evaluation.samples import Samples
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import branch
@@ -42,7 +42,7 @@ class Loss:
     name = "own loss"
     key = "1"
 
-    def measure(self, subject: Subject) -> Measurement:
+    def measure(self, subject: Subject) -> Measured:
         with self.calls.open("a") as file:
             file.write(f"{subject.tokens}\n")
         (held_out,) = evaluation_sets(subject.corpus, 32, 512).values()
@@ -52,7 +52,7 @@ class Loss:
         score = Score(
             measure=self.name, name="", metric="loss", value=float(loss), standard_error=None, n=len(held_out.sequences)
         )
-        return Measurement(scores=(score,))
+        return Measured(scores=(score,))
 
 
 def run(numerics: Numerics) -> Chain:
@@ -115,7 +115,7 @@ def test_a_measure_that_fails_leaves_the_others(worker: Worker, numerics: Numeri
         name = "fails"
         key = "1"
 
-        def measure(self, subject: Subject) -> Measurement:
+        def measure(self, subject: Subject) -> Measured:
             raise ArithmeticError("no")
 
     point = Evaluated(chain=run(numerics), measures=(Loss(tmp_path / "calls"), Fails()))

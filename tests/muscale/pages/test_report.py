@@ -17,6 +17,7 @@ from muscale.pages.report import write_report
 from muscale.pages.sections import Section, with_code
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import Planner, register
+from muscale.plans.use_case_card import card_of
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from proxy_models.evaluation.measure import Sample
@@ -134,6 +135,21 @@ def test_the_plan_shows_values_of_every_kind(tmp_path: Path, make_study: MakeStu
     shown_stages = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
     for name, shown in zip(values, ("0.01235", "lion", "True", shown_stages), strict=True):
         assert f'<td>{name}</td><td>{shown}</td><td class="why">as given</td>' in text
+
+
+def test_the_use_case_stands_with_its_sizes_and_its_cheapest_run(tmp_path: Path, make_study: MakeStudy) -> None:
+    config, law = (
+        StudyConfig.read(make_study(), {"use_case.targets.loss": 2.4, "use_case.max_params": 90_000.0}),
+        planted_fit(),
+    )
+    card = card_of(config, law, Planner(config, config.hyperparameters, planted_horizon(), law).plan())
+    assert card is not None
+    assert card.cheapest is not None
+    section = page(tmp_path, use_case=card).partition('<section id="the-use-case">')[2].partition("</section>")[0]
+    assert section.count("<tr") == len(card.shown) + 1
+    assert f"N = {card.cheapest['n_params']:,}" in section
+    assert "max_params" in section
+    assert '<section id="the-use-case">' not in page(tmp_path)
 
 
 def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(

@@ -9,20 +9,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from proxy_models.evaluation.quantised_loss import QuantisedLoss
 
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
+from muscale.proxies.measures import Measures
 from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
-from muscale.settings.scores import ScoresSettings
 from muscale.store.lineage import stems
+from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 
 EXPONENT = 0.3
+MEASURES = Measures(always=(HeldOutLoss(),), at_end=(QuantisedLoss(bits=(8,)),))
 
 
 @pytest.fixture
@@ -265,13 +268,14 @@ def test_each_run_is_evaluated_at_points_that_the_branches_of_its_stem_share(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
-    found = ladder.evaluated(jobs, ScoresSettings(checkpoints=4, prompts=("a",)), Path())
+    found = ladder.evaluated(jobs, MEASURES, 4)
     assert sorted(job.chain.key for job in found) == sorted(job.chain.key for job in jobs)
     for job in found:
         tokens = [point.chain.last.end for point in job.evaluated]
         assert len(tokens) == 4
         assert tokens[-1] == job.chain.last.end
         assert tokens[-2] == job.chain.last.start
+        assert [len(point.measures) for point in job.evaluated] == [1, 1, 1, 2]
         ratios = [later / earlier for earlier, later in pairwise(tokens[:-1])]
         assert ratios == pytest.approx([ladder.SPACING] * 2, rel=0.1)
     points = {point.chain.key for job in found for point in job.evaluated}
@@ -284,7 +288,7 @@ def test_a_schedule_without_cooldown_is_evaluated_at_shorter_lengths_of_the_same
 ) -> None:
     h = replace(config.hyperparameters, schedule="cosine")
     jobs = ladder.branches(numerics, h, [16384], tuned_at=16384, purpose="ladder", label="w")
-    (job,) = ladder.evaluated(jobs, ScoresSettings(checkpoints=3, prompts=("a",)), Path())
+    (job,) = ladder.evaluated(jobs, MEASURES, 3)
     assert [point.chain.last.end for point in job.evaluated] == [
         h.whole_batches(h.whole_batches(16384 / ladder.SPACING) / ladder.SPACING),
         h.whole_batches(16384 / ladder.SPACING),

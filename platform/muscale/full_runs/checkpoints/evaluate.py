@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,16 +64,18 @@ def subject_at(
     """The weights of a checkpoint as measures see them, and its folder; arguments and errors as for `evaluate_checkpoint`."""
     directory, path = _located(Path(where))
     run = RunDescription.read(directory)
-    text = _opened(Path(corpus) if corpus else run.corpus, run.numerics.corpus_key)
+    text = open_corpus(Path(corpus) if corpus else run.corpus, run.numerics.corpus_key)
     progress = directory / EVALUATED / path.name if keep_progress else None
     return _subject(run, path, text, usable(device), progress), path
 
 
 def evaluation_of(subject: Subject, measures: Sequence[Measure], where: Path, began: float) -> CheckpointEvaluation:
     """The evaluation of weights from a folder, begun at this `time.perf_counter`; raises as `evaluate_checkpoint`."""
-    losses = evaluate_unsharded(subject.model, subject.corpus, subject.numerics)
-    if not math.isfinite(losses["val_loss"]):
-        raise StageError(f"{where}: the held-out loss is not finite")
+    losses: dict[str, Any] = {"val_loss": None, "source_losses": {}}
+    if subject.text:
+        losses = evaluate_unsharded(subject.model, subject.text, subject.numerics)
+        if not math.isfinite(losses["val_loss"]):
+            raise StageError(f"{where}: the held-out loss is not finite")
     try:
         found = [measure.measure(subject) for measure in measures]
     except CorpusError as error:
@@ -98,7 +101,7 @@ def _located(where: Path) -> tuple[Path, Path]:
     return where.resolve().parent.parent, where
 
 
-def _opened(folder: Path, key: str) -> Corpus:
+def open_corpus(folder: Path, key: str) -> Corpus:
     """Open the corpus that a run was trained on."""
     try:
         corpus = Corpus.open(folder)
@@ -110,7 +113,7 @@ def _opened(folder: Path, key: str) -> Corpus:
 
 
 def _subject(
-    run: RunDescription, checkpoint: Path, corpus: Corpus, device: torch.device, progress: Path | None
+    run: RunDescription, checkpoint: Path, corpus: Corpus | None, device: torch.device, progress: Path | None
 ) -> Subject:
     """The unsharded model with a checkpoint's weights, read onto the device."""
     member, found = run.numerics.model, RecordReader(checkpoint).n_weights()

@@ -15,7 +15,7 @@ class CheckpointEvaluation(Recorded):
     Attributes:
         checkpoint: Name of the checkpoint's folder.
         tokens: Tokens trained by then.
-        val_loss: Held-out loss, as the run itself measures it.
+        val_loss: Held-out loss, as the run itself measures it; None for a bundle evaluated without its corpus.
         source_losses: Held-out loss of each source of a mixture; empty with one source.
         scores: Scores of further measures.
         samples: One sample per prompt.
@@ -24,14 +24,15 @@ class CheckpointEvaluation(Recorded):
 
     checkpoint: str
     tokens: int
-    val_loss: float
+    val_loss: float | None
     source_losses: dict[str, float]
     scores: tuple[Score, ...] = ()
     samples: tuple[Sample, ...] = ()
     seconds: float
 
     def __str__(self) -> str:
-        lines = [f"{self.checkpoint}: held-out loss {self.val_loss:.4f} nats per token"]
+        loss = "no held-out text" if self.val_loss is None else f"held-out loss {self.val_loss:.4f} nats per token"
+        lines = [f"{self.checkpoint}: {loss}"]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         lines += [f"  {score}" for score in self.scores]

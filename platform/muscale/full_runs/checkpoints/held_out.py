@@ -10,7 +10,7 @@ from torch import nn
 from proxy_models.architecture.families import family_of
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.data.corpus import Corpus
-from proxy_models.training.held_out import source_losses, unsharded_batch
+from proxy_models.training.held_out_passes import source_losses, unsharded_batch
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.precision import DTYPES
 

@@ -47,7 +47,7 @@ def async_evaluation_of(
 
     Args:
         resources: Resources of one worker of the training.
-        measures: Taken of each evaluated checkpoint beside its loss.
+        measures: Taken of each evaluated checkpoint in addition to its loss.
 
     Yields:
         A function that limits settings to the workers that fit, for one attempt.

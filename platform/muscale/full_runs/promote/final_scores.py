@@ -5,43 +5,55 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from muscale.actors.cluster import cluster
+from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint, require_same_package
-from muscale.full_runs.full_run import FullRun
-from muscale.store.evaluations import Evaluated, missing, record
+from muscale.full_runs.promote.promotion import Promotion, trained_chain
+from muscale.layout import FULL_RUNS
+from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
+from muscale.store.evaluations import Evaluated, evaluation_key, missing, record, score_table
+from muscale.store.ledger import Ledger
+from proxy_models.evaluation.measure import Measure
+from proxy_models.training.numerics import Numerics
 
-if TYPE_CHECKING:
-    from muscale.settings.tables import ResourceSettings
-    from muscale.store.ledger import Ledger
-    from muscale.store.lineage import Chain
-    from proxy_models.evaluation.measure import Measure
 
+def final_scores(
+    plan: Plan,
+    config: StudyConfig,
+    ledger: Ledger,
+    numerics: Numerics,
+    promotion: Promotion,
+    measures: Sequence[Measure],
+) -> pd.DataFrame:
+    """Return the scores of a plan's finished run, rows of `score_table`; measures that the ledger lacks are taken.
 
-def record_final_scores(
-    run: FullRun, chain: Chain, measures: Sequence[Measure], resources: ResourceSettings, ledger: Ledger
-) -> None:
-    """Take the measures that the ledger lacks for the end of a run, on the resources of one of its workers.
-
-    Args:
-        chain: The run's, as the ledger records it.
+    They run on the resources of one of the run's workers.
 
     Raises:
-        StageError: If there is no intact checkpoint; what a measure raises.
+        StageError: If there is no intact checkpoint, or a measure can't be taken.
     """
-    left = missing(ledger, [Evaluated(chain=chain, measures=tuple(measures))])
-    if not left:
-        return
-    import ray
+    chain = trained_chain(plan, config, numerics, promotion)
+    point = Evaluated(chain=chain, measures=tuple(measures))
+    if left := missing(ledger, [point]):
+        import ray
 
-    with cluster(resources):
-        each = resources.full_run_worker
-        task: Any = ray.remote(_measure_in_task).options(
-            num_cpus=each["CPU"], num_gpus=each.get("GPU", 0), max_retries=2, name="evaluate full run"
-        )
-        where = (run.directory, resources.device, resources.threads)
-        ray.get(task.remote(*where, left[0], ledger.for_worker(), package_fingerprint()))
+        resources, directory = config.resources, ledger.directory / FULL_RUNS / plan.key
+        with cluster(resources):
+            each = resources.full_run_worker
+            task: Any = ray.remote(_measure_in_task).options(
+                num_cpus=each["CPU"], num_gpus=each.get("GPU", 0), max_retries=2, name="evaluate full run"
+            )
+            where = (directory, resources.device, resources.threads)
+            try:
+                ray.get(task.remote(*where, left[0], ledger.for_worker(), package_fingerprint()))
+            except ray.exceptions.RayError as error:
+                raise StageError(f"scores: {last_line(error)}") from error
+    return score_table(ledger, {evaluation_key(chain.key, measure) for measure in measures})
 
 
 def _measure_in_task(

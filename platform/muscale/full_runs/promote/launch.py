@@ -45,7 +45,7 @@ def launch(
     Args:
         run: Run to train; the driver does not import Lightning.
         worker: Function of each worker; default: `train_worker`.
-        measures: For asynchronous evaluation, beside the loss.
+        measures: For asynchronous evaluation, in addition to the loss.
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,9 +22,11 @@ from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind, runs, segments
+from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.statements import find
 from proxy_models.architecture.member import NATS
+from proxy_models.evaluation.measure import Measure
 from proxy_models.training.numerics import Numerics
 
 _LABEL = "plan "  # prefix of the full run's label in the ledger's runs, before the plan's key
@@ -149,9 +152,19 @@ def _after(registered_at: str) -> str:
 
 
 def promote(
-    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, verdict: str, gate: Gate
+    plan: Plan,
+    config: StudyConfig,
+    ledger: Ledger,
+    numerics: Numerics,
+    *,
+    verdict: str,
+    gate: Gate,
+    measures: Sequence[Measure] = (),
 ) -> Promotion:
     """Train the plan to its end, from its last checkpoint if there is one, and record the outcome with the gate.
+
+    Args:
+        measures: For asynchronous evaluation, in addition to the loss.
 
     Raises:
         StageError: As `begin`; also if the run diverged, failed for good or more often than `promote.max_failures`.
@@ -162,7 +175,7 @@ def promote(
     directory.mkdir(parents=True, exist_ok=True)
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
     with cancellable(ledger):
-        outcome = launch(run, config.promote, config.resources, name=plan.key)
+        outcome = launch(run, config.promote, config.resources, name=plan.key, measures=measures)
     past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,
@@ -181,8 +194,7 @@ def promote(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    spike_handling = SpikeHandling.of(config.promote.spike_policy, promotion.incidents)
-    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, spike_handling)
+    _record_run(plan, ledger, trained_chain(plan, config, numerics, promotion), outcome)
     ledger.record_result(ResultKind.PROMOTION, plan.key, promotion.to_dict())
     return replace(promotion, run_events=run_events(ledger, plan.key))
 
@@ -203,15 +215,19 @@ def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numer
 
     A later fit makes another plan of the same run. Its loss is known by then, so the run is neither trained again nor forecast.
     """
-    chain, policy = plan.chain(replace(numerics, guard=config.promote.guard)), config.promote.spike_policy
     for run in ledger.read(find, "runs", {"purpose": "full"}):
         found = recorded_promotion(ledger, run["label"].removeprefix(_LABEL))
         if found is None or found.plan == plan.key:
             continue
-        # The key of a recorded run has its own interventions, which no plan knows.
-        if replace(chain, spike_handling=SpikeHandling.of(policy, found.incidents)).key == run["key"]:
+        if trained_chain(plan, config, numerics, found).key == run["key"]:
             return found
     return None
+
+
+def trained_chain(plan: Plan, config: StudyConfig, numerics: Numerics, promotion: Promotion) -> Chain:
+    """The chain of a plan's run with the interventions of a promotion, which no plan knows."""
+    chain = plan.chain(replace(numerics, guard=config.promote.guard))
+    return replace(chain, spike_handling=SpikeHandling.of(config.promote.spike_policy, promotion.incidents))
 
 
 def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
@@ -225,11 +241,8 @@ def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
             )
 
 
-def _record_run(
-    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], spike_handling: SpikeHandling | None
-) -> None:
+def _record_run(plan: Plan, ledger: Ledger, chain: Chain, outcome: dict[str, Any]) -> None:
     """Record the full run in the ledger's runs, with its actual spike handling."""
-    chain = replace(plan.chain(numerics), spike_handling=spike_handling)
     ledger.insert(
         segments,
         **chain.row(),

@@ -17,7 +17,7 @@ from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_set
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.device import evaluation_batch
 from proxy_models.training.fsdp import settle
-from proxy_models.training.held_out import source_losses
+from proxy_models.training.held_out_passes import source_losses
 
 
 class Evaluation:

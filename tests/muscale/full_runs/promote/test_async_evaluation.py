@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_models.evaluation.held_out_loss import HeldOutLoss
 
 from muscale import StageError, json_lines
 from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
@@ -25,6 +24,7 @@ from muscale.layout import EVALUATIONS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from proxy_models.evaluation.samples import Samples
 from tests.muscale.forked_ranks import BATCH, small_run
 

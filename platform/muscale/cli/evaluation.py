@@ -1,0 +1,119 @@
+"""The command `evaluate`, on a study, a full run, a checkpoint or a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from muscale.cli.application import INSPECT, command
+from muscale.cli.ending import Ending
+from muscale.cli.options import Flag, Numbers, Options, Whole, Words
+from muscale.cli.running import result_alone, run_stage, show
+from muscale.errors import StudyFileError
+
+if TYPE_CHECKING:
+    from proxy_models.evaluation.measure import Measure
+
+
+@command(INSPECT, example="muscale evaluate runs/quickstart/full_runs/KEY --quantised-bits 4 --ablation layers")
+def evaluate(
+    where: Path,
+    *,
+    tasks: Path | None = None,
+    task: Words = (),
+    items: Whole | None = None,
+    prompt: Words = (),
+    tokens: Whole = 64,
+    memorisation: Flag = False,
+    quantised_bits: Numbers = (),
+    ablation: Literal["layers", "heads"] | None = None,
+    corpus: Path | None = None,
+    device: str = "cpu",
+    options: Options = Options(),
+) -> int:
+    """Measure the loss of weights and more: task scores, samples, memorisation, the loss of rounded weights or without each layer.
+
+    For a study file, take the measures of its [scores] on the ladder's runs and on the finished full run, and print the forecast of
+    each score and the measured score. An interrupted command continues where it stopped.
+
+    Args:
+        where: A study file; or the directory of a full run, of which the newest checkpoint is used, the folder of a checkpoint, or a
+            bundle.
+        tasks: Folder of task files of lm-evaluation-harness (YAML), with their data.
+        task: Names of tasks in that folder; by default all.
+        items: Most items of a task.
+        prompt: Texts to continue.
+        tokens: Most tokens of a continuation.
+        memorisation: Measure the share of training sequences that the model continues verbatim, by their repetitions.
+        quantised_bits: Measure the loss with weights rounded to so many bits, 8 and 4.
+        ablation: Measure the loss without each layer, or without each head of the built-in decoder.
+        corpus: Folder of the corpus, if it was moved since the run began.
+        device: "cpu", "cuda" or "cuda:<number>".
+    """
+    given = {
+        "--tasks": tasks,
+        "--task": task,
+        "--items": items,
+        "--prompt": prompt,
+        "--memorisation": memorisation,
+        "--quantised-bits": quantised_bits,
+        "--ablation": ablation,
+        "--corpus": corpus,
+    }
+    named = [name for name, value in given.items() if value]
+    if where.suffix == ".toml":
+        if named:
+            raise StudyFileError(f"evaluate: {named[0]} is for weights; set the measures of a study in its [scores]")
+        return run_stage(
+            where,
+            options,
+            lambda opened: opened.evaluate(),
+            None,
+            ending=lambda *_: Ending(next=(options.line("report", where),)),
+            trains=True,
+        )
+    if options.set:
+        raise StudyFileError(f"evaluate: --set is for a study file, a .toml; got {where}")
+    if (task or items) and not tasks:
+        raise StudyFileError(f"evaluate: {'--task' if task else '--items'} needs --tasks, the folder of the tasks")
+    from muscale.bundles.evaluate_weights import evaluate as evaluate_weights
+
+    measures = _measures(tasks, task, items, prompt, tokens, quantised_bits, ablation, memorisation=memorisation)
+    with result_alone(options.json):
+        found = evaluate_weights(where, measures, corpus=corpus, device=device, keep_progress=True)
+    show(found, as_json=options.json)
+    return 0
+
+
+def _measures(
+    tasks: Path | None,
+    names: tuple[str, ...],
+    items: int | None,
+    prompts: tuple[str, ...],
+    n_tokens: int,
+    bits: tuple[int, ...],
+    ablation: Literal["layers", "heads"] | None,
+    *,
+    memorisation: bool,
+) -> list[Measure]:
+    from proxy_models.evaluation.ablation import Ablation
+    from proxy_models.evaluation.memorisation import Memorisation
+    from proxy_models.evaluation.quantised_loss import QuantisedLoss
+    from proxy_models.evaluation.samples import Samples
+    from proxy_models.evaluation.tasks import Tasks
+
+    measures: list[Measure] = []
+    try:
+        if tasks:
+            measures.append(Tasks(folder=tasks, names=names or None, limit=items))
+        if prompts:
+            measures.append(Samples(prompts=prompts, n_tokens=n_tokens))
+        if memorisation:
+            measures.append(Memorisation())
+        if bits:
+            measures.append(QuantisedLoss(bits=bits))
+        if ablation:
+            measures.append(Ablation(parts=ablation))
+    except ValueError as error:
+        raise StudyFileError(f"evaluate: {error}") from error
+    return measures

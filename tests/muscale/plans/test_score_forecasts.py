@@ -1,0 +1,130 @@
+"""Forecasts of a run's scores: registered before its first step, once, and compared with what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from muscale import Plan, StudyConfig
+from muscale.plans.planning import Planner
+from muscale.plans.score_forecasts import (
+    PlannedScore,
+    ScoreForecasts,
+    forecast_scores,
+    in_time,
+    register_scores,
+    registered_scores,
+    task_laws,
+)
+from muscale.settings.scores import ScoresSettings
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
+from scaling import HorizonLaw, ScalingFit, TaskLaw
+
+SETTINGS = ScoresSettings(tasks=("sums",), least_signal_to_noise=0.0)
+
+
+@pytest.fixture
+def plan(make_study: Callable[[], Path], law: ScalingFit, horizon: HorizonLaw) -> Plan:
+    config = StudyConfig.read(make_study())
+    return Planner(config, config.hyperparameters, horizon, law).plan()
+
+
+def ladder(noise: float = 0.002) -> pd.DataFrame:
+    """Scores at the ends of runs of four sizes, three lengths and two seeds: a sigmoid of ln N + ln D, and others."""
+    rng, rows = np.random.default_rng(0), []
+    for n_params in (1e4, 2e4, 4e4, 8e4):
+        for n_tokens in (1e6, 2e6, 4e6):
+            for seed in (0, 1):
+                skill = 1 / (1 + np.exp(-(np.log(n_params * n_tokens) - np.log(8e10)) / 2)) + noise * rng.normal()
+                known = {
+                    ("sums", "accuracy"): 0.25 + 0.75 * np.clip(skill, 0, 1),
+                    ("sums", "bits_per_byte"): 3 - 2 * skill,
+                    ("sums", "chance"): 0.25,
+                    ("sums", "perplexity"): 20 - 10 * skill,
+                    ("sums, contaminated items", "accuracy"): 1.0,
+                }
+                for (name, metric), value in known.items():
+                    key = f"{n_params:g}-{n_tokens:g}-{seed}"
+                    about = {"weights": key, "run": key, "n_params": n_params, "tokens": n_tokens, "n_tokens": n_tokens}
+                    score = {"name": name, "metric": metric, "value": value, "standard_error": 0.01, "n": 100}
+                    rows.append(about | {"anneals": True, "seed": seed, "measure": "tasks"} | score)
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def forecasts(plan: Plan) -> ScoreForecasts:
+    return forecast_scores(plan, ladder(), SETTINGS)
+
+
+def test_scores_with_a_known_range_are_forecast_and_contaminated_items_are_not(forecasts: ScoreForecasts) -> None:
+    assert [(score.task, score.metric) for score in forecasts.scores] == [
+        ("sums", "accuracy"),
+        ("sums", "bits_per_byte"),
+    ]
+    for score in forecasts.scores:
+        assert score.value is not None
+        assert score.low is not None
+        assert score.high is not None
+        assert score.low < score.value < score.high
+
+
+def test_the_chance_of_the_items_is_the_floor(plan: Plan) -> None:
+    laws = {metric: law for _, metric, law in task_laws(ladder(), plan, SETTINGS)}
+    law = laws["accuracy"]
+    assert isinstance(law, TaskLaw)
+    direct = law.direct
+    assert direct is not None
+    assert np.ptp(direct.draws[:, 0]) == 0
+    assert direct.draws[0, 0] == pytest.approx(0.25)
+
+
+def test_a_task_with_too_little_signal_is_reported_without_a_forecast(plan: Plan) -> None:
+    strict = ScoresSettings(tasks=("sums",), least_signal_to_noise=1e6)
+    for score in forecast_scores(plan, ladder(), strict).scores:
+        assert score.value is None
+        assert score.signal_to_noise is not None
+        assert score.reasons
+
+
+def test_too_few_runs_are_a_reason_not_an_error(plan: Plan) -> None:
+    few = ladder().query("n_params < 15_000 and seed == 0")
+    found = forecast_scores(plan, few, SETTINGS)
+    assert all(score.value is None and score.reasons for score in found.scores)
+
+
+def test_what_is_registered_stays_and_is_read_back(forecasts: ScoreForecasts, ledger: Ledger) -> None:
+    assert register_scores(forecasts, ledger) == forecasts
+    other = replace(forecasts, scores=forecasts.scores[:1])
+    assert register_scores(other, ledger) == forecasts
+    assert registered_scores(forecasts.plan, ledger) == forecasts
+    assert ScoreForecasts.from_dict(json.loads(json.dumps(forecasts.to_dict()))) == forecasts
+
+
+def test_nothing_is_forecast_once_the_run_has_begun(forecasts: ScoreForecasts, ledger: Ledger) -> None:
+    assert in_time(forecasts, ledger) == forecasts
+    ledger.record_result(ResultKind.PROMOTION_STARTED, forecasts.plan, {"at": "2026-01-01"})
+    late = register_scores(forecasts, ledger)
+    assert [score.metric for score in late.scores] == [score.metric for score in forecasts.scores]
+    assert all(score.value is None and score.reasons for score in late.scores)
+
+
+def test_a_measured_score_is_inside_or_outside_its_interval() -> None:
+    score = PlannedScore(task="t", metric="accuracy", value=0.5, low=0.4, high=0.6, method="direct law", errors={})
+    unknown = PlannedScore(task="t", metric="probability", errors={}, reasons=("too few",))
+    found = ScoreForecasts(plan="p", level=0.9, scores=(score, unknown))
+    measured = pd.DataFrame(
+        [("t", "accuracy", 0.7, 0.02), ("t", "probability", 0.4, None), ("u", "accuracy", 0.1, None)],
+        columns=["name", "metric", "value", "standard_error"],
+    )
+    accuracy, probability = found.with_measured(measured).scores
+    assert (accuracy.measured, accuracy.standard_error, accuracy.inside) == (0.7, 0.02, False)
+    assert (probability.measured, probability.standard_error, probability.inside) == (0.4, None, None)
+    assert score.inside is None
+    assert len(found.table) == 2
