@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from proxy_models.evaluation.quantised_loss import QuantisedLoss
 
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
@@ -21,6 +20,7 @@ from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import stems
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
+from proxy_models.evaluation.quantised_loss import QuantisedLoss
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 
