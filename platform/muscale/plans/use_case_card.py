@@ -40,6 +40,8 @@ _HALVINGS = 8
 _MOST_ROWS = 15  # sizes printed
 SPAN = 30.0
 """Factor below and above the compute-optimal size within which sizes are compared."""
+FAR_RATIO = 4.0
+"""Factor beyond the ladder's range of D/N from which a score has no forecast: its law knows no compute-optimal ratio (assumed)."""
 _APART = 1.1  # least ratio of neighbouring sizes
 
 
@@ -152,7 +154,7 @@ def _targets(config: StudyConfig, fit: ScalingFit, plan: Plan, ladder: pd.DataFr
             raise StageError(
                 f"use_case.targets: must be a score of the ladder's runs, got {name}; `muscale evaluate` measures them"
             )
-        found[name] = partial(_reached, laws[name], target)
+        found[name] = partial(_reached, laws[name], target, _ratios(ladder))
     return found
 
 
@@ -165,9 +167,17 @@ def loss_target(fit: ScalingFit, plan: Plan, target: float) -> Reaches:
     return lambda n_params, n_tokens: fit.forecast(n_params, n_tokens).probability(least)
 
 
-def _reached(law: TaskLaw | str, target: float, n_params: float, n_tokens: float) -> float:
-    """Probability that a score reaches its target; NaN if it has no forecast."""
-    if isinstance(law, str):
+def _ratios(ladder: pd.DataFrame | None) -> tuple[float, float]:
+    """Range of D/N in which the laws of scores are used: that of the ladder's runs, and `FAR_RATIO` times beyond."""
+    if ladder is None or ladder.empty:
+        return 0.0, math.inf
+    ratio = ladder["n_tokens"] / ladder["n_params"]
+    return float(ratio.min()) / FAR_RATIO, float(ratio.max()) * FAR_RATIO
+
+
+def _reached(law: TaskLaw | str, target: float, ratios: tuple[float, float], n_params: float, n_tokens: float) -> float:
+    """Probability that a score reaches its target; NaN if it has no forecast there."""
+    if isinstance(law, str) or not ratios[0] <= n_tokens / n_params <= ratios[1]:
         return math.nan
     try:
         return law.probability(n_params, n_tokens, target)
