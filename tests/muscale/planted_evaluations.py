@@ -27,7 +27,6 @@ CHECKPOINTS = 24
 ENVIRONMENT = {"device": "cpu", "python": "3", "torch": "2", "muscale": "0"}
 SCORES = f"""
 [scores]
-tasks = ["copying"]
 prompts = ["The answer is", "def add(a, b):\\n    return", "{EVIL}"]
 """
 
