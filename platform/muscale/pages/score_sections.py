@@ -81,7 +81,7 @@ def _rounded(rows: pd.DataFrame) -> Section:
     increases = rows[rows["metric"] == "loss_increase"]
     if len(table):
         table["memory_bytes"] = table["memory_bytes"].astype(int)
-    table["error of increase"] = increases.set_index(at)["standard_error"]
+    table["error of increase"] = increases.groupby(at)["standard_error"].mean()  # as the other columns, over seeds
     return _of_scores(
         title="Loss after rounding the weights",
         about="Held-out loss with weights rounded to nearest in so many bits, next to the memory of the weights; without calibration.",
@@ -96,8 +96,8 @@ def _rounded(rows: pd.DataFrame) -> Section:
 def _ablation(rows: pd.DataFrame) -> Section:
     increases = rows[rows["metric"] == "loss_increase"]
     if len(increases):
-        *_, (n_params, tokens) = increases[["n_params", "tokens"]].itertuples(index=False)
-        increases = increases[(increases["n_params"] == n_params) & (increases["tokens"] == tokens)]
+        *_, (run, n_params, tokens) = increases[["run", "n_params", "tokens"]].itertuples(index=False)
+        increases = increases[(increases["run"] == run) & (increases["tokens"] == tokens)]
     ranked = increases.sort_values("value", ascending=False, kind="stable")
     of = f" of the run with N = {count(n_params)} and {count(tokens)} tokens" if len(ranked) else ""
     return _of_scores(

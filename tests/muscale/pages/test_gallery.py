@@ -9,6 +9,7 @@ from dataclasses import replace
 from html import escape, unescape
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from playwright.sync_api import Browser
 
@@ -19,7 +20,7 @@ from muscale.layout import GALLERY
 from muscale.pages.contents import gather
 from muscale.pages.gallery import open_gallery, run_names
 from muscale.pages.live_page import LivePage
-from muscale.pages.score_sections import score_sections
+from muscale.pages.score_sections import _ablation, _rounded, score_sections
 from muscale.store.evaluations import record
 from tests.muscale.browsers import NARROW, WIDE, Opened, chromium, opened
 from tests.muscale.command_lines import muscale
@@ -228,3 +229,20 @@ def test_checkpoints_are_chosen_and_compared(
         assert page.evaluate("window.evil") is None
         assert page.locator(".small-figures .main-svg").count() >= 5
         assert shown.complaints == []
+
+
+def test_two_seeds_of_one_size_share_a_row_of_rounded_weights() -> None:
+    about = {"run": "a", "is_full": False, "n_params": 1000, "tokens": 64, "anneals": True, "measure": "quantised_loss"}
+    rows = [
+        about | {"run": run, "name": "int8", "metric": metric, "value": value, "standard_error": 0.1, "n": 1}
+        for run, shift in (("a", 0.0), ("b", 0.2))
+        for metric, value in (("loss", 2.0 + shift), ("loss_increase", 0.1 + shift), ("memory_bytes", 10.0))
+    ]
+    section = _rounded(pd.DataFrame(rows))
+    assert section.table is not None
+    assert section.table.count("<tr") == 2
+    assert "2.1" in section.table
+    ablated = [row | {"measure": "ablation", "name": "layer 0"} for row in rows if row["metric"] == "loss_increase"]
+    ranked = _ablation(pd.DataFrame(ablated)).table
+    assert ranked is not None
+    assert ranked.count("<tr") == 2, "one run's parts are ranked"
