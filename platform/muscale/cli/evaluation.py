@@ -23,7 +23,7 @@ def evaluate(
     task: Words = (),
     items: Whole | None = None,
     prompt: Words = (),
-    tokens: Whole = 64,
+    tokens: Whole | None = None,
     memorisation: Flag = False,
     quantised_bits: Numbers = (),
     ablation: Literal["layers", "heads"] | None = None,
@@ -43,7 +43,7 @@ def evaluate(
         task: Names of tasks in that folder; by default all.
         items: Most items of a task.
         prompt: Texts to continue.
-        tokens: Most tokens of a continuation.
+        tokens: Most tokens of a continuation; 64 by default.
         memorisation: Measure the share of training sequences that the model continues verbatim, by their repetitions.
         quantised_bits: Measure the loss with weights rounded to so many bits, 8 and 4.
         ablation: Measure the loss without each layer, or without each head of the built-in decoder.
@@ -59,6 +59,8 @@ def evaluate(
         "--quantised-bits": quantised_bits,
         "--ablation": ablation,
         "--corpus": corpus,
+        "--device": device != "cpu",
+        "--tokens": tokens is not None,
     }
     named = [name for name, value in given.items() if value]
     if where.suffix == ".toml":
@@ -76,11 +78,17 @@ def evaluate(
         raise StudyFileError(f"evaluate: --set is for a study file, a .toml; got {where}")
     if (task or items) and not tasks:
         raise StudyFileError(f"evaluate: {'--task' if task else '--items'} needs --tasks, the folder of the tasks")
+    if tokens is not None and not prompt:
+        raise StudyFileError(f"evaluate: --tokens {tokens} needs --prompt, the start of a text")
     from muscale.bundles.evaluate_weights import evaluate as evaluate_weights
 
-    measures = _measures(tasks, task, items, prompt, tokens, quantised_bits, ablation, memorisation=memorisation)
+    n_tokens = 64 if tokens is None else tokens
+    measures = _measures(tasks, task, items, prompt, n_tokens, quantised_bits, ablation, memorisation=memorisation)
     with result_alone(options.json):
-        found = evaluate_weights(where, measures, corpus=corpus, device=device, keep_progress=True)
+        try:
+            found = evaluate_weights(where, measures, corpus=corpus, device=device, keep_progress=True)
+        except ValueError as error:
+            raise StudyFileError(f"evaluate: {error}") from error
     show(found, as_json=options.json)
     return 0
 

@@ -15,7 +15,7 @@ import torch
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, require_intact, tokens_of
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, require_intact, tokens_of
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
@@ -26,6 +26,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
 from proxy_models.evaluation.measure import Measure, Subject
 from proxy_models.evaluation.subject import subject_of
+from proxy_models.hashing import file_sha256
 from proxy_models.training.device import usable
 
 
@@ -65,7 +66,8 @@ def subject_at(
     directory, path = _located(Path(where))
     run = RunDescription.read(directory)
     text = open_corpus(Path(corpus) if corpus else run.corpus, run.numerics.corpus_key)
-    progress = directory / EVALUATED / path.name if keep_progress else None
+    # by content: after a rollback another checkpoint may have the same tokens, and so the same name
+    progress = directory / EVALUATED / file_sha256(path / MANIFEST) if keep_progress else None
     return _subject(run, path, text, usable(device), progress), path
 
 

@@ -66,7 +66,9 @@ def _measure_in_task(
 
     require_same_package(package)
     torch.set_num_threads(threads)
-    subject, _ = subject_at(directory, device=device, keep_progress=True)
+    subject, path = subject_at(directory, device=device, keep_progress=True)
+    if subject.tokens != point.chain.last.end:
+        raise StageError(f"{path}: the run's last checkpoint, at {point.chain.last.end:,} tokens, is gone or damaged")
     for measure in point.measures:
         began = time.perf_counter()
         found = measure.measure(subject)

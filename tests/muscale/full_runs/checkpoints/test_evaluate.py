@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muscale import CheckpointEvaluation, StageError
-from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
+from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint, subject_at
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, write_manifest
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
@@ -206,3 +206,13 @@ def test_evaluations_of_both_kinds_are_read_as_one_in_order_and_each_once(tmp_pa
             assert len(records.evaluations()) == {4: 1, 2: 2, 8: 3}[tokens]
     assert records.evaluations().to_dict("list") == {"tokens": [2, 4, 8], "val_loss": [2.0, 2.5, 8.0]}
     assert len(records.steps()) == 2
+
+
+def test_what_is_kept_of_a_measure_belongs_to_the_weights_not_to_their_tokens(copied: Path) -> None:
+    """After a rollback a checkpoint of the same tokens may have other weights."""
+    first, _ = subject_at(checkpoint(copied, 4), keep_progress=True)
+    assert subject_at(checkpoint(copied, 4), keep_progress=True)[0].progress == first.progress
+    shutil.rmtree(checkpoint(copied, 4))
+    shutil.copytree(checkpoint(copied, 8), checkpoint(copied, 4))
+    assert subject_at(checkpoint(copied, 4), keep_progress=True)[0].progress != first.progress
+    assert subject_at(checkpoint(copied, 4))[0].progress is None
