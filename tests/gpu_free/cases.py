@@ -93,7 +93,7 @@ class Case:
 
     @property
     def estimate(self) -> MemoryEstimate:
-        _, shards, tensor = self.parallelism.grid(self.ranks)
+        _, _, shards, tensor = self.parallelism.grid(self.ranks)
         return training_memory(
             self.model,
             micro_batch=SEQUENCES[self.shape],
@@ -108,7 +108,7 @@ class Case:
     @property
     def evaluation_estimate(self) -> int:
         """Bytes of an evaluation in the run, as the gate has them."""
-        _, shards, tensor = self.parallelism.grid(self.ranks)
+        _, _, shards, tensor = self.parallelism.grid(self.ranks)
         return evaluation_memory(
             self.model,
             SEQUENCES[self.shape],
@@ -127,7 +127,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     """
     model, parallelism, device = case.model, case.parallelism, torch.device("cpu")
     grid = parallelism.grid(case.ranks)
-    shares = grid[0] * grid[1]
+    shares = grid.data_ranks
     batch = 2 * SEQUENCES[case.shape] * shares * model.context_length
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)

@@ -45,7 +45,9 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Settings of [promote] that select the layout."""
         own = self.parallelism
-        return dict(zip(LAYOUT, (own.sharding, own.tensor_parallel, own.checkpointing), strict=True))
+        return dict(
+            zip(LAYOUT, (own.sharding, own.tensor_parallel, own.pipeline_parallel, own.checkpointing), strict=True)
+        )
 
     def __str__(self) -> str:
         """Return the settings of [promote], with predicted time and memory."""
@@ -93,9 +95,9 @@ def fitting_layouts(
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
     for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks):
-        replicas, shards, _ = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
-        share = -(-sequences // (replicas * shards))
-        conditions = parallelism.memory_conditions(replicas, shards)
+        grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
+        share = -(-sequences // grid.data_ranks)
+        conditions = parallelism.memory_conditions(grid)
         estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
         taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)
         memory = estimate(micro_batch=taken)

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member, StepSizes
 from proxy_models.architecture.memory import Precision
@@ -145,7 +145,7 @@ class StepTime:
         activations = self._bytes * self.micro_batch * self.model.context_length * self.model.d_model
         # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
         calls = 4 * (2 + (self.parallelism.checkpointing != "none")) * self.model.n_layers + 4
-        return self._passes * calls * self._collective(activations, self._grid[2], 1)
+        return self._passes * calls * self._collective(activations, self._grid.tensor, 1)
 
     @property
     def exposed(self) -> float:
@@ -160,7 +160,7 @@ class StepTime:
     @property
     def optimizer(self) -> float:
         """Update of the weights."""
-        _, shards, tensor = self._grid
+        _, _, shards, tensor = self._grid
         state = self.model.n_params_total / tensor / (1 if self.parallelism.sharding == "none" else shards)
         return _STATE_BYTES * state / (self._links.memory * MOVED_SHARE)
 
@@ -202,8 +202,7 @@ class StepTime:
         return min(self.workers, self._links.node_devices)
 
     @cached_property
-    def _grid(self) -> tuple[int, int, int]:
-        """Replicas, shards, and ranks that share products."""
+    def _grid(self) -> RankGrid:
         return self.parallelism.grid(self.workers, node_ranks=self._on_node)
 
     @property
@@ -216,14 +215,14 @@ class StepTime:
 
     @cached_property
     def _passes(self) -> int:
-        replicas, shards, _ = self._grid
+        _, replicas, shards, _ = self._grid
         share = math.ceil(self.batch_tokens / self.model.context_length / (replicas * shards))
         return math.ceil(share / self.micro_batch)
 
     @property
     def _tokens(self) -> float:
         """Tokens of a pass on each of the ranks that share its products."""
-        return self.micro_batch * self.model.context_length / self._grid[2]
+        return self.micro_batch * self.model.context_length / self._grid.tensor
 
     @cached_property
     def _block(self) -> tuple[float, float]:
@@ -253,7 +252,7 @@ class StepTime:
     def _traffic(self) -> _Traffic:
         model, again = self.model, self.parallelism.sharding in ("full", "hybrid")
         tables, layers = self._sizes.table_params, model.n_layers
-        _, shards, tensor = self._grid
+        _, _, shards, tensor = self._grid
         block, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
         forward, backward = self._block
         total = exposed = contended = 0.0
@@ -273,7 +272,7 @@ class StepTime:
 
     def _reduction(self, n_params: float, *, is_last: bool) -> float:
         """Seconds to reduce gradients over shards, and after the last pass over replicas."""
-        replicas, shards, tensor = self._grid
+        _, replicas, shards, tensor = self._grid
         over_shards = self._collective(_FP32 * n_params, shards, tensor)
         if not is_last:
             return over_shards

@@ -7,18 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
+from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
+
+
+class RankGrid(NamedTuple):
+    """Ranks of a run along the four dimensions of its layout; the last index runs fastest."""
+
+    stages: int
+    replicas: int
+    shards: int
+    tensor: int
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a batch is cut into."""
+        return self.replicas * self.shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Layout of a run over its ranks.
 
-    Ranks form a grid (replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product.
+    Ranks form a grid (stages, replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product.
 
     Attributes:
         sharding: "none": every replica has all weights, gradients are averaged; "zero2": gradients and moments are sharded, weights
@@ -28,17 +43,23 @@ class Parallelism:
         tensor_parallel: Ranks that share every product: queries, keys, values, the MLP's first matrices, embedding and readout are
             cut by rows, the others by columns (Shoeybi et al., arXiv 1909.08053, section 3); the loss by the tokens of a rank's
             logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
+        pipeline_parallel: Ranks that have different blocks and pass activations on, by micro-batches (Narayanan et al.,
+            arXiv 2104.04473). "full" and "hybrid" gather a block again for every micro-batch, "none" and "zero2" once a step.
+        pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages.
         checkpointing: Values that a block keeps for its backward pass.
     """
 
     sharding: Sharding = "full"
     shard_ranks: int | None = None
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    pipeline_schedule: PipelineSchedule = "1f1b"
     checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.shard_ranks is None:
             return
         if self.sharding != "hybrid":
@@ -49,10 +70,19 @@ class Parallelism:
             )
 
     def layout_errors(self, model: Member) -> Iterator[str]:
-        """Reasons why that many ranks can't share the model's products, each with rule and value."""
+        """Reasons why that many ranks can't share the model's blocks and products, each with rule and value."""
+        family = family_of(model)
+        if self.pipeline_parallel > 1:
+            stages = n_stages(self.pipeline_schedule, self.pipeline_parallel)
+            if model.n_layers < stages:
+                yield (
+                    f'pipeline_parallel = {self.pipeline_parallel} with pipeline_schedule = "{self.pipeline_schedule}" needs a '
+                    f"block for each of {stages} stages, got n_layers={model.n_layers}"
+                )
+            if family.is_tied(model):
+                yield f"pipeline_parallel must be 1 for a tied table, which the first and last stage use, got {self.pipeline_parallel}"
         if (n := self.tensor_parallel) == 1:
             return
-        family = family_of(model)
         sizes = family.shared_sizes(model)
         if not sizes:
             yield f"tensor_parallel must be 1 for a family that does not define how ranks share its products, got {n}"
@@ -73,28 +103,38 @@ class Parallelism:
             sequences: Sequences in the smallest batch, if known; shares of a batch may differ by one.
             node_ranks: Ranks on each node, if known; "hybrid" uses them if `shard_ranks` is None.
         """
-        tensor = self.tensor_parallel
-        if world_size % tensor:
-            yield f"tensor_parallel must divide the {world_size} ranks, got {tensor}"
+        tensor, stages = self.tensor_parallel, self.pipeline_parallel
+        if world_size % (tensor * stages):
+            names = "tensor_parallel" if stages == 1 else "tensor_parallel · pipeline_parallel"
+            yield f"{names} must divide the {world_size} ranks, got {tensor * stages}"
             return
+        of_stage, shares = world_size // stages, self.data_ranks(world_size)
         together = (self.shard_ranks or node_ranks) if self.sharding == "hybrid" else None
-        if together and (together % tensor or world_size % together):
+        if together and (together % tensor or of_stage % together):
             yield (
-                f"a node's ranks, or shard_ranks, must divide the {world_size} ranks and be a multiple of tensor_parallel = "
-                f"{tensor}, got {together}"
+                f"a node's ranks, or shard_ranks, must divide the {of_stage} ranks{' of a stage' if stages > 1 else ''} and be a "
+                f"multiple of tensor_parallel = {tensor}, got {together}"
             )
-        if sequences is not None and world_size // tensor > sequences:
+        if sequences is None:
+            return
+        if shares > sequences:
+            groups = f" in groups of {tensor * stages}" if tensor * stages > 1 else ""
+            yield f"{world_size} ranks{groups} need a sequence of a batch for each share, got {sequences}"
+        elif stages > 1 and (
+            sequences % shares
+            or micro_batches(self.pipeline_schedule, stages, sequences // shares, most=sequences) is None
+        ):
             yield (
-                f"{world_size} ranks{f' in groups of tensor_parallel = {tensor}' if tensor > 1 else ''} need a sequence of a "
-                f"batch for each share, got {sequences}"
+                f'pipeline_parallel = {stages} with pipeline_schedule = "{self.pipeline_schedule}" needs equal micro-batches for '
+                f"each of {shares} shares, at least one for each rank of the pipeline, got {sequences} sequences"
             )
 
     def sizes(self, least: int, most: int) -> tuple[int, ...]:
         """Numbers of ranks from `least` to `most` that fit the layout."""
         return tuple(size for size in range(least, most + 1) if not any(self.unfit(size)))
 
-    def grid(self, world_size: int, *, node_ranks: int | None = None) -> tuple[int, int, int]:
-        """Replicas, shards of each, and ranks that share the products of each shard.
+    def grid(self, world_size: int, *, node_ranks: int | None = None) -> RankGrid:
+        """Stages, replicas of each, shards of a replica, and ranks that share the products of each shard.
 
         Args:
             node_ranks: Ranks on each node; "hybrid" uses them if `shard_ranks` is None.
@@ -104,25 +144,26 @@ class Parallelism:
         """
         if reasons := list(self.unfit(world_size, node_ranks=node_ranks)):
             raise ValueError("; ".join(reasons))
-        tensor, data = self.tensor_parallel, self.data_ranks(world_size)
+        stages, tensor, data = self.pipeline_parallel, self.tensor_parallel, self.data_ranks(world_size)
         if self.sharding != "hybrid":
-            return (data, 1, tensor) if self.sharding == "none" else (1, data, tensor)
+            replicas, shards = (data, 1) if self.sharding == "none" else (1, data)
+            return RankGrid(stages, replicas, shards, tensor)
         together = self.shard_ranks or node_ranks
         if together is None:
             raise ValueError(
                 'sharding = "hybrid" needs shard_ranks if the launcher does not report the ranks of a node'
             )
-        return world_size // together, together // tensor, tensor
+        return RankGrid(stages, world_size // stages // together, together // tensor, tensor)
 
-    def memory_conditions(self, replicas: int, shards: int) -> dict[str, Any]:
-        """Arguments that describe the layout in a memory estimate, for a rank of a grid with these replicas and shards."""
+    def memory_conditions(self, grid: RankGrid) -> dict[str, Any]:
+        """Arguments that describe the layout in a memory estimate, for a rank of the grid."""
         return {
             "sharding": self.sharding,
-            "world_size": replicas if self.sharding == "none" else shards,
+            "world_size": grid.replicas if self.sharding == "none" else grid.shards,
             "tensor_parallel": self.tensor_parallel,
             "checkpointing": self.checkpointing,
         }
 
     def data_ranks(self, world_size: int) -> int:
         """Number of shares that a batch is cut into; the number of ranks must fit the layout."""
-        return world_size // self.tensor_parallel
+        return world_size // self.tensor_parallel // self.pipeline_parallel

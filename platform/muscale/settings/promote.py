@@ -13,10 +13,11 @@ from muscale.errors import StageError
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from proxy_models.training.compilation import Compile
 from proxy_models.training.guard_settings import GuardSettings
 
-LAYOUT = ("sharding", "tensor_parallel", "activation_checkpointing")
+LAYOUT = ("sharding", "tensor_parallel", "pipeline_parallel", "activation_checkpointing")
 """Keys that may be "auto"."""
 
 
@@ -68,11 +69,13 @@ class PromoteSettings(StrictTable):
     max_interventions: Annotated[int, Field(ge=0)] = 3
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after a rollback
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # length of the rate's warmup after a rollback
-    # Sharded parts over the workers; "hybrid" shards inside a node and replicates over nodes. Here and in the other two keys of
+    # Sharded parts over the workers; "hybrid" shards inside a node and replicates over nodes. Here and in the other keys of
     # LAYOUT "auto" takes the layout with the best predicted step among those that fit; needs plan.accelerator.
     sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
+    pipeline_parallel: PositiveInt | Literal["auto"] = 1  # groups of workers with different blocks, one after the other
+    pipeline_schedule: PipelineSchedule = "1f1b"  # order of the micro-batches in a pipeline
     # parts of a block that its backward pass computes again
     activation_checkpointing: Checkpointing | Literal["auto"] = "none"
     micro_batch: PositiveInt | None = None  # sequences per pass on a worker; none: its share, on a GPU what fits of it
@@ -99,6 +102,11 @@ class PromoteSettings(StrictTable):
                     raise ValueError(
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
+        if self.compile and self.pipeline_parallel != 1 and self.pipeline_schedule in SPLIT_BACKWARD:
+            raise ValueError(
+                f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '
+                f"weights apart; got {self.compile!r}"
+            )
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
@@ -108,7 +116,8 @@ class PromoteSettings(StrictTable):
             )
         if not self.open_layout:
             layout = self.parallelism
-            layout.grid(self.workers, node_ranks=layout.tensor_parallel)  # raises; a node's ranks are not known yet
+            # raises; a node's ranks are not known yet
+            layout.grid(self.workers, node_ranks=layout.tensor_parallel)
         elif self.sharding == "auto" and self.shard_ranks is not None:
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
         return self
@@ -159,9 +168,15 @@ class PromoteSettings(StrictTable):
     @property
     def parallelism(self) -> Parallelism:
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
-        sharding, tensor, checkpointing = self.sharding, self.tensor_parallel, self.activation_checkpointing
-        if sharding == "auto" or tensor == "auto" or checkpointing == "auto":
+        sharding, tensor, stages = self.sharding, self.tensor_parallel, self.pipeline_parallel
+        checkpointing = self.activation_checkpointing
+        if sharding == "auto" or tensor == "auto" or stages == "auto" or checkpointing == "auto":
             raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; set the layout here')
         return Parallelism(
-            sharding=sharding, shard_ranks=self.shard_ranks, tensor_parallel=tensor, checkpointing=checkpointing
+            sharding=sharding,
+            shard_ranks=self.shard_ranks,
+            tensor_parallel=tensor,
+            pipeline_parallel=stages,
+            pipeline_schedule=self.pipeline_schedule,
+            checkpointing=checkpointing,
         )

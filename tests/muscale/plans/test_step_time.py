@@ -88,7 +88,7 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(para
             for last in (False, True):
                 between_parts(model, parallelism.sharding, last=last)
                 training_loss(model, torch.zeros(SEQUENCES, TIME + 1, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
-    replicas, shards, tensor = parallelism.grid(RANKS)
+    _, replicas, shards, tensor = parallelism.grid(RANKS)
     alone = replace(H100, node=1e-3)  # bytes per second, so that nothing else counts
     predicted = StepTime(
         model.config,

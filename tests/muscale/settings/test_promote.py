@@ -19,7 +19,7 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     settings = StudyConfig.read(micro, together).promote
     assert settings.parallelism == Parallelism(tensor_parallel=2, checkpointing="selective")
     hybrid = ["promote.workers=8", "promote.sharding=hybrid", "promote.shard_ranks=4"]
-    assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (2, 4, 1)
+    assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (1, 2, 4, 1)
     uneven = ["promote.workers=6", "promote.tensor_parallel=2", "promote.micro_batch=2"]
     assert StudyConfig.read(micro, uneven).promote.workers == 6
 

@@ -132,6 +132,6 @@ class PlannedWorker:
     def _conditions(self) -> dict[str, Any]:
         """Settings that memory depends on, without the micro-batch."""
         layout = self.config.promote.parallelism
-        replicas, shards, _ = layout.grid(self.config.promote.workers, node_ranks=self.node_ranks)
+        grid = layout.grid(self.config.promote.workers, node_ranks=self.node_ranks)
         of_training = {"precision": self.plan.precision, "optimizer": self.plan.hyperparameters.optimizer}
-        return of_training | layout.memory_conditions(replicas, shards)
+        return of_training | layout.memory_conditions(grid)

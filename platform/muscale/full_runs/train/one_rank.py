@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from muscale.full_runs.train.sharding import build_model, mesh_of
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.memory import Precision
@@ -56,7 +56,7 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
         unused = [module for module, unit in plain.named_modules() if unit in uncalled]
         try:
             with _one_rank():
-                mesh = mesh_of((1, dist.get_world_size(), 1), "cpu")
+                mesh = mesh_of(RankGrid(1, 1, dist.get_world_size(), 1), "cpu")
                 rank = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), mesh=mesh)
                 losses = _losses(rank, numerics, recipe, sequences)
         except FamilyError:

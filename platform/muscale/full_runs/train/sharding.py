@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from muscale.errors import StageError
 from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.train.roll_call import RollCall
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
@@ -39,7 +39,7 @@ from proxy_models.training.traced_memory import estimated_memory
 # A norm over two mesh dimensions takes two reductions, about which torch warns; ranks still agree.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-_REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
+_STAGES, _REPLICAS, _SHARDS, _TENSOR = RankGrid._fields
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -87,7 +87,7 @@ class ShardedStrategy(ModelParallelStrategy):
         super().teardown()
 
 
-def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
+def rank_grid(parallelism: Parallelism) -> RankGrid:
     """The grid of a layout over the ranks, which all call this; raises ValueError if their number or the nodes' sizes don't fit it."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE")  # ranks on this node
     by_rank = of_all_ranks(int(ranks) if ranks else None)
@@ -101,10 +101,10 @@ def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
     return parallelism.grid(len(by_rank), node_ranks=by_rank[0])
 
 
-def mesh_of(grid: tuple[int, int, int], device_type: str) -> DeviceMesh:
-    """The mesh of a grid (replicas, shards, tensor), without a tensor dimension of size 1."""
-    names = (_REPLICAS, _SHARDS, _TENSOR) if grid[2] > 1 else (_REPLICAS, _SHARDS)
-    return init_device_mesh(device_type, grid[: len(names)], mesh_dim_names=names)
+def mesh_of(grid: RankGrid, device_type: str) -> DeviceMesh:
+    """The mesh of a grid, without dimensions of size 1 for stages and products."""
+    sizes = {name: n for name, n in grid._asdict().items() if n > 1 or name in (_REPLICAS, _SHARDS)}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def build_model(
@@ -173,14 +173,14 @@ def fitting_micro_batch(
     """
     if device.type != "cuda":
         return None
-    replicas, shards, _ = rank_grid(parallelism)
-    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards))
+    grid = rank_grid(parallelism)
+    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // grid.data_ranks)
     estimate = partial(
         estimated_memory,
         numerics.model,
         precision=numerics.precision,
         optimizer=recipe.optimizer,
-        **parallelism.memory_conditions(replicas, shards),
+        **parallelism.memory_conditions(grid),
     )
     try:
         fitting = largest_micro_batch(estimate, share, limit=memory_limit(device))

@@ -70,8 +70,8 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
         micro_batch=SEQUENCES,
         optimizer=optimizer,
         sharding=parallelism.sharding,
-        world_size=grid[0] * grid[1],
-        tensor_parallel=grid[2],
+        world_size=grid.data_ranks,
+        tensor_parallel=grid.tensor,
     )
     with rank_of(5, 8):
         built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh_of(grid, "cpu"))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.sharding import build_model, mesh_of
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import build
@@ -252,14 +252,14 @@ def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(
     np.testing.assert_allclose(losses(run), losses(eager), rtol=1e-5)
 
 
-def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> Tensor:
+def part_of(whole: Tensor, name: str, grid: RankGrid, rank: int) -> Tensor:
     """Return the part that a rank holds: its rows of its share of a product."""
-    shard, tensor = rank // grid[2] % grid[1], rank % grid[2]
+    shard, tensor = rank // grid.tensor % grid.shards, rank % grid.tensor
     if any(part in name for part in ("query.", "key.", "value.", "gate.", "up.", "embedding.", "readout.")):
-        whole = whole.chunk(grid[2])[tensor]
+        whole = whole.chunk(grid.tensor)[tensor]
     elif "output.weight" in name or "down.weight" in name:
-        whole = whole.chunk(grid[2], dim=1)[tensor]
-    rows = whole.chunk(grid[1])
+        whole = whole.chunk(grid.tensor, dim=1)[tensor]
+    rows = whole.chunk(grid.shards)
     return rows[shard] if shard < len(rows) else whole[:0]
 
 
@@ -293,7 +293,7 @@ def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, pa
                 assert torch.equal(part.to_local(), part_of(expected[name], name, grid, rank)), name
             assert built.logit_bias is not None
             assert whole.logit_bias is not None
-            heads = whole.logit_bias.chunk(grid[2])[rank % grid[2]]
+            heads = whole.logit_bias.chunk(grid.tensor)[rank % grid.tensor]
             assert torch.equal(built.logit_bias, heads)
             assert torch.equal(built.branch_multiplier, whole.branch_multiplier)
 
@@ -344,11 +344,11 @@ def test_learned_positions_that_ranks_share_are_of_whole_sequences(make_run: Mak
 
 
 def test_ranks_form_a_grid() -> None:
-    assert Parallelism(sharding="none").grid(8) == (8, 1, 1)
-    assert Parallelism(sharding="zero2").grid(8) == Parallelism().grid(8) == (1, 8, 1)
-    assert Parallelism(tensor_parallel=2).grid(8) == (1, 4, 2)
-    assert Parallelism(sharding="hybrid").grid(8, node_ranks=4) == (2, 4, 1)
-    assert Parallelism(sharding="hybrid", shard_ranks=2, tensor_parallel=2).grid(8, node_ranks=4) == (4, 1, 2)
+    assert Parallelism(sharding="none").grid(8) == (1, 8, 1, 1)
+    assert Parallelism(sharding="zero2").grid(8) == Parallelism().grid(8) == (1, 1, 8, 1)
+    assert Parallelism(tensor_parallel=2).grid(8) == (1, 1, 4, 2)
+    assert Parallelism(sharding="hybrid").grid(8, node_ranks=4) == (1, 2, 4, 1)
+    assert Parallelism(sharding="hybrid", shard_ranks=2, tensor_parallel=2).grid(8, node_ranks=4) == (1, 4, 1, 2)
     with pytest.raises(ValueError, match="tensor_parallel must divide the 3 ranks, got 2"):
         Parallelism(tensor_parallel=2).grid(3)
     with pytest.raises(ValueError, match="must divide the 8 ranks and be a multiple of tensor_parallel = 1, got 3"):
