@@ -25,6 +25,7 @@ def shard(
     sharding: Sharding = "full",
     *,
     min_unit_params: int = MIN_UNIT_PARAMS,
+    root: nn.Module | None = None,
 ) -> None:
     """Shard each large unit of the family by itself, and the rest as one unit.
 
@@ -33,6 +34,7 @@ def shard(
         family: Family of the model, which names the units.
         mesh: Mesh of the ranks that share a batch, with one dimension; for "none" and "hybrid" two, replicas and shards.
         min_unit_params: Units with fewer parameters belong to the rest.
+        root: Module that is called, if not the model itself but a stage around it.
 
     Raises:
         FamilyError: If a parameter has no dimension along which it could be sharded.
@@ -56,7 +58,7 @@ def shard(
         sharded = unit(module, reshard_after_forward=again)
         if isinstance(module, nn.Embedding):
             sharded.set_unshard_in_backward(False)  # the gradient of an embedding does not need its weights
-    unit(model, reshard_after_forward=False)  # the backward pass needs these weights immediately
+    unit(root or model, reshard_after_forward=False)  # the backward pass needs these weights immediately
 
 
 def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: int = MIN_UNIT_PARAMS) -> list[nn.Module]:
@@ -69,7 +71,8 @@ def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: in
     return [
         unit
         for unit, parameters in units.items()
-        if sum(parameter.numel() for parameter in parameters) >= min_unit_params
+        if parameters
+        and sum(parameter.numel() for parameter in parameters) >= min_unit_params
         and all(uses[parameter] == 1 for parameter in parameters)
     ]
 
@@ -83,18 +86,18 @@ def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) 
         model.set_reshard_after_backward(last)
 
 
-def settle(model: nn.Module) -> None:
+def settle(*models: nn.Module) -> None:
     """Reshard the weights, which a forward pass without a backward pass leaves gathered."""
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def rank_mean(value: Tensor) -> Tensor:
-    """Return the mean over all ranks, on the device; do not wait for a GPU."""
+def rank_mean(value: Tensor, *, stages: int = 1) -> Tensor:
+    """Return the mean over all ranks, on the device; do not wait for a GPU. Of the stages of a pipeline, one has the value."""
     if dist.is_initialized():
         dist.all_reduce(value)
-        value /= dist.get_world_size()
+        value /= dist.get_world_size() // stages
     return value
 
 

@@ -33,20 +33,24 @@ MULTIPLIERS = {
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
+def initialize(
+    model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int, is_stage: bool = False
+) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
     A recipe may start the readout at 0.
 
     Each tensor has its own generator, seeded by (seed, name), so the values depend neither on the order of the
-    parameters nor on their sharding.
+    parameters nor on their sharding. A stage of a pipeline (`is_stage`) has some of the table's parameters.
 
     Raises:
         ValueError: If the model's parameter names differ from the table's, a tied readout would start at zero, there is a rate
             for embeddings but no untied embedding, or as `set_multipliers`.
     """
     parameters = dict(model.named_parameters())
-    if parameters.keys() != parametrization.rules.keys():
+    if parameters.keys() != parametrization.rules.keys() and not (
+        is_stage and parameters.keys() <= parametrization.rules.keys()
+    ):
         odd = sorted(parameters.keys() ^ parametrization.rules.keys())
         raise ValueError(
             f"the parametrization must belong to this model; got parameters that only one of the two has: {', '.join(odd)}"

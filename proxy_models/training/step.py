@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,9 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
 from proxy_models.training.state import buffer_check, capture, restore, without_moments
+
+if TYPE_CHECKING:
+    from proxy_models.training.pipeline import Pipeline  # torch's pipelines take 0.5 s to import
 
 GOOD = "good/"  # prefix of the guard's snapshot in `memory`
 
@@ -56,6 +61,7 @@ class Stepper:
         ranks: int = 1,
         mean: Callable[[Tensor], Tensor] = lambda loss: loss,
         before_part: Callable[[bool], None] = lambda last: None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Prepare for the steps of a training.
 
@@ -68,13 +74,14 @@ class Stepper:
             ranks: Number of ranks that share a batch; the sharding averages their gradients.
             mean: Function that averages a loss over ranks.
             before_part: Called before each of several micro-batches with True for the step's last.
+            pipeline: Pipeline whose stages the module has; it takes the passes, by its own micro-batches.
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
         self.verdicts: dict[int, Verdict] = {}
         self.micro_batch, self._mean = micro_batch, mean
         self._loss = loss or family_of(numerics.model).training_loss
-        self._rank, self._ranks, self._before_part = rank, ranks, before_part
+        self._rank, self._ranks, self._before_part, self._pipeline = rank, ranks, before_part, pipeline
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed
         self._random = numerics.model.is_random
@@ -115,7 +122,8 @@ class Stepper:
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
             self._good = capture(self.module, self.optimizer)
         if self._random:
-            torch.manual_seed(step_seed(self._seed, tokens, self._rank))
+            stage = self._pipeline.rank if self._pipeline else 0
+            torch.manual_seed(step_seed(self._seed, tokens, self._rank + self._ranks * stage))
         is_first = self._check_buffers is None
         self._check_buffers = self._check_buffers or buffer_check(self.module)
         loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
@@ -123,7 +131,7 @@ class Stepper:
             self._check_buffers()
         if self._scaler:
             self._scaler.unscale(self.optimizer)
-        norm = clip(self.parameters, self.recipe.clip_norm)
+        norm = (self._pipeline.clip if self._pipeline else partial(clip, self.parameters))(self.recipe.clip_norm)
         taken = guard is None or self._passes(guard, number, loss, norm)
         set_rates(self.optimizer, rate_factor)
         if self._scaler:
@@ -141,6 +149,8 @@ class Stepper:
 
         If shares differ by a sequence, a rank may have fewer passes; it then runs a pass of weight 0, as all ranks gather weights.
         """
+        if self._pipeline:
+            return self._pipeline.accumulate(sequences)
         largest = -(-of // self._ranks)
         if not self.micro_batch or largest <= self.micro_batch:
             return self._backward(sequences, len(sequences) * self._ranks / of)

@@ -97,7 +97,7 @@ class Checkpoints(CheckpointFolder):
             unfinished.mkdir(parents=True)
         barrier()
         weights, moments = get_state_dict(stepper.module, stepper.optimizer)
-        state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
+        state = {"model": weights, "optimizer": _by_name(moments), _MEMORY: stepper.memory()}
         self._stager = self._stager or DefaultStager(staging_options(next(stepper.module.parameters()).device))
         shards = async_save(state, checkpoint_id=unfinished, process_group=side_group(), async_stager=self._stager)
         if not isinstance(shards, Future):
@@ -166,14 +166,23 @@ class Checkpoints(CheckpointFolder):
         if any(name.startswith(f"{_MEMORY}.{GOOD}") for name in saved):
             places |= {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
         remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
-        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: remembered}
+        state: dict[str, Any] = {"model": weights, "optimizer": _by_name(moments), _MEMORY: remembered}
         try:
             load_sharded(state, storage_reader=reader, planner=PlainPlanner())
         except CheckpointException as error:
             raise StageError(f"{path}: can't be read ({describe(error)})") from error
-        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        moments |= state["optimizer"]
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
         if memory:
             stepper.remember(state[_MEMORY])
+
+
+def _by_name(moments: dict[str, Any]) -> dict[str, Any]:
+    """The part of an optimizer's state that a checkpoint keeps: by parameter name, without the groups.
+
+    The recipe determines the groups, and a stage of a pipeline has other groups than the next under the same numbers.
+    """
+    return {"state": moments["state"]}
 
 
 def staging_options(device: torch.device) -> StagingOptions:

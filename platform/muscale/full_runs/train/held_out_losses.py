@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,15 @@ from torch import nn
 from muscale.full_runs.checkpoints.held_out import evaluation_of
 from muscale.full_runs.full_run import FullRun
 from proxy_models.architecture.families import family_of
+from proxy_models.architecture.family import Loss
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.device import evaluation_batch
 from proxy_models.training.fsdp import settle
 from proxy_models.training.held_out_passes import source_losses
+
+if TYPE_CHECKING:
+    from proxy_models.training.pipeline import Pipeline
 
 
 class Evaluation:
@@ -39,25 +44,29 @@ class Evaluation:
         self._sets = evaluation_sets(corpus, length, numerics.evaluation_tokens)
         self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in earlier.items()}
 
-    def measure(self, model: nn.Module, micro_batch: int | None) -> dict[str, Any]:
-        """Mean loss over the held-out sequences; all ranks call this.
+    def measure(self, model: nn.Module, micro_batch: int | None, pipeline: Pipeline | None) -> dict[str, Any]:
+        """Mean loss over the held-out sequences; all ranks call this. The stages of a pipeline take the passes instead of the model.
 
         Returns:
             `val_loss`; for a mixture also `source_losses` by name; for a continuation on another corpus also `earlier_losses` by name;
             nats per token.
         """
         batch = evaluation_batch(self._device, micro_batch)
-        losses = evaluation_of(self._corpus, self._sets, self._losses(model, self._sets, batch))
-        earlier = {name: corpus_loss(sets, self._losses(model, sets, batch)) for name, sets in self._earlier.items()}
+        measured = partial(self._losses, model, pipeline, batch)
+        losses = evaluation_of(self._corpus, self._sets, measured(self._sets))
+        earlier = {name: corpus_loss(sets, measured(sets)) for name, sets in self._earlier.items()}
         return losses | ({"earlier_losses": earlier} if earlier else {})
 
-    def _losses(self, model: nn.Module, sets: Mapping[str, EvaluationSet], batch: int) -> dict[str, float]:
+    def _losses(
+        self, model: nn.Module, pipeline: Pipeline | None, batch: int, sets: Mapping[str, EvaluationSet]
+    ) -> dict[str, float]:
         """Mean loss of each set, independent of the number of ranks; in the run's precision, not compiled, without dropout."""
+        loss: Loss = (lambda _model, sequences: pipeline.held_out_loss(sequences)) if pipeline else self._loss
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
             losses = source_losses(
-                model, self._loss, sets, device=self._device, batch=batch, rank=self._rank, ranks=self._ranks
+                model, loss, sets, device=self._device, batch=batch, rank=self._rank, ranks=self._ranks
             )
-        settle(model)
+        settle(*(pipeline.stages.values() if pipeline else (model,)))
         if dist.is_initialized():
             dist.all_reduce(losses)
             losses /= self._same_share  # all ranks that share the products of a share count it

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from muscale.full_runs.train.held_out_losses import Evaluation
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
-from muscale.full_runs.train.sharding import build_model, fitting_micro_batch
+from muscale.full_runs.train.sharding import build_model, build_pipeline, fitting_micro_batch
 from muscale.full_runs.train.step_log import StepLog, StepTaken
 from muscale.layout import METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
@@ -44,6 +45,7 @@ from proxy_models.training.fsdp import between_parts, rank_mean
 from proxy_models.training.guard import Divergence, judge_evaluation
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.pipeline import Pipeline
 from proxy_models.training.precision import unsupported
 from proxy_models.training.step import Stepper
 
@@ -68,6 +70,8 @@ class FullRunModule(L.LightningModule):
         self.tokens = self._recorded = start
         self.attempt, self.checkpoints, self.interventions = attempt, checkpoints, interventions
         self.model: nn.Module | None = None
+        self._pipeline: Pipeline | None = None
+        self._micro_batch: int | None = None
         self.compiled = False
         self.step_log = StepLog(run.directory / METRICS, attempt)
         self._spent = spent  # seconds that earlier attempts took up to the start
@@ -86,16 +90,22 @@ class FullRunModule(L.LightningModule):
         self.compiled = compilation.decide(run.compile, run.n_tokens - self.start, device.type)
         if self.compiled:
             compilation.configure()
-        self.model = build_model(
-            run.numerics,
-            run.segments[0].recipe,
-            run.parallelism,
-            device=device,
-            mesh=self._device_mesh,
-            min_unit_params=run.min_unit_params,
-            compiled=self.compiled,
-            initial_values=self.resume is None,
-        )
+        recipe = run.segments[0].recipe
+        self._micro_batch = run.micro_batch or fitting_micro_batch(run.numerics, recipe, run.parallelism, device=device)
+        arguments: dict[str, Any] = {
+            "device": device,
+            "mesh": self._device_mesh,
+            "min_unit_params": run.min_unit_params,
+            "compiled": self.compiled,
+            "initial_values": self.resume is None,
+        }
+        if run.parallelism.pipeline_parallel > 1 and self._device_mesh is not None:
+            self._pipeline = build_pipeline(
+                run.numerics, recipe, run.parallelism, micro_batch=self._micro_batch, **arguments
+            )
+            self.model = self._pipeline.module
+        else:
+            self.model = build_model(run.numerics, recipe, run.parallelism, **arguments)
 
     @property
     def data_ranks(self) -> int:
@@ -104,8 +114,9 @@ class FullRunModule(L.LightningModule):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share; equal for all ranks of a tensor-parallel group."""
-        return int(self.global_rank) // self.run.parallelism.tensor_parallel
+        """Index of this rank's share; equal for all ranks of a tensor-parallel group and of a pipeline."""
+        of_stage = self.trainer.world_size // self.run.parallelism.pipeline_parallel
+        return int(self.global_rank) % of_stage // self.run.parallelism.tensor_parallel
 
     @property
     def configured(self) -> nn.Module:
@@ -173,12 +184,12 @@ class FullRunModule(L.LightningModule):
             optimizer,
             run.numerics,
             run.recipe_before(tokens),
-            micro_batch=run.micro_batch
-            or fitting_micro_batch(run.numerics, run.segments[0].recipe, run.parallelism, device=self.device),
+            micro_batch=self._micro_batch,
             rank=self.data_rank,
             ranks=self.data_ranks,
-            mean=rank_mean,
+            mean=partial(rank_mean, stages=run.parallelism.pipeline_parallel),
             before_part=lambda last: between_parts(self.configured, run.parallelism.sharding, last=last),
+            pipeline=self._pipeline,
         )
         if checkpoint:
             # A guard with losses of another corpus would take the first losses here for spikes.
@@ -313,7 +324,9 @@ class FullRunModule(L.LightningModule):
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
             parametrization = self.run.numerics.parametrization(recipe.optimizer)
-            initialize(self.configured, parametrization, recipe, seed=self.run.numerics.seed)
+            stages = self._pipeline.stages.values() if self._pipeline else ()
+            for model in [stage.model for stage in stages] or [self.configured]:
+                initialize(model, parametrization, recipe, seed=self.run.numerics.seed, is_stage=bool(stages))
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
         self._go_on_from(start, checkpoint, optimizer)
@@ -359,7 +372,7 @@ class FullRunModule(L.LightningModule):
     def _evaluate(self) -> dict[str, Any]:
         """The losses of `Evaluation.measure`, how long they took, and the seconds since the run's start."""
         began = time.perf_counter()
-        losses = self._evaluation.measure(self.configured, self._stepper.micro_batch)
+        losses = self._evaluation.measure(self.configured, self._micro_batch, self._pipeline)
         return {**losses, "evaluation_seconds": time.perf_counter() - began, "seconds": self.step_log.seconds}
 
 

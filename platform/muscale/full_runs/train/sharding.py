@@ -28,11 +28,14 @@ from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
+from proxy_models.architecture.stage import Stage, edges_of
+from proxy_models.architecture.stage_layout import blocks_of_stages, n_stages, stages_of_rank
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
 from proxy_models.training.fsdp import shard
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
+from proxy_models.training.pipeline import Pipeline
 from proxy_models.training.precision import DTYPES
 from proxy_models.training.traced_memory import estimated_memory
 
@@ -128,11 +131,75 @@ def build_model(
     Raises:
         ValueError: If the layout does not fit the model.
     """
+    model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled)
+    if mesh is not None:
+        shard(
+            model,
+            family_of(numerics.model),
+            _of_a_batch(mesh, parallelism),
+            parallelism.sharding,
+            min_unit_params=min_unit_params,
+        )
+    _give_values(model, numerics, recipe, device=device, initial_values=initial_values)
+    return model
+
+
+def build_pipeline(
+    numerics: Numerics,
+    recipe: Recipe,
+    parallelism: Parallelism,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh,
+    micro_batch: int | None = None,
+    min_unit_params: int = 0,
+    compiled: bool = False,
+    initial_values: bool = True,
+) -> Pipeline:
+    """Build this rank's stages of the model as `build_model` builds a whole one.
+
+    Args:
+        micro_batch: Most sequences of a micro-batch.
+
+    Raises:
+        ValueError: If the layout does not fit the model, or the model can't be cut into stages.
+    """
+    family, schedule = family_of(numerics.model), parallelism.pipeline_schedule
+    ranks, rank = mesh[_STAGES].size(), mesh[_STAGES].get_local_rank()
+    with torch.device("meta"):
+        uncut = build(numerics.model)
+    family.set_precision(uncut, DTYPES[numerics.precision])
+    edges = edges_of(uncut, family)
+    blocks = blocks_of_stages(numerics.model, n_stages(schedule, ranks))
+    stages = {}
+    for number in stages_of_rank(schedule, rank, ranks):
+        model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled)
+        stage = Stage(model, family, blocks[number], edges, device=device)
+        of_a_batch = _of_a_batch(mesh, parallelism)
+        shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params, root=stage)
+        _give_values(model, numerics, recipe, device=device, initial_values=initial_values, is_stage=True)
+        stages[number] = stage
+    own_positions = edges.stream.shape[1] // parallelism.tensor_parallel
+    return Pipeline(
+        stages,
+        schedule,
+        group=mesh[_STAGES].get_group(),
+        stream=edges.stream[:, :own_positions],
+        micro_batch=micro_batch,
+    )
+
+
+def _without_values(
+    numerics: Numerics, parallelism: Parallelism, *, device: torch.device, mesh: DeviceMesh | None, compiled: bool
+) -> nn.Module:
+    """The whole model on the meta device, with precision, checkpointing, shared products and compilation."""
     parallelism.require(numerics.model)
     member, family = numerics.model, family_of(numerics.model)
-    tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
-    if parallelism.tensor_parallel != (tensor.size() if tensor else 1):
-        raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
+    for name, of in (("tensor_parallel", _TENSOR), ("pipeline_parallel", _STAGES)):
+        n_ranks = mesh[of].size() if mesh is not None and of in _names(mesh) else 1
+        if (wanted := getattr(parallelism, name)) != n_ranks:
+            raise ValueError(f"{name} = {wanted} needs as many ranks, launched together")
+    tensor = mesh[_TENSOR] if mesh is not None and parallelism.tensor_parallel > 1 else None
     with torch.device("meta"):
         model = build(member)
     family.set_precision(model, DTYPES[numerics.precision])
@@ -145,22 +212,35 @@ def build_model(
         family.compile_block(block, outside_recomputing=tensor is not None and device.type == "cpu")
     if compiled:
         family.compile_loss(model)
-    if mesh is not None:
-        replicated = parallelism.sharding in ("none", "hybrid")
-        of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
-        shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
-    tied = _tied(model)
+    return model
+
+
+def _of_a_batch(mesh: DeviceMesh, parallelism: Parallelism) -> DeviceMesh:
+    """The mesh of the ranks that share a batch."""
+    return mesh[_REPLICAS, _SHARDS] if parallelism.sharding in ("none", "hybrid") else mesh[_SHARDS]
+
+
+def _give_values(
+    model: nn.Module,
+    numerics: Numerics,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    initial_values: bool,
+    is_stage: bool = False,
+) -> None:
+    """Move a model without values to the device, and write its constants, multipliers and initial values."""
+    member, tied = numerics.model, _tied(model)
     model.to_empty(device=device)
     for name, first in tied.items():  # `to_empty` may separate tied parameters
         module, _, weight = name.rpartition(".")
         setattr(model.get_submodule(module), weight, model.get_parameter(first))
-    family.write_constants(model, member.d_model, member.n_layers)
+    family_of(member).write_constants(model, member.d_model, member.n_layers)
     parametrization = numerics.parametrization(recipe.optimizer)
     if initial_values:
-        initialize(model, parametrization, recipe, seed=numerics.seed)
+        initialize(model, parametrization, recipe, seed=numerics.seed, is_stage=is_stage)
     else:
         set_multipliers(model, multipliers_of(parametrization, recipe))
-    return model
 
 
 def fitting_micro_batch(

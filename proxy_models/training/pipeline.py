@@ -1,0 +1,158 @@
+"""Pipeline parallelism by `torch.distributed.pipelining`: micro-batches pass through the stages of several ranks.
+
+Each rank has all sequences of its share of a batch, and sends only activations and their gradients. Every schedule gives the same
+gradients. Shapes are stated, not inferred by a first pass, so a change of the batch takes another schedule of the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from proxy_models.architecture.sharded import whole
+from proxy_models.architecture.stage import Stage, joined
+from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
+
+_SCHEDULES: dict[PipelineSchedule, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zero_bubble_v": pipelining.ScheduleZBVZeroBubble,
+    "dualpipe_v": pipelining.ScheduleDualPipeV,
+}
+_PER_RANK = 4
+"""Micro-batches for each rank if their size is free; ranks then wait for (P − 1) of (5P − 1) parts of a step under 1F1B."""
+
+
+class Pipeline:
+    """The stages of this rank, and the passes that it takes together with the pipeline's other ranks.
+
+    Attributes:
+        stages: This rank's stages by number, ascending.
+        module: Their parameters and buffers, under the names of the whole model.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        schedule: PipelineSchedule,
+        *,
+        group: dist.ProcessGroup,
+        stream: Tensor,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Prepare the passes.
+
+        Args:
+            stages: Stages with values, sharded or not.
+            group: The pipeline's ranks, in the order of their first stages.
+            stream: What this rank sends for one sequence, (1, time, width), on the meta device.
+            micro_batch: Most sequences of a micro-batch; None: `_PER_RANK` micro-batches for each rank, if a share has as many.
+        """
+        self.stages, self.module = stages, joined(list(stages.values()))
+        self._schedule, self._group, self._stream, self._micro_batch = schedule, group, stream, micro_batch
+        self._parameters = list(self.module.parameters())
+        self._device = self._parameters[0].device
+        self._passes: dict[tuple[int, int, bool], Any] = {}
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the pipeline."""
+        return self._group.rank()
+
+    @property
+    def _has_first(self) -> bool:
+        return any(stage.is_first for stage in self.stages.values())
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self.stages.values())
+
+    def accumulate(self, sequences: Tensor) -> Tensor:
+        """Add the gradients of the mean training loss of a share's sequences; return that loss, or 0 on ranks without the last stage.
+
+        Raises:
+            ValueError: If the sequences can't be cut into equal micro-batches.
+        """
+        n = len(sequences)
+        number = micro_batches(self._schedule, self._group.size(), n, most=self._most(n))
+        if number is None:
+            raise ValueError(f"a pipeline of {self._group.size()} ranks needs equal micro-batches, got {n} sequences")
+        losses: list[Tensor] = []
+        self._run(sequences, number, trains=True).step(
+            *self._inputs(sequences), **self._named(sequences), losses=losses, return_outputs=False
+        )
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+
+    @torch.no_grad()
+    def held_out_loss(self, sequences: Tensor) -> Tensor:
+        """Return the mean evaluation loss of some sequences, or 0 on ranks without the last stage; all ranks call this."""
+        n, ranks = len(sequences), self._group.size()
+        padded = n
+        while (
+            number := micro_batches(self._schedule, ranks, padded, most=self._most(n) if padded == n else 1)
+        ) is None:
+            padded += 1  # by micro-batches of one sequence, which do not count
+        if padded > n:
+            sequences = torch.cat([sequences, sequences[:1].expand(padded - n, -1)])
+        for stage in self.stages.values():
+            stage.eval()
+        try:
+            found = self._run(sequences, number, trains=False).eval(*self._inputs(sequences), **self._named(sequences))
+        finally:
+            for stage in self.stages.values():
+                stage.train()
+        if not self._has_last:
+            return torch.zeros((), device=self._device)
+        return found.mean() if padded == n else found[:n].mean()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale gradients to a global norm of at most `max_norm` over all stages, and return the previous norm."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        square = whole(get_total_norm(gradients, foreach=True)).square()
+        dist.all_reduce(square, group=self._group)
+        norm = square.sqrt()
+        clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
+        return norm
+
+    def _most(self, n: int) -> int:
+        return self._micro_batch or max(1, n // (_PER_RANK * self._group.size()))
+
+    def _inputs(self, sequences: Tensor) -> Iterable[Tensor]:
+        return (sequences,) if self._has_first else ()
+
+    def _named(self, sequences: Tensor) -> dict[str, Tensor]:
+        return {"sequences": sequences} | ({"target": sequences} if self._has_last else {})
+
+    def _run(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
+        """Return torch's schedule for so many micro-batches."""
+        size = len(sequences) // number
+        if (key := (number, size, trains)) not in self._passes:
+            torchs = [self._torch_stage(at, sequences[:size], trains=trains) for at in self.stages]
+            of = torchs if n_stages(self._schedule, 1) > 1 else torchs[0]
+            self._passes[key] = _SCHEDULES[self._schedule](
+                of, n_microbatches=number, loss_fn=lambda loss, _target: loss.sum() / number, scale_grads=False
+            )
+        return self._passes[key]
+
+    def _torch_stage(self, number: int, sequences: Tensor, *, trains: bool) -> pipelining.PipelineStage:
+        stage, stream = self.stages[number], self._stream.expand(len(sequences), -1, -1).contiguous()
+        stream.requires_grad_(trains)
+        loss = self._stream.new_zeros(1, dtype=torch.float32).requires_grad_(trains)
+        return pipelining.PipelineStage(
+            stage,
+            number,
+            n_stages(self._schedule, self._group.size()),
+            self._device,
+            input_args=sequences if stage.is_first else stream,
+            output_args=loss if stage.is_last else stream,
+            group=self._group,
+        )
