@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 
@@ -84,3 +85,18 @@ def part_of(tensor: DTensor) -> tuple[slice, ...]:
     """Return the slices of the whole tensor that are on this device."""
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def group_of(tensor: DTensor) -> ProcessGroup:
+    """Return the group of all ranks of the tensor's mesh, which may be a part of the world, as for a stage of a pipeline.
+
+    The ranks of the mesh call this together, and keep the group: for several dimensions of a part, each call makes a group.
+    """
+    import torch.distributed as dist
+
+    mesh = tensor.device_mesh
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)

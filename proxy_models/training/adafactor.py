@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.sharded import is_sharded, own, part_of
+from proxy_models.training.rank_totals import RankTotals, counted_once
 
 _DECAY = 0.8  # step t has weight t^-.8 in the second moments; algorithm 6, as are the next two constants
 _LEAST_SQUARE = 1e-30  # epsilon 1, added to a mean squared gradient
@@ -30,6 +31,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def __init__(self, settings: list[dict[str, Any]]) -> None:
         super().__init__(settings, {})
+        self._totals = RankTotals()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -40,12 +42,12 @@ class Adafactor(torch.optim.Optimizer):
                 loss = closure()
         moving = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         parameters = [parameter for _, parameter in moving]
-        sums = _over_ranks(parameters, [_sums(parameter) for parameter in parameters])
+        sums = self._totals(parameters, [_sums(parameter) for parameter in parameters])
         for parameter, of_gradient in zip(parameters, sums, strict=True):
             _take_in(parameter, of_gradient, self.state[parameter])
         # Updates are computed twice, so that those of all parameters are never in memory together.
-        squares = [_counted_once(one, _preconditioned(one, self.state[one]).square().sum()[None]) for one in parameters]
-        squares = _over_ranks(parameters, squares)
+        squares = [counted_once(one, _preconditioned(one, self.state[one]).square().sum()[None]) for one in parameters]
+        squares = self._totals(parameters, squares)
         for (group, parameter), own_sums, square in zip(moving, sums, squares, strict=True):
             update = _preconditioned(parameter, self.state[parameter])
             update /= _rms(square, parameter).clamp(min=1.0)
@@ -69,25 +71,7 @@ def _sums(parameter: Tensor) -> Tensor:
             whole = entries.new_zeros([parameter.shape[dim] for dim in kept])
             whole[tuple(part[dim] for dim in kept)] = sums[number]
             sums[number] = whole
-    return _counted_once(parameter, torch.cat([*(one.flatten() for one in sums), entries]))
-
-
-def _counted_once(parameter: Tensor, sums: Tensor) -> Tensor:
-    """Return the sums, or zeros on a rank that has a further copy of the parameter's part."""
-    if not is_sharded(parameter):
-        return sums
-    place = parameter.device_mesh.get_coordinate() or ()
-    is_copy = any(at and of.is_replicate() for at, of in zip(place, parameter.placements, strict=True))
-    return sums * (not is_copy)
-
-
-def _over_ranks(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
-    """Return the totals of the sums over ranks, of all parameters in one reduction."""
-    if not parameters or not is_sharded(parameters[0]):
-        return sums
-    flat = torch.cat(sums)
-    torch.distributed.all_reduce(flat)
-    return list(torch.split(flat, [len(one) for one in sums]))
+    return counted_once(parameter, torch.cat([*(one.flatten() for one in sums), entries]))
 
 
 def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
+from proxy_models.architecture.sharded import group_of
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -42,18 +44,19 @@ def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
 
 
 class Orthogonalization:
-    """Orthogonalises the same sharded matrices at every step; the ranks of their mesh must be all ranks."""
+    """Orthogonalises the same sharded matrices at every step, on the ranks of their mesh."""
 
     def __init__(self, like: Sequence[DTensor]) -> None:
         """Prepare for matrices with these shapes and placements."""
         self._mesh = like[0].device_mesh
         self._matrices = [(matrix.shape, tuple(matrix.placements)) for matrix in like]
-        self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
+        self._group = group_of(like[0])
+        self._rank, self._ranks = self._group.rank(), range(self._group.size())
 
     @cached_property
     def _places(self) -> list[list[int]]:
-        """Coordinates of each rank in the mesh."""
-        return [self._mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in self._ranks]
+        """Coordinates of each of the group's ranks in the mesh."""
+        return [self._mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self._group)]
 
     @cached_property
     def owners(self) -> list[int]:
@@ -102,7 +105,7 @@ class Orthogonalization:
         here, parts, ours = [update.to_local().bfloat16() for update in updates], self._parts, self._owned[self._rank]
         given = [[here[n] for n in self._owned[owner] if self._rank in self._sources[n]] for owner in self._ranks]
         taken = [[(n, parts[n][source]) for n in ours if source in self._sources[n]] for source in self._ranks]
-        pieces = iter(_exchanged(given, [[_size(part) for _, part in of] for of in taken], here[0]))
+        pieces = iter(self._exchanged(given, [[_size(part) for _, part in of] for of in taken], here[0]))
         whole = {n: here[0].new_empty(self._matrices[n][0]) for n in ours}
         for number, part in (one for of in taken for one in of):
             whole[number][part] = next(pieces)
@@ -110,25 +113,25 @@ class Orthogonalization:
             whole[number] = orthogonalized(matrix, stack=False)
         given = [[whole[n][parts[n][rank]] for n in ours] for rank in self._ranks]
         taken_back = [[tuple(here[n].shape) for n in self._owned[owner]] for owner in self._ranks]
-        pieces = iter(_exchanged(given, taken_back, here[0]))
+        pieces = iter(self._exchanged(given, taken_back, here[0]))
         back = {n: next(pieces) for owned in self._owned for n in owned}
         return [back[n] for n in range(len(here))]
+
+    def _exchanged(self, given: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[Tensor]:
+        """Send every rank its tensors, and return the received tensors, whose shapes are given by sender."""
+        sizes = [[torch.Size(shape).numel() for shape in of] for of in shapes]
+        flat = [tensor.flatten() for of in given for tensor in of]
+        received = like.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(
+            received,
+            torch.cat(flat) if flat else like.new_empty(0),
+            [sum(of) for of in sizes],
+            [sum(tensor.numel() for tensor in of) for of in given],
+            group=self._group,
+        )
+        pieces = torch.split(received, [n for of in sizes for n in of])
+        return [piece.view(shape) for piece, shape in zip(pieces, (one for of in shapes for one in of), strict=True)]
 
 
 def _size(part: Part) -> tuple[int, ...]:
     return tuple(one.stop - one.start for one in part)
-
-
-def _exchanged(given: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[Tensor]:
-    """Send every rank its tensors, and return the received tensors, whose shapes are given by sender."""
-    sizes = [[torch.Size(shape).numel() for shape in of] for of in shapes]
-    flat = [tensor.flatten() for of in given for tensor in of]
-    received = like.new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(
-        received,
-        torch.cat(flat) if flat else like.new_empty(0),
-        [sum(of) for of in sizes],
-        [sum(tensor.numel() for tensor in of) for of in given],
-    )
-    pieces = torch.split(received, [n for of in sizes for n in of])
-    return [piece.view(shape) for piece, shape in zip(pieces, (one for of in shapes for one in of), strict=True)]

@@ -1,0 +1,57 @@
+"""Ranks of a part of the world, as in a pipeline's stage, train their parameters by themselves."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+
+from proxy_models.training.adafactor import Adafactor
+from proxy_models.training.muon import MuonWithAdamW
+
+STAGES = 2
+TOLERANCE = {"adafactor": 1e-5, "muon": 2e-2}  # Muon's matrices are computed in bf16
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    group: dict[str, Any] = {"params": parameters, "lr": 0.01, "weight_decay": 0.1}
+    if name == "adafactor":
+        return Adafactor([group])
+    return MuonWithAdamW([group | {"orthogonal": True, "stack": False}], betas=(0.9, 0.95))
+
+
+def trained(name: str, stage: int, laid_out: Any = lambda values: values) -> list[Tensor]:
+    """Return the parameters of a stage after three steps; stages differ in shapes, values and number of tensors."""
+    generator = torch.Generator().manual_seed(stage)
+    shapes = [(6, 4), (8, 10 + stage), *([(3, 5)] * stage)]
+    parameters = [nn.Parameter(laid_out(torch.randn(shape, generator=generator))) for shape in shapes]
+    optimizer = optimizer_of(name, parameters)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = laid_out(torch.randn(parameter.shape, generator=generator))
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _train_stages(rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
+    world = init_device_mesh("cpu", (STAGES, 2, 1), mesh_dim_names=("stages", "shards", "tensor"))
+    stage = world.get_local_rank("stages")
+    for mesh, placements in ((world["shards"], [Shard(0)]), (world["shards", "tensor"], [Shard(0), Replicate()])):
+        for name, tolerance in TOLERANCE.items():
+            found = trained(name, stage, partial(distribute_tensor, device_mesh=mesh, placements=placements))
+            for ours, alone in zip(found, trained(name, stage), strict=True):
+                torch.testing.assert_close(ours.full_tensor(), alone, rtol=tolerance, atol=tolerance)
+    dist.barrier()
+    os._exit(0)  # an orderly end may abort in gloo's threads
+
+
+def test_ranks_of_a_part_of_the_world_train_as_one_process(tmp_path: Any) -> None:
+    spawn(_train_stages, (str(tmp_path / "rendezvous"),), nprocs=4)  # type: ignore[no-untyped-call]
