@@ -7,13 +7,16 @@ the pass. Names are those of the whole model. Parameters of other stages are zer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.family import Family, FamilyError
+from proxy_models.architecture.member import Member
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -33,14 +36,29 @@ class Edges:
     stream: Tensor
 
 
-def edges_of(model: nn.Module, family: Family) -> Edges:
-    """Find the edges of a model on the meta device by its gradients.
+def edges_of(member: Member, dtype: torch.dtype = torch.float32) -> Edges:
+    """Find the edges of a model that computes in a dtype, by its gradients on fake tensors.
 
     Raises:
         FamilyError: If the model can't be cut between blocks: a parameter outside of them acts on both sides or is an input of
-            every block, or a block does not return a tensor like its first input.
+            every block, or a block does not return a tensor like its first input; or a pass fails on fake tensors.
     """
+    family = family_of(member)
     name = type(family).__name__
+    try:
+        with FakeTensorMode():
+            model = build(member)
+            family.set_precision(model, dtype)
+            found = _edges(model, family, name)
+    except FamilyError:
+        raise
+    except Exception as error:  # the model may raise anything
+        raise FamilyError(f"{name}: a pass can't be traced on fake tensors: {type(error).__name__}: {error}") from error
+    stream = torch.empty(found.stream.shape, dtype=found.stream.dtype, device="meta")
+    return replace(found, stream=stream)
+
+
+def _edges(model: nn.Module, family: Family, name: str) -> Edges:
     blocks = list(family.blocks_of(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     outside = {name: parameter for name, parameter in model.named_parameters() if parameter not in inside}
@@ -61,7 +79,7 @@ def edges_of(model: nn.Module, family: Family) -> Edges:
         blocks[-1].register_forward_hook(leave),
     ]
     try:
-        tokens = torch.zeros(1, family.context_length + 1, dtype=torch.int64, device="meta")
+        tokens = torch.zeros(1, family.context_length + 1, dtype=torch.int64)
         loss = family.training_loss(model, tokens)
     finally:
         for hook in hooks:
@@ -75,7 +93,7 @@ def edges_of(model: nn.Module, family: Family) -> Edges:
         raise FamilyError(
             f"{name}: a parameter outside the blocks must act before or after them, got both for {', '.join(both)}"
         )
-    return Edges(before=before, after=after, stream=left[0].detach())
+    return Edges(before=before, after=after, stream=left[0])
 
 
 def _that_act(on: Tensor, parameters: dict[str, nn.Parameter]) -> frozenset[str]:

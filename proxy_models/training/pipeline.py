@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from proxy_models.architecture.sharded import whole
@@ -28,6 +29,14 @@ _SCHEDULES: dict[PipelineSchedule, Any] = {
     "zero_bubble_v": pipelining.ScheduleZBVZeroBubble,
     "dualpipe_v": pipelining.ScheduleDualPipeV,
 }
+_BACKWARD = (
+    schedules.FULL_BACKWARD,
+    schedules.BACKWARD_INPUT,
+    schedules.BACKWARD_WEIGHT,
+    schedules.REDUCE_GRAD,
+)
+"""Actions that an evaluation leaves out. torch 2.13 leaves them out itself, but fails where a rank has two neighbouring stages; it
+also fails in DualPipe's pairs of passes, so an evaluation takes the other V."""
 _PER_RANK = 4
 """Micro-batches for each rank if their size is free; ranks then wait for (P − 1) of (5P − 1) parts of a step under 1F1B."""
 
@@ -136,11 +145,18 @@ class Pipeline:
         """Return torch's schedule for so many micro-batches."""
         size = len(sequences) // number
         if (key := (number, size, trains)) not in self._passes:
-            torchs = [self._torch_stage(at, sequences[:size], trains=trains) for at in self.stages]
-            of = torchs if n_stages(self._schedule, 1) > 1 else torchs[0]
-            self._passes[key] = _SCHEDULES[self._schedule](
-                of, n_microbatches=number, loss_fn=lambda loss, _target: loss.sum() / number, scale_grads=False
+            stages = [self._torch_stage(at, sequences[:size], trains=trains) for at in self.stages]
+            schedule = self._schedule if trains or self._schedule != "dualpipe_v" else "zero_bubble_v"
+            passes = _SCHEDULES[schedule](
+                stages if len(stages) > 1 else stages[0],
+                n_microbatches=number,
+                loss_fn=lambda loss, _target: loss.sum() / number,
+                scale_grads=False,
             )
+            if len(stages) > 1 and not trains:
+                for backward in _BACKWARD:
+                    passes.register_custom_function(backward, _leave_out)
+            self._passes[key] = passes
         return self._passes[key]
 
     def _torch_stage(self, number: int, sequences: Tensor, *, trains: bool) -> pipelining.PipelineStage:
@@ -156,3 +172,8 @@ class Pipeline:
             output_args=loss if stage.is_last else stream,
             group=self._group,
         )
+
+
+def _leave_out(action: Any, context: Any) -> None:
+    """Do nothing in place of a backward pass, whose gradients nobody sends."""
+    context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)

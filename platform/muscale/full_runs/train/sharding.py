@@ -166,10 +166,7 @@ def build_pipeline(
     """
     family, schedule = family_of(numerics.model), parallelism.pipeline_schedule
     ranks, rank = mesh[_STAGES].size(), mesh[_STAGES].get_local_rank()
-    with torch.device("meta"):
-        uncut = build(numerics.model)
-    family.set_precision(uncut, DTYPES[numerics.precision])
-    edges = edges_of(uncut, family)
+    edges = edges_of(numerics.model, DTYPES[numerics.precision])
     blocks = blocks_of_stages(numerics.model, n_stages(schedule, ranks))
     stages = {}
     for number in stages_of_rank(schedule, rank, ranks):
