@@ -13,6 +13,16 @@ from proxy_models.training.device import EVALUATION_BATCH, evaluation_batch, fit
 from proxy_models.training.numerics import Numerics
 
 
+def _even_parts(sequences: Tensor, batch: int, ranks: int) -> list[Tensor]:
+    """Cut sequences so that ranks get shares of the same size; only of the last few sequences some ranks get one and others none.
+
+    A pipeline's ranks need the same number of micro-batches as those beside them, since they gather weights together.
+    """
+    even = len(sequences) // ranks * ranks
+    parts = [*torch.split(sequences[:even], batch * ranks), sequences[even:]]
+    return [part for part in parts if len(part)]
+
+
 @torch.no_grad()
 def pass_losses(
     model: nn.Module,
@@ -39,7 +49,7 @@ def pass_losses(
     model.eval()
     losses = []
     try:
-        for part in torch.split(sequences, batch * ranks):
+        for part in _even_parts(sequences, batch, ranks):
             share = torch.tensor_split(part, ranks)[rank]
             # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
             losses.append((loss(model, (share if len(share) else part[:1]).to(device)), len(share)))

@@ -7,7 +7,9 @@ gradients. Shapes are stated, not inferred by a first pass, so a change of the b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from itertools import count
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,14 +106,10 @@ class Pipeline:
     @torch.no_grad()
     def held_out_loss(self, sequences: Tensor) -> Tensor:
         """Return the mean evaluation loss of some sequences, or 0 on ranks without the last stage; all ranks call this."""
-        n, ranks = len(sequences), self._group.size()
-        padded = n
-        while (
-            number := micro_batches(self._schedule, ranks, padded, most=self._most(n) if padded == n else 1)
-        ) is None:
-            padded += 1  # by micro-batches of one sequence, which do not count
-        if padded > n:
-            sequences = torch.cat([sequences, sequences[:1].expand(padded - n, -1)])
+        n, fitting = len(sequences), partial(micro_batches, self._schedule, self._group.size())
+        if (number := fitting(n, most=self._most(n))) is None:  # one sequence each, and some more that do not count
+            number = next(more for more in count(n) if fitting(more, most=1))
+            sequences = torch.cat([sequences, sequences[:1].expand(number - n, -1)])
         for stage in self.stages.values():
             stage.eval()
         try:
@@ -121,7 +119,7 @@ class Pipeline:
                 stage.train()
         if not self._has_last:
             return torch.zeros((), device=self._device)
-        return found.mean() if padded == n else found[:n].mean()
+        return cast(Tensor, found[:n].mean())
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale gradients to a global norm of at most `max_norm` over all stages, and return the previous norm."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
+from proxy_models.architecture.sharded import whole
 from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.muon import MuonWithAdamW
 
@@ -48,7 +49,7 @@ def _train_stages(rank: int, rendezvous: str) -> None:
         for name, tolerance in TOLERANCE.items():
             found = trained(name, stage, partial(distribute_tensor, device_mesh=mesh, placements=placements))
             for ours, alone in zip(found, trained(name, stage), strict=True):
-                torch.testing.assert_close(ours.full_tensor(), alone, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(whole(ours), alone, rtol=tolerance, atol=tolerance)
     dist.barrier()
     os._exit(0)  # an orderly end may abort in gloo's threads
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Sharding
+from proxy_models.architecture.stage import Stage
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
@@ -21,8 +27,9 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.pipeline import Pipeline
 from tests.muscale.conftest import write_text
-from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
+from tests.muscale.forked_ranks import BATCH, ended, interrupt, result, rows, small_corpus, small_run, start
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Stacked
 
@@ -47,7 +54,13 @@ def make_run(corpus: Corpus, tmp_path: Path) -> MakeRun:
         recipe = {"learning_rate": 0.01, "batch_tokens": BATCH, "warmup_fraction": 0.2, "clip_norm": 0.3} | (
             values or {}
         )
-        of = {"model": model, "base": base, "corpus_key": corpus.key, "seed": 0, "evaluation_tokens": 32 * 35}
+        of: dict[str, Any] = {
+            "model": model,
+            "base": base,
+            "corpus_key": corpus.key,
+            "seed": 0,
+            "evaluation_tokens": 32 * 35,
+        }
         return FullRun(
             numerics=Numerics(**of | (numerics or {})),
             segments=chain(Hyperparameters(**recipe), BATCH * STEPS),
@@ -71,8 +84,8 @@ def staged(run: FullRun, parallelism: Parallelism) -> FullRun:
     return replace(run, directory=run.directory.with_name("staged"), parallelism=parallelism, micro_batch=1)
 
 
-def layout(schedule: PipelineSchedule = "1f1b", **other: Any) -> Parallelism:
-    return Parallelism(**{"sharding": "none", "pipeline_parallel": 2, "pipeline_schedule": schedule} | other)
+def layout(schedule: PipelineSchedule = "1f1b", sharding: Sharding = "none", **other: Any) -> Parallelism:
+    return Parallelism(sharding=sharding, pipeline_parallel=2, pipeline_schedule=schedule, **other)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -175,3 +188,53 @@ def test_stages_drop_different_activations_and_a_resumed_run_the_same(make_run: 
     interrupt(run, after=2)
     gloo_ranks.train(run, 2)
     assert figures(run) == first
+
+
+def is_killed(rank: int, phase: str, here: int) -> None:
+    """Make a rank end itself by SIGKILL in its second step: in a stage's forward pass, in the exchange of norms, or in the save."""
+    if here != rank:
+        return
+    calls = 0
+
+    def killed(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == PHASES[phase][2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*given, **named)
+
+    owner, name, _ = PHASES[phase]
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: killed(original, *given, **named))
+
+
+PHASES: dict[str, tuple[Any, str, int]] = {  # eight micro-batches of a step
+    "forward": (Stage, "forward", 8 * 8 + 3),
+    "clip": (Pipeline, "clip", 9),
+    "evaluation": (Pipeline, "held_out_loss", 1),
+    "save": (Checkpoints, "_complete", 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        pytest.param(rank, phase, marks=() if (rank, phase) in {(1, "forward"), (0, "save")} else pytest.mark.soak)
+        for rank in (0, 1)
+        for phase in PHASES
+    ],
+)
+def test_a_killed_rank_of_any_stage_in_any_phase_leaves_a_run_that_goes_on(
+    tmp_path: Path, gloo_ranks: GlooRanks, rank: int, phase: str
+) -> None:
+    corpus = small_corpus(tmp_path / "corpus")
+    run = small_run(
+        corpus, tmp_path / "run", layers=4, parallelism=layout(), micro_batch=1, evaluate_every_tokens=BATCH * 8
+    )
+    undisturbed = replace(run, directory=tmp_path / "undisturbed")
+    gloo_ranks.train(undisturbed, 2)
+    codes = ended(start(run, 2, fault=partial(is_killed, rank, phase)))
+    assert codes[rank] == -signal.SIGKILL
+    gloo_ranks.train(run, 2)
+    assert result(run)["resumed_from"] in (BATCH * 6, BATCH * 12)
+    assert [row.get("train_loss") for row in rows(run)] == [row.get("train_loss") for row in rows(undisturbed)]

@@ -304,7 +304,7 @@ def test_a_family_s_ties_and_constants_are_those_of_its_own_build(make_run: Make
     expected = build(member)
     initialize(expected, numerics.parametrization("adamw"), recipe, seed=0)
     with rank_of(1, 2):
-        mesh = mesh_of((1, 2, 1), "cpu")
+        mesh = mesh_of(RankGrid(1, 1, 2, 1), "cpu")
         built = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), mesh=mesh)
         assert built.get_parameter("head.weight") is built.get_parameter("symbols.weight")
         assert dict(built.named_parameters()).keys() == dict(expected.named_parameters()).keys()
