@@ -215,6 +215,8 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
     ("rotary_fraction", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("rope_theta", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("document_separator", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("attention_window", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("global_attention_every", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("parallel", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "tied",

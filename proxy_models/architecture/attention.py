@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from proxy_models.architecture.document_attention import attend_within
+from proxy_models.architecture.sparse_attention import attend_within
 
 Kernel = Literal["flash", "efficient", "flex", "math"]
 _LARGEST_FLASH_HEAD = 256
 _SMALLEST_FLEX_HEAD = 16
 
 
-def cuda_kernel(
-    dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool, within_documents: bool = False
-) -> Kernel:
+def cuda_kernel(dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool, sparse: bool = False) -> Kernel:
     """Return the kernel that torch uses on an NVIDIA GPU of compute capability 8 or more.
 
     Args:
@@ -31,10 +29,10 @@ def cuda_kernel(
         head_dim: FlashAttention pads it to a multiple of 8; the memory-efficient kernel requires a multiple of 16 bytes.
         biased: Whether a bias is added to the logits.
         grouped: Whether fewer key and value heads than query heads are passed on.
-        within_documents: Whether attention stays within documents. FlexAttention does this for every dtype, bias and
+        sparse: Whether attention stays within documents or a window. FlexAttention does this for every dtype, bias and
             grouping, but only for heads of at least 16 (torch/_inductor/kernel/flex/flex_attention.py of torch 2.13).
     """
-    if within_documents:
+    if sparse:
         return "flex" if head_dim >= _SMALLEST_FLEX_HEAD else "math"
     if dtype != torch.float32 and not biased and head_dim <= _LARGEST_FLASH_HEAD:
         return "flash"
@@ -49,17 +47,21 @@ def attend(
     bias: Tensor | None,
     dropout: float,
     documents: Tensor | BlockMask | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Mix values by causal attention without a scale; queries, keys and values are (batch, time, heads, head_dim).
 
     Args:
         query: Queries; as many heads as `key` and `value`, or a multiple.
         bias: Bias on the logits, (heads, time, time) with -inf on the future; None: causal attention without a bias.
-        dropout: Probability of dropping a weight; 0 within documents.
-        documents: Documents as `documents.attend_within` takes them; None: attention reaches over the whole sequence.
+        dropout: Probability of dropping a weight; 0 within documents or a window.
+        documents: Documents as `sparse_attention.attend_within` takes them; None: attention crosses documents.
+        window: Tokens that a position attends to at most; None: all tokens so far.
     """
-    if documents is not None:
-        return attend_within(query, key, value, documents, bias)
+    if window is not None and window >= key.shape[1]:
+        window = None
+    if documents is not None or window is not None:
+        return attend_within(query, key, value, documents, window, bias)
     n_groups = query.shape[2] // key.shape[2]
     kernel = cuda_kernel(query.dtype, query.shape[3], biased=bias is not None, grouped=n_groups > 1)
     if n_groups > 1 and kernel == "math" and _on_gpu(query):

@@ -50,6 +50,12 @@ class ModelConfig(Member):
         document_separator: Id of the token that closes documents. Attention then stays within a document, which begins with the
             token that closes the previous document; None: attention reaches over the whole sequence. As for `rope_theta`, the
             default is neither written to files nor part of a key.
+        attention_window: Tokens that a position attends to, itself included (Jiang et al., arXiv 2310.06825, section 2), as
+            `sliding_window` of transformers counts them; None, or at least the length of the sequence: all tokens so far. It is the
+            same at every width and depth, so a proxy whose context is not longer than the window trains without it. The default is
+            left out like that of `rope_theta`.
+        global_attention_every: With a window, every n-th block attends to all tokens so far (Gemma 3, arXiv 2503.19786, section 2:
+            the last of every six); None: no block does. The default is left out like that of `rope_theta`.
     """
 
     head_dim: int = 16
@@ -71,6 +77,8 @@ class ModelConfig(Member):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     document_separator: int | None = None
+    attention_window: int | None = None
+    global_attention_every: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,15 +112,22 @@ class ModelConfig(Member):
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.z_loss < 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
-        if self.document_separator is not None:
-            if not 0 <= self.document_separator < self.vocab_size:
+        if self.document_separator is not None and not 0 <= self.document_separator < self.vocab_size:
+            raise ValueError(
+                f"document_separator must be an id below vocab_size={self.vocab_size}, got {self.document_separator}"
+            )
+        if self.attention_window is not None and self.attention_window < 1:
+            raise ValueError(f"attention_window must be at least 1, the token itself, got {self.attention_window}")
+        for name in ("document_separator", "attention_window"):
+            if getattr(self, name) is not None and self.attention_dropout:
                 raise ValueError(
-                    f"document_separator must be an id below vocab_size={self.vocab_size}, got {self.document_separator}"
+                    f"attention_dropout must be 0 with {name}, whose kernels have no dropout, got {self.attention_dropout}"
                 )
-            if self.attention_dropout:
-                raise ValueError(
-                    f"attention_dropout must be 0 with document_separator, whose kernels have no dropout, got {self.attention_dropout}"
-                )
+        if (every := self.global_attention_every) is not None:
+            if self.attention_window is None:
+                raise ValueError(f"global_attention_every needs an attention_window, got {every} without one")
+            if not 2 <= every <= self.n_layers:
+                raise ValueError(f"global_attention_every must lie in 2 to n_layers={self.n_layers}, got {every}")
 
     @property
     def n_heads(self) -> int:
@@ -133,6 +148,11 @@ class ModelConfig(Member):
     def d_ff(self) -> int:
         """Width of the MLP's hidden layer."""
         return int(self.d_model * self.mlp_ratio)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the most tokens that a position of this block attends to; None: all tokens so far."""
+        every = self.global_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.attention_window
 
     @property
     def is_random(self) -> bool:
@@ -186,19 +206,30 @@ class ModelConfig(Member):
     def train_flops_per_token(self) -> float:
         """Training FLOPs per token, exact for the matrix products: 6 for each matrix entry, plus attention's.
 
-        Attention takes 12·n_layers·context_length·d_model: two products forward and four backward, including the masked half
-        (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without attention.
+        Attention takes 12·n_layers·attended·d_model: two products forward and four backward, including the masked half
+        (Chowdhery et al., arXiv 2204.02311, appendix B). Without a window, `attended` is the context. The law's C is 6·N·D, without
+        attention.
         """
         return self.train_flops_within(None)
 
     def train_flops_within(self, attended: float | None) -> float:
-        """Return `train_flops_per_token` with `attended` in place of the context: 12·n_layers·attended·d_model for attention.
-
-        The attention of a document of l tokens costs l², so each of its tokens costs l.
-        """
+        """Return `train_flops_per_token` with this mean of `attended_within` over documents; None: documents are not separated."""
         products = self.n_matrix_entries + self.vocab_size * self.d_model
-        length = self.context_length if attended is None else attended
+        length = self.attended if attended is None else attended
         return 6.0 * products + 12.0 * self.n_layers * length * self.d_model
+
+    @property
+    def attended(self) -> float:
+        return self.attended_within(self.context_length)
+
+    def attended_within(self, length: int) -> float:
+        """Return the tokens that attention is counted over in a document of `length` tokens, averaged over blocks.
+
+        The masked half counts: `length` without a window, and w·(2 - w / length) in a block with a window of w tokens.
+        """
+        n_local = sum(self.window_of(layer) is not None for layer in range(self.n_layers))
+        beyond = max(0, length - (self.attention_window or length))
+        return length - n_local / self.n_layers * beyond**2 / length
 
 
 # Later fields are left out at their defaults, so that older keys stay the same.
@@ -209,6 +240,8 @@ converter.register_unstructure_hook(
         converter,
         rope_theta=override(omit_if_default=True),
         document_separator=override(omit_if_default=True),
+        attention_window=override(omit_if_default=True),
+        global_attention_every=override(omit_if_default=True),
     ),
 )
 

@@ -252,8 +252,16 @@ class ConfigFamily(Family):
         with torch.device("meta"):
             return self.build(self.width_step, 1)
 
+    @property
+    def attention_window(self) -> int | None:
+        """`sliding_window` of the config, if it has one."""
+        return getattr(self._pattern, "sliding_window", None)
+
     def attention_flops_per_token(self, width: int, depth: int) -> float:
-        """Return training FLOPs of attention's two products, masked half included (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        """Return training FLOPs of attention's two products, masked half included (Chowdhery et al., arXiv 2204.02311, appendix B).
+
+        A window of the class is not subtracted.
+        """
         config = self.config(width, depth)
         heads = getattr(config, "num_attention_heads", 0)
         head_dim = getattr(config, "head_dim", None) or (width / heads if heads else 0)

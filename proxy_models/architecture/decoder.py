@@ -20,12 +20,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
-from proxy_models.architecture.document_attention import document_blocks, number_documents
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
+from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
 
 NORM_EPS = 1e-6
 
@@ -78,21 +78,28 @@ class Cache:
         self.n_tokens = 0
         self._states: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's keys and values, and return those of all tokens."""
+    def extend(self, layer: nn.Module, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Append a layer's keys and values, and return those that the new tokens attend to. Those before the window are dropped."""
+        last = slice(None if window is None else -window, None)
         if layer in self._states:
-            key, value = (torch.cat(pair, dim=1) for pair in zip(self._states[layer], (key, value), strict=True))
-        self._states[layer] = key, value
+            key, value = (
+                torch.cat(pair, dim=1)[:, last] for pair in zip(self._states[layer], (key, value), strict=True)
+            )
+        self._states[layer] = key[:, last], value[:, last]
         return key, value
 
 
 class Positions(NamedTuple):
-    """Positions in the form that attention uses: rotary angles or a bias on the logits, and documents. Unused entries are None."""
+    """Positions in the form that attention uses: rotary angles or a bias on the logits, and documents. Unused entries are None.
+
+    `local` has the documents of blocks with a window, which on a GPU include the window.
+    """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
     bias: Tensor | None = None
     documents: Tensor | BlockMask | None = None
+    local: Tensor | BlockMask | None = None
     cache: Cache | None = None
 
 
@@ -106,9 +113,9 @@ def norm_of(config: ModelConfig) -> nn.Module:
 class Attention(nn.Module):
     """Causal self-attention; groups of query heads share a key and value head. The scale of the logits is an argument."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.window = config, window
         width, d_kv = config.d_model, config.n_kv_heads * config.head_dim
         self.query = Linear(width, width, bias=config.biases)
         self.key = Linear(width, d_kv, bias=config.biases)
@@ -127,10 +134,12 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if positions.cos is not None and positions.sin is not None:
             query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
+        bias, documents = positions.bias, positions.documents if self.window is None else positions.local
         if positions.cache is not None:
-            key, value = positions.cache.extend(self, key, value)
+            key, value = positions.cache.extend(self, key, value, self.window)
+            bias = None if bias is None else bias[..., -key.shape[1] :]
         dropout = config.attention_dropout if self.training else 0.0
-        mixed = attend(query * scale, key, value, bias=positions.bias, dropout=dropout, documents=positions.documents)
+        mixed = attend(query * scale, key, value, bias=bias, dropout=dropout, documents=documents, window=self.window)
         return cast(Tensor, self.output(mixed.flatten(-2)))
 
 
@@ -167,12 +176,12 @@ class Block(nn.Module):
         checkpointing: Kind of activation checkpointing.
     """
 
-    def __init__(self, config: ModelConfig, drop: float) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.drop = config, drop
+        self.config, self.drop = config, config.stochastic_depth * layer / max(1, config.n_layers - 1)
         self.checkpointing: Checkpointing = "none"
         self.attention_norm = norm_of(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, config.window_of(layer))
         if not config.parallel:
             self.mlp_norm = norm_of(config)
         self.mlp = MLP(config)
@@ -247,10 +256,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.d_model)
         if config.positions == "learned":
             self.position = nn.Embedding(config.context_length, config.d_model)
-        last = max(1, config.n_layers - 1)
-        self.blocks = nn.ModuleList(
-            Block(config, config.stochastic_depth * layer / last) for layer in range(config.n_layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.final_norm = norm_of(config)
         self.readout = Readout(config.d_model, config.vocab_size, bias=False)
         if config.tied:
@@ -337,17 +343,23 @@ class Decoder(nn.Module):
 
     def positions(self, tokens: Tensor) -> Positions:
         """Return the positions of tokens (batch, time) as attention takes them."""
-        time, documents = tokens.shape[1], self._documents(tokens)
+        time = tokens.shape[1]
+        documents, local = self._documents(tokens)
         if self.cos is not None and self.sin is not None:
-            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None], documents=documents)
+            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None], documents=documents, local=local)
         bias = None if self.logit_bias is None else self.logit_bias[:, :time, :time].to(self.compute_dtype)
-        return Positions(bias=bias, documents=documents)
+        return Positions(bias=bias, documents=documents, local=local)
 
-    def _documents(self, tokens: Tensor) -> Tensor | BlockMask | None:
-        if self.config.document_separator is None:
-            return None
-        documents = number_documents(tokens, self.config.document_separator)
-        return document_blocks(documents) if tokens.device.type == "cuda" else documents
+    def _documents(self, tokens: Tensor) -> tuple[Tensor | BlockMask | None, Tensor | BlockMask | None]:
+        """Return `documents` and `local` of `Positions`."""
+        (time, device), separator = (tokens.shape[1], tokens.device), self.config.document_separator
+        window = self.config.attention_window
+        documents = None if separator is None else number_documents(tokens, separator)
+        if device.type != "cuda":
+            return documents, documents
+        blocks = None if documents is None else visible_blocks(documents, None, time, device)
+        is_local = window is not None and window < time
+        return blocks, visible_blocks(documents, window, time, device) if is_local else blocks
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:

@@ -96,6 +96,11 @@ class DecoderFamily(Family):
         """`rope_theta` of rotary positions."""
         return self.config.rope_theta if self.config.positions == "rotary" else None
 
+    @property
+    def attention_window(self) -> int | None:
+        """Window of the config."""
+        return self.config.attention_window
+
     def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate:
         """Return the estimate of `proxy_models.architecture.memory`."""
         return training_memory(cast(ModelConfig, member), **conditions)
@@ -132,7 +137,7 @@ class DecoderFamily(Family):
             model.head_dim,
             biased=model.positions == "alibi",
             grouped=False,
-            within_documents=model.document_separator is not None,
+            sparse=model.document_separator is not None or model.attended < model.context_length,
         )
         return AttentionKernel(kernel=kernel, n_heads=model.n_heads, head_dim=model.head_dim)
 

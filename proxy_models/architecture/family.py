@@ -202,6 +202,11 @@ class Family(ABC):
         """Base of the rotary wavelengths, in which a full run may differ from its proxies; None for other positions."""
         return None
 
+    @property
+    def attention_window(self) -> int | None:
+        """Tokens that some blocks attend to at most, which the gate compares with the proxies' context; None: no block has a limit."""
+        return None
+
     def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate | None:
         """Return the memory of training on each device; None: it is found by tracing a pass.
 

@@ -13,6 +13,9 @@ A tied table serves two products with one multiplier each. The table absorbs the
 before the readout absorbs the quotient of both, so that the table stays tied.
 
 The rest is the same in both: the config has the norm's eps, and positions rotate the pairs (x_i, x_{i + d/2}).
+
+A model with an attention window is written for Mistral's class, which has Llama's weights and a window in every block, or Ministral's,
+where each block has a window or not.
 """
 
 from __future__ import annotations
@@ -87,6 +90,8 @@ def require_llama(config: ModelConfig) -> None:
         for name, (wanted, why) in _LLAMA.items()
         if getattr(config, name) != wanted and (name != "rotary_fraction" or config.positions == "rotary")
     ]
+    if config.attention_window is not None and config.biases:
+        odd.append("model.biases must be False (the classes with an attention window have none), got True")
     if odd:
         raise NotLlamaError(f"no export to the Llama layout: {'; '.join(odd)}")
 
@@ -102,8 +107,7 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
     """
     require_llama(config)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **_class_of(config),
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
         "num_hidden_layers": config.n_layers,
@@ -125,6 +129,18 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
         "pad_token_id": None,
         "torch_dtype": "float32",
     }
+
+
+def _class_of(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `config.json` that name the class and its windows."""
+    if config.attention_window is None:
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    window = {"sliding_window": config.attention_window}
+    if config.global_attention_every is None:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **window}
+    windows = (config.window_of(layer) for layer in range(config.n_layers))
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", **window, "layer_types": kinds}
 
 
 def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[str, Place]:

@@ -49,18 +49,23 @@ class Member(Serializable, ABC):
     @property
     @abstractmethod
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token, including attention over whole sequences."""
+        """Training FLOPs per token, including attention."""
 
     @property
     def loss_unit(self) -> str:
         """Unit of the losses that training reports."""
         return NATS
 
+    @property
+    def attended(self) -> float:
+        """Tokens that a position attends to, masked half included, averaged over blocks; a custom family's: the whole sequence."""
+        return self.context_length
+
     def train_flops_within(self, attended: float | None) -> float:
         """Return training FLOPs per token if attention stays within documents.
 
-        `attended` is the length of a token's document in the sequence, averaged over tokens, as `attended_length` computes it;
-        None: the whole sequence. A custom family does not separate documents.
+        `attended` replaces the property `attended`, as `attended_length` computes it; None: documents are not separated. A
+        custom family does not separate documents.
         """
         return self.train_flops_per_token
 

@@ -410,7 +410,8 @@ def evaluation_bytes(
     config: ModelConfig, sequences: int, precision: Precision = "fp32", *, tensor_parallel: int = 1
 ) -> int:
     """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
-    one_block = activation_bytes(replace(config, n_layers=1), sequences, precision, tensor_parallel=tensor_parallel)
+    block = replace(config, n_layers=1, global_attention_every=None)
+    one_block = activation_bytes(block, sequences, precision, tensor_parallel=tensor_parallel)
     forward, _ = _Part(config, precision, tensor_parallel).in_loss(sequences * config.context_length)
     return one_block + forward
 

@@ -26,7 +26,7 @@ _PRODUCTS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.muscale.document_attention.default,
+    torch.ops.muscale.sparse_attention.default,
     torch.ops.higher_order.flex_attention,
 }
 

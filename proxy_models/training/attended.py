@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.document_attention import number_documents
 from proxy_models.architecture.member import Member
+from proxy_models.architecture.sparse_attention import number_documents
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 
@@ -16,7 +18,9 @@ _PLACES, _SEQUENCES = 64, 8
 
 
 def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | None:
-    """Return the length of a token's document within its sequence, averaged over tokens; None if attention crosses documents.
+    """Return the tokens that attention is counted over within documents, averaged over tokens; None if attention crosses documents.
+
+    Without a window, it is the length of a token's document within its sequence.
 
     Sequences are sampled evenly over a run of `n_tokens`, so that stages of a mixture count by their length.
 
@@ -31,12 +35,12 @@ def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | Non
     some = min(_SEQUENCES, n_sequences)
     places = range(0, n_sequences - some + 1, max(some, n_sequences // _PLACES))
     found = [stream.batch(place * length, some * length)[:, :-1] for place in places]
-    return mean_length(torch.cat(found), model.document_separator)
+    return mean_attended(torch.cat(found), model)
 
 
-def mean_length(tokens: Tensor, separator: int) -> float:
-    """Return the sum of squared document lengths over the sum of document lengths, in sequences (batch, time)."""
-    numbers = number_documents(tokens, separator)
+def mean_attended(tokens: Tensor, model: ModelConfig) -> float:
+    """Return `attended_within` of each token's document in sequences (batch, time), averaged over tokens."""
+    numbers = number_documents(tokens, cast(int, model.document_separator))
     rows = torch.arange(len(tokens)).unsqueeze(-1) * (tokens.shape[1] + 1)
-    lengths = torch.bincount((rows + numbers).flatten()).double()
-    return float(lengths.square().sum() / lengths.sum())
+    lengths = torch.bincount((rows + numbers).flatten()).tolist()
+    return sum(length * model.attended_within(length) for length in lengths if length) / tokens.numel()

@@ -103,7 +103,7 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     """
     fused = f"the {kernel} kernel, heads of {head_dim}"
     math = f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block"
-    advice = "use a model.head_dim that is a multiple of 8 and, with model.document_separator, at least 16"
+    advice = "use a model.head_dim that is a multiple of 8 and, with model.document_separator or model.attention_window, at least 16"
     return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 

@@ -309,6 +309,12 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
             "forecast and band are for losses at the proxies' context and do not cover this: a token's loss depends on how much "
             "text precedes it; train a proxy in both ways and compare the two"
         )
+    window = family_of(full).attention_window
+    if window is not None and proxies.context_length <= window < full.context_length:
+        compared += f"; attention_window {window:,}"
+        advice += (
+            "; no sequence of the proxies is longer than the attention window, so no fitted run was trained with it"
+        )
     return GateLine(name="context", status="passed", compared=compared, advice=advice)
 
 

@@ -100,8 +100,8 @@ class StepTime:
         links: Links of the device; None: from `LINKS`.
         precision: Precision of products and gathered weights.
         recomputed: Share of the products of blocks that the backward pass repeats; None: from the layout's checkpointing.
-        attended: Mean length of a token's document if attention stays within documents; None: the sequence. Its kernel is assumed
-            to be as fast as the one for whole sequences.
+        attended: `attended_length` if attention stays within documents; None: `Member.attended`. The kernels for documents and
+            windows are assumed to be as fast as the one for whole sequences.
 
     Raises:
         ValueError: If the workers do not form the layout, the device has no entry in `LINKS`, or the model's family has no
@@ -231,7 +231,7 @@ class StepTime:
         in_full = checkpointing == "full"
         again = float(in_full) if self.recomputed is None else self.recomputed
         products = 2 * sizes.block_entries * self._tokens
-        length = model.context_length if self.attended is None else self.attended
+        length = model.attended if self.attended is None else self.attended
         attention = 2 * length * sizes.attention_width * self._tokens  # the causal half
         moved = sizes.block_moves * self._bytes * self._tokens * (1 if self.compiled else EAGER_MOVES)
         return self._computing(products, attention, moved), self._computing(

@@ -144,6 +144,10 @@ def test_another_context_than_the_proxies_is_reported_and_only_a_short_held_out_
     assert other.compared == "8,192 tokens a sequence, 2,048 in proxies; rope_theta 500,000, 10,000 in proxies"
     assert "do not cover this" in other.advice
     assert context_line(longer, proxies, too_short="4 sequences of 8192").status == "failed"
+    for window, is_new in ((2047, False), (2048, True), (8191, True), (8192, False)):
+        one, two = (replace(model, attention_window=window) for model in (longer, proxies))
+        assert ("attention_window" in context_line(one, two).compared) is is_new
+        assert context_line(two, two).advice == ""
 
 
 def test_the_gate_lets_through_what_passed_or_was_forced_and_the_ledger_keeps_which(ledger: Ledger) -> None:

@@ -53,6 +53,9 @@ def test_products_take_their_flops_at_the_share_of_the_peak_that_they_reach() ->
     assert (one.tensor, one.exposed, one.communication) == (0, 0, 0)
     documents = step(workers=1, links=endless, attended=1024.0)  # an eighth of the context
     assert documents.total == pytest.approx(tokens * (exact + attention / 8) / 989.5e12)
+    window = step(replace(LLAMA_8B, attention_window=1024, global_attention_every=4), workers=1, links=endless)
+    local = 1024 * (2 - 1024 / 8192) / 8192
+    assert window.total == pytest.approx(tokens * (exact + attention * (3 / 4 * local + 1 / 4)) / 989.5e12)
     assert documents.mfu == pytest.approx(
         LLAMA_8B.train_flops_within(1024.0) * documents.tokens_per_second / 989.5e12, rel=1e-3
     )

@@ -28,6 +28,8 @@ extra.key=1 => extra | allowed are name
 name= => name | got ''
 model.d_modle=64 => model.d_modle | value 64 | d_model?
 model.d_model=65 => model | head_dim=16 | got 65
+model.attention_window=0 => model | attention_window | got 0
+model.global_attention_every=2 => model | attention_window | got 2
 model.vocab_size=100 => model.vocab_size | 256 | got 100
 model.tied=true ;; hyperparameters.zero_readout=true => hyperparameters.zero_readout | model.tied
 model.tied=true ;; sweep.space.zero_readout={{{CHOICE}=[true, false]}} => sweep.space.zero_readout | model.tied

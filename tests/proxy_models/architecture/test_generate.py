@@ -65,6 +65,9 @@ def test_greedy_takes_the_likeliest_token_and_sees_no_more_than_the_context(deco
         {"document_separator": 7},
         {"document_separator": 7, "positions": "alibi"},
         {"qk_norm": True, "parallel": True},
+        {"attention_window": 5},
+        {"attention_window": 3, "global_attention_every": 2, "positions": "learned"},
+        {"attention_window": 6, "document_separator": 7, "positions": "alibi", "queries_per_kv": 2},
     ],
 )
 def test_a_cache_gives_the_logits_of_a_pass_over_all_tokens(change: dict[str, Any]) -> None:

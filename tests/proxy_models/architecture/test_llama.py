@@ -27,6 +27,8 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "longer wavelengths": {"rope_theta": 500_000.0},
     "biases": {"biases": True},
+    "window": {"attention_window": 7, "queries_per_kv": 2},
+    "window and global blocks": {"attention_window": 7, "global_attention_every": 2, "tied": True},
     "tied, grouped, with biases and a padded vocabulary": {
         "tied": True,
         "queries_per_kv": 2,
@@ -123,11 +125,14 @@ def test_weights_of_more_than_a_shard_lie_in_several_files(transformers: ModuleT
 def test_transformers_generates_what_we_generate(transformers: ModuleType, tmp_path: Path) -> None:
     from proxy_models.architecture.generate import generate
 
-    model = trained({"queries_per_kv": 2})
-    export(model, tmp_path / "llama", BytesTokenizer())
-    prompt = torch.tensor([[0, 104, 105]])
-    theirs = loaded(transformers, tmp_path / "llama").generate(prompt, max_new_tokens=20)[0, 3:]
-    assert theirs.tolist() == generate(model, prompt[0], 20, stop=0).tolist()
+    for number, window in enumerate(
+        ({}, {"attention_window": 7}, {"attention_window": 7, "global_attention_every": 2})
+    ):
+        model, folder = trained({"queries_per_kv": 2} | window), tmp_path / str(number)
+        export(model, folder, BytesTokenizer())
+        prompt = torch.tensor([[0, 104, 105]])
+        theirs = loaded(transformers, folder).generate(prompt, max_new_tokens=20)[0, 3:]
+        assert theirs.tolist() == generate(model, prompt[0], 20, stop=0).tolist()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,7 @@ def test_transformers_generates_what_we_generate(transformers: ModuleType, tmp_p
         ({"positions": "alibi", "rotary_fraction": 0.5}, r"^[^;]*model.positions must be [^;]*$"),
         ({"rotary_fraction": 0.5}, r"model.rotary_fraction must be 1.0 \(.*\), got 0.5"),
         ({"qk_norm": True}, r"model.qk_norm must be False \(.*\), got True"),
+        ({"attention_window": 7, "biases": True}, r"model.biases must be False \(.*\), got True"),
         ({"parallel": True}, r"model.parallel must be False \(.*\), got True"),
         ({"norm": "layernorm", "parallel": True}, r"model.norm .*; model.parallel "),
     ],

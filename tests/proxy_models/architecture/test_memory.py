@@ -102,6 +102,14 @@ def test_activations_are_what_autograd_keeps(variant: dict[str, Any], precision:
     assert kept_by_autograd(config, precision) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_window_keeps_what_whole_attention_keeps(precision: Precision) -> None:
+    whole = ModelConfig(d_model=64, n_layers=2, context_length=64)
+    window = replace(whole, attention_window=8, global_attention_every=2)
+    assert kept_by_autograd(window, precision) == kept_by_autograd(whole, precision)
+    assert activation_bytes(window, SEQUENCES, precision) == activation_bytes(whole, SEQUENCES, precision)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerName) -> None:
     config = ModelConfig(d_model=64, n_layers=2, context_length=16, biases=True)

@@ -13,7 +13,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
-from proxy_models.training.attended import attended_length, mean_length
+from proxy_models.training.attended import attended_length, mean_attended
 from tests.proxy_models.families import Recurrent
 
 SEPARATOR = 0
@@ -28,10 +28,28 @@ def test_flops_within_documents_are_those_that_torch_counts_of_each_alone() -> N
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for part in parts:
             next_token_loss(alone, part).backward()  # type: ignore[no-untyped-call]
-    attended = mean_length(tokens[:, :-1], SEPARATOR)
+    attended = mean_attended(tokens[:, :-1], MODEL)
     assert attended == (9**2 + 21**2 + 10**2 + 40**2) / 80
     assert counter.get_total_flops() == pytest.approx(MODEL.train_flops_within(attended) * 80)
     assert MODEL.train_flops_within(40.0) == MODEL.train_flops_within(None) == MODEL.train_flops_per_token
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_window_s_flops_are_twice_those_of_the_distances_to_the_first_attended_token(documents: bool) -> None:
+    tokens = torch.randint(1, 16, (2, 40), generator=torch.Generator().manual_seed(0))
+    tokens[0, [9, 30]] = SEPARATOR
+    lengths = [9, 21, 10, 40] if documents else [40, 40]
+    for window, every, n_local in ((1, None, 2), (7, None, 2), (12, 2, 1), (40, None, 2)):
+        separator = SEPARATOR if documents else None
+        model = replace(MODEL, attention_window=window, global_attention_every=every, document_separator=separator)
+        pairs = 0.0  # a token attends to itself and, as without a window, half of that is masked
+        for length in lengths:
+            positions = range(1, length + 1)
+            local = sum(min(position, window) - 0.5 * (position <= window) for position in positions)
+            pairs += n_local * local + (2 - n_local) * sum(position - 0.5 for position in positions)
+        expected = 6 * (model.n_matrix_entries + 16 * 32) + 12 * 32 * 2 * pairs / 80
+        attended = mean_attended(tokens, model) if documents else None
+        assert model.train_flops_within(attended) == pytest.approx(expected)
 
 
 @pytest.fixture

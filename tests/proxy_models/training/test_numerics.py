@@ -52,12 +52,19 @@ def test_a_change_of_the_decay_in_depth_is_in_the_keys_of_depth_exponents_below_
 
 
 def test_fields_of_the_model_that_came_later_are_in_the_key_only_where_they_are_set() -> None:
-    later: dict[str, Any] = {"rope_theta": 5e5, "document_separator": 0}
+    later: dict[str, Any] = {
+        "rope_theta": 5e5,
+        "document_separator": 0,
+        "attention_window": 8,
+        "global_attention_every": 2,
+    }
+    numerics = replace(NUMERICS, model=replace(NUMERICS.model, n_layers=2))
     for name, value in later.items():
-        assert name not in NUMERICS.to_dict()["model"]
-        changed = replace(NUMERICS, model=replace(NUMERICS.model, **{name: value}))
-        assert changed.key != NUMERICS.key
+        assert name not in numerics.to_dict()["model"]
+        changed = replace(numerics, model=replace(numerics.model, **{name: value}))
+        assert changed.key != numerics.key
         assert Numerics.from_dict(changed.to_dict()) == changed
+        numerics = changed
 
 
 @pytest.mark.parametrize(

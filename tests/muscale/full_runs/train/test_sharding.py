@@ -115,7 +115,13 @@ LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "tensor": (
         Parallelism(tensor_parallel=2, checkpointing="full"),
         4,
-        {"tied": True, "document_separator": ord(" "), **EVERYTHING},
+        {
+            "tied": True,
+            "document_separator": ord(" "),
+            "attention_window": 5,
+            "global_attention_every": 2,
+            **EVERYTHING,
+        },
     ),
     "tensor, replicas": (
         Parallelism(sharding="none", tensor_parallel=2),

@@ -1,0 +1,271 @@
+"""Causal attention that stays within documents or a sliding window, without a mask of time × time.
+
+A sequence holds parts of several documents, one after another. The token that closes a document is the first key of the next document,
+since text is generated after this token; so it is the `bos_token_id` of the Llama export. Positions continue over the sequence: rotary
+angles and ALiBi depend only on distances, and learned positions stay those of the sequence. Llama 3 masks documents in the same way
+(arXiv 2407.21783, section 3.2): little changed in ordinary pre-training, and the mask mattered for very long sequences.
+
+With a window of w tokens, a position attends to itself and the w - 1 tokens before it.
+
+On a GPU, FlexAttention skips blocks of 128 × 128 in which no query may attend to a key (Dong et al., arXiv 2412.05496). FlexAttention
+has no backward pass on CPUs, where torch's fused kernel takes one document at a time, or with a window some queries and their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch import library as operators
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+_BLOCK = 128
+_QUERIES = 128  # of a window that the CPU's kernel takes at once
+
+
+def number_documents(tokens: Tensor, separator: int) -> Tensor:
+    """Number the documents: return the document of each token (batch, time), ascending along a sequence."""
+    return (tokens == separator).cumsum(-1)
+
+
+def visible_blocks(documents: Tensor | None, window: int | None, time: int, device: torch.device) -> BlockMask:
+    """Return FlexAttention's table of the blocks in which a query may attend to a key.
+
+    Since document numbers ascend, a block's first and last number suffice to compare blocks, without waiting for the device.
+
+    Args:
+        documents: Document numbers (batch, time); None: a sequence is one document.
+        window: Tokens that a position attends to at most; None: all tokens so far.
+    """
+    n_blocks = -(-time // _BLOCK)
+    order = torch.arange(n_blocks, device=device)
+    queries, keys = order[:, None], order
+    # torch does not treat a block as full if it ends beyond the sequence.
+    full, seen = (time // _BLOCK > queries) & (queries > keys), queries >= keys
+    if window is not None:
+        nearest, farthest = ((queries - keys) * _BLOCK + sign * (_BLOCK - 1) for sign in (-1, 1))
+        full, seen = full & (farthest < window), seen & (nearest < window)
+    full, seen = full[None], seen[None]
+    if documents is not None:
+        first, last = documents[:, ::_BLOCK], documents[:, ((order + 1) * _BLOCK - 1).clamp(max=time - 1)]
+        full = full & (last[:, :, None] == first[:, None, :])
+        seen = seen & (first[:, :, None] <= last[:, None, :])
+
+    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = query >= key
+        if window is not None:
+            found = found & (query - key < window)
+        if documents is not None:
+            found = found & (documents[batch, query] == documents[batch, key])
+        return found
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(time, time)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for all heads, the number of key blocks of each block of queries, and the indices with these key blocks first."""
+    blocks = blocks[:, None].int()
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def attend_within(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | BlockMask | None,
+    window: int | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Mix values by causal attention within documents and a window, without a scale; shapes are (batch, time, heads, head_dim).
+
+    Args:
+        documents: Result of `number_documents` on a CPU, None for whole sequences; on a GPU, result of `visible_blocks`.
+        window: Tokens that a position attends to at most; on a GPU, `documents` decides.
+        bias: Bias on the logits, (heads, time, time) with -inf on the future, equal for equal distances; None: no bias.
+    """
+    if not isinstance(documents, BlockMask):
+        return cast(Tensor, _InParts.apply(query, key, value, documents, bias, window))  # type: ignore[no-untyped-call]
+
+    def biased(score: Tensor, _batch: Tensor, head: Tensor, at_query: Tensor, at_key: Tensor) -> Tensor:
+        return score + cast(Tensor, bias)[head, at_query, at_key]
+
+    mixed = _compiled_flex()(
+        *(states.transpose(1, 2) for states in (query, key, value)),
+        score_mod=None if bias is None else biased,
+        block_mask=documents,
+        scale=1.0,
+        enable_gqa=query.shape[2] > key.shape[2],
+    )
+    return cast(Tensor, mixed.transpose(1, 2))
+
+
+@cache
+def _compiled_flex() -> Any:
+    """Return the fused kernel of FlexAttention even if the model is not compiled, since an eager FlexAttention keeps all scores."""
+    return torch.compile(flex_attention)
+
+
+_LIBRARY = operators.Library("muscale", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? bias, int? window) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "sparse_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? bias, "
+    "int? window, Tensor mixed, Tensor normaliser) -> (Tensor, Tensor, Tensor)"
+)
+
+
+class _Part(NamedTuple):
+    """Queries that the kernel takes at once, and their keys: sequences of the batch and positions."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def of_queries(self, states: Tensor) -> Tensor:
+        """Return the part of (batch, time, heads, …) as (rows, heads, queries, …)."""
+        return states[self.rows, self.queries].transpose(1, 2)
+
+    def of_keys(self, states: Tensor) -> Tensor:
+        """Return the part of (batch, time, heads, …) as (rows, heads, keys, …)."""
+        return states[self.rows, self.keys].transpose(1, 2)
+
+    def masked(self, bias: Tensor | None, window: int | None, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the kernel's arguments for the part."""
+        (first, end), (first_key, end_key) = ((each.start, each.stop) for each in (self.queries, self.keys))
+        if first == first_key and (window is None or end - first <= window):
+            mask = None if bias is None else bias[None, :, self.queries, self.keys]
+            return {"is_causal": bias is None, "attn_mask": mask, "scale": 1.0}
+        distance = torch.arange(first, end)[:, None] - torch.arange(first_key, end_key)
+        mask = torch.zeros(1, dtype=dtype) if bias is None else bias[None, :, self.queries, self.keys]
+        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
+        mask = mask.masked_fill(hidden, -torch.inf)
+        return {"is_causal": False, "attn_mask": mask, "scale": 1.0}
+
+
+def _parts(documents: Tensor | None, window: int | None, time: int) -> Iterator[_Part]:
+    """Yield the parts: each document of a batch, or the whole batch without documents; with a window, a few queries at a time."""
+    for rows, begin, end in [(slice(None), 0, time)] if documents is None else _places(documents):
+        step = end - begin if window is None else _QUERIES
+        for first in range(begin, end, step):
+            queries = slice(first, min(first + step, end))
+            first_key = begin if window is None else max(begin, first - window + 1)
+            yield _Part(rows, queries, slice(first_key, queries.stop))
+
+
+def _places(documents: Tensor) -> Iterator[tuple[slice, int, int]]:
+    """Yield the sequence, the first position and the end of each document in a batch."""
+    for row, numbers in enumerate(documents):
+        begins = (numbers.diff().nonzero().flatten() + 1).tolist()
+        for begin, end in pairwise([0, *begins, len(numbers)]):
+            yield slice(row, row + 1), begin, end
+
+
+def _shapes(query: Tensor, *_: Tensor | int | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
+        query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)
+    )
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, bias: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    found = _shapes(query)
+    key, value = _expanded(query, key), _expanded(query, value)
+    for part in _parts(documents, window, query.shape[1]):
+        of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part.of_queries(query), part.of_keys(key), part.of_keys(value), **part.masked(bias, window, query.dtype)
+        )
+        for whole, piece in zip(found, of_part, strict=True):
+            part.of_queries(whole).copy_(piece)
+    return found
+
+
+def _shapes_backward(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | int | None
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    bias: Tensor | None,
+    window: int | None,
+    mixed: Tensor,
+    normaliser: Tensor,
+) -> tuple[Tensor, ...]:
+    keys, values = _expanded(query, key), _expanded(query, value)
+    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, keys, values)]
+    for part in _parts(documents, window, query.shape[1]):
+        of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            part.of_queries(gradient),
+            part.of_queries(query),
+            part.of_keys(keys),
+            part.of_keys(values),
+            part.of_queries(mixed),
+            part.of_queries(normaliser),
+            dropout_p=0.0,
+            **part.masked(bias, window, query.dtype),
+        )
+        for whole, piece, pick in zip(gradients, of_part, (part.of_queries, part.of_keys, part.of_keys), strict=True):
+            pick(whole).add_(piece)
+    return tuple(_summed(x, like.shape[2]) for x, like in zip(gradients, (query, key, value), strict=True))
+
+
+def _expanded(query: Tensor, states: Tensor) -> Tensor:
+    """Return keys or values repeated to as many heads as there are queries."""
+    n_groups = query.shape[2] // states.shape[2]
+    return states.repeat_interleave(n_groups, 2) if n_groups > 1 else states
+
+
+def _summed(gradient: Tensor, n_heads: int) -> Tensor:
+    """Return the reverse of `_expanded`: gradients summed over each group of heads."""
+    batch, time, _, head_dim = gradient.shape
+    return gradient.reshape(batch, time, n_heads, -1, head_dim).sum(3)
+
+
+for _name, _on_cpu, _of_shapes in (
+    ("sparse_attention", _forward, _shapes),
+    ("sparse_attention_backward", _backward, _shapes_backward),
+):
+    _LIBRARY.impl(_name, _on_cpu, "CPU")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, _of_shapes, "Meta")  # type: ignore[no-untyped-call]
+
+
+class _InParts(torch.autograd.Function):
+    """Attention of one part at a time; keeps the kernel's normaliser for the backward pass, but no weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        bias: Tensor | None,
+        window: int | None,
+    ) -> Tensor:
+        mixed, normaliser = torch.ops.muscale.sparse_attention.default(query, key, value, documents, bias, window)
+        ctx.save_for_backward(query, key, value, documents, bias, mixed, normaliser)
+        ctx.window = window
+        return cast(Tensor, mixed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *states, mixed, normaliser = ctx.saved_tensors
+        gradients = torch.ops.muscale.sparse_attention_backward.default(
+            gradient, *states, ctx.window, mixed, normaliser
+        )
+        return (*gradients, None, None, None)
