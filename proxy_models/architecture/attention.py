@@ -48,6 +48,7 @@ def attend(
     dropout: float,
     documents: Tensor | BlockMask | None = None,
     window: int | None = None,
+    begins: tuple[int, ...] = (0,),
 ) -> Tensor:
     """Mix values by causal attention without a scale; queries, keys and values are (batch, time, heads, head_dim).
 
@@ -57,11 +58,12 @@ def attend(
         dropout: Probability of dropping a weight; 0 within documents or a window.
         documents: Documents as `sparse_attention.attend_within` takes them; None: attention crosses documents.
         window: Tokens that a position attends to at most; None: all tokens so far.
+        begins: First positions of the equal pieces that the queries consist of, if they are not those of the keys.
     """
     if window is not None and window >= key.shape[1]:
         window = None
-    if documents is not None or window is not None:
-        return attend_within(query, key, value, documents, window, bias)
+    if documents is not None or window is not None or len(begins) > 1:
+        return attend_within(query, key, value, documents, window, bias, begins)
     n_groups = query.shape[2] // key.shape[2]
     kernel = cuda_kernel(query.dtype, query.shape[3], biased=bias is not None, grouped=n_groups > 1)
     if n_groups > 1 and kernel == "math" and _on_gpu(query):

@@ -10,7 +10,7 @@ trial of a shape. `set_multipliers` sets them from the parametrization; they are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.shared_sequences import SequenceShare
 
 NORM_EPS = 1e-6
 
@@ -111,7 +114,13 @@ def norm_of(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; groups of query heads share a key and value head. The scale of the logits is an argument."""
+    """Causal self-attention; groups of query heads share a key and value head. The scale of the logits is an argument.
+
+    Attributes:
+        share: Positions that this rank has, if ranks share a sequence.
+    """
+
+    share: SequenceShare | None = None
 
     def __init__(self, config: ModelConfig, window: int | None = None) -> None:
         super().__init__()
@@ -138,8 +147,13 @@ class Attention(nn.Module):
         if positions.cache is not None:
             key, value = positions.cache.extend(self, key, value, self.window)
             bias = None if bias is None else bias[..., -key.shape[1] :]
+        begins: tuple[int, ...] = (0,)
+        if self.share is not None:
+            key, value = self.share.gathered(key, value)
+            begins = self.share.begins(key.shape[1])
         dropout = config.attention_dropout if self.training else 0.0
-        mixed = attend(query * scale, key, value, bias=bias, dropout=dropout, documents=documents, window=self.window)
+        masks = {"documents": documents, "window": self.window, "begins": begins}
+        mixed = attend(query * scale, key, value, bias=bias, dropout=dropout, **masks)
         return cast(Tensor, self.output(mixed.flatten(-2)))
 
 
@@ -238,9 +252,11 @@ class Decoder(nn.Module):
     Attributes:
         compute_dtype: Dtype of the residual stream and of all products.
         own_heads: Heads that this rank computes; other ranks may share its products.
+        share: Positions that this rank computes if ranks share a sequence: of their logits and the loss. Each gets all tokens.
     """
 
     own_heads = slice(None)
+    share: SequenceShare | None = None
     cos: Tensor | None
     sin: Tensor | None
     logit_bias: Tensor | None
@@ -294,6 +310,7 @@ class Decoder(nn.Module):
         x = self._hidden(tokens, self.positions(tokens))
         if targets is None:
             return cast(Tensor, self.readout(x))
+        targets = self._own(targets)
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
         return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
 
@@ -312,18 +329,22 @@ class Decoder(nn.Module):
 
     def _hidden(self, tokens: Tensor, positions: Positions, start: int = 0) -> Tensor:
         """Return what the readout maps, (batch, time, width), for tokens from position `start` on."""
-        x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
+        x = self.embedding(self._own(tokens), dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
             if is_sharded(self.position.weight) and tokens.shape[1] != self.config.context_length:
                 raise ValueError(
                     f"ranks that share learned positions need sequences of context_length={self.config.context_length}, "
                     f"got {tokens.shape[1]}"
                 )
-            x = x + own(self.position.weight)[start : start + x.shape[1]].to(x.dtype)
+            x = x + self._own(own(self.position.weight)[start : start + tokens.shape[1]], 0).to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         for block in self.blocks:
             x = block(x, positions, self.attention_scale, self.branch_multiplier)
         return cast(Tensor, self.final_norm(x) * self.readout_multiplier)
+
+    def _own(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's positions along a dimension."""
+        return whole if self.share is None else self.share.own(whole, dim)
 
     def _positions_of_last(self, tokens: Tensor) -> Positions:
         """Return the positions of the last of the tokens (batch, time), which attends to all of them within its document."""
@@ -346,7 +367,8 @@ class Decoder(nn.Module):
         time = tokens.shape[1]
         documents, local = self._documents(tokens)
         if self.cos is not None and self.sin is not None:
-            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None], documents=documents, local=local)
+            cos, sin = (self._own(table[:time, None], 0) for table in (self.cos, self.sin))
+            return Positions(cos=cos, sin=sin, documents=documents, local=local)
         bias = None if self.logit_bias is None else self.logit_bias[:, :time, :time].to(self.compute_dtype)
         return Positions(bias=bias, documents=documents, local=local)
 
@@ -357,9 +379,10 @@ class Decoder(nn.Module):
         documents = None if separator is None else number_documents(tokens, separator)
         if device.type != "cuda":
             return documents, documents
-        blocks = None if documents is None else visible_blocks(documents, None, time, device)
-        is_local = window is not None and window < time
-        return blocks, visible_blocks(documents, window, time, device) if is_local else blocks
+        at = None if self.share is None else self.share.own(torch.arange(time, device=device), 0)
+        is_whole, is_local = documents is None and at is None, window is not None and window < time
+        blocks = None if is_whole else visible_blocks(documents, None, time, device, at)
+        return blocks, visible_blocks(documents, window, time, device, at) if is_local else blocks
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
@@ -124,6 +125,7 @@ class DecoderFamily(Family):
             block_entries=model.n_matrix_entries / model.n_layers,
             block_moves=12 * model.d_model + 2 * model.n_kv_heads * model.head_dim + gate * model.d_ff,
             attention_width=model.d_model,
+            key_width=model.n_kv_heads * model.head_dim,
             table_params=groups["embedding"] + groups["positions"] + groups["readout"],
         )
 
@@ -162,6 +164,24 @@ class DecoderFamily(Family):
         from proxy_models.architecture.shared_products import share_products
 
         share_products(cast("Decoder", model), mesh)
+
+    def context_rules(self, member: Member, ranks: int, tensor_ranks: int) -> Iterator[str]:
+        """Yield a context without equal chunks, and dropout, whose random numbers are the same on ranks with different positions."""
+        model = cast(ModelConfig, member)
+        if model.context_length % (ranks * math.lcm(2, tensor_ranks)):
+            groups = f" of tensor_parallel = {tensor_ranks} ranks" if tensor_ranks > 1 else ""
+            yield f"cut the {model.context_length} positions of a sequence (context_length) into equal halves for each rank{groups}"
+        for name in ("embedding_dropout", "mlp_dropout", "attention_dropout"):
+            if getattr(model, name):
+                yield f"be 1 with {name}, since ranks would drop the same of their positions"
+        if tensor_ranks > 1 and model.positions == "learned":
+            yield f"be 1 with learned positions and tensor_parallel = {tensor_ranks}, which shards them by position"
+
+    def share_sequences(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Share positions as `shared_sequences` describes."""
+        from proxy_models.architecture.shared_sequences import share_sequences
+
+        share_sequences(cast("Decoder", model), mesh)
 
     def member(self, width: int, depth: int) -> ModelConfig:
         """Return the decoder of this width and depth; raise ValueError if the shape breaks a rule of `ModelConfig`."""

@@ -219,7 +219,7 @@ class Family(ABC):
     ) -> int | None:
         """Return the bytes on each device during an evaluation within training; None: they are found by tracing a pass.
 
-        `layout` are the arguments sharding, world_size and tensor_parallel of `proxy_models.architecture.memory.evaluation_memory`.
+        `layout` are the arguments from sharding on of `proxy_models.architecture.memory.evaluation_memory`.
         """
         return None
 
@@ -242,6 +242,17 @@ class Family(ABC):
     def share_products(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Split the products of a model without values over the ranks of a mesh; for families with `shared_sizes`."""
         raise NotImplementedError(f"{type(self).__name__} does not define how ranks share its products")
+
+    def context_rules(self, member: Member, ranks: int, tensor_ranks: int) -> Iterator[str]:
+        """Yield the rules that `ranks` sharing every sequence would break, which follow "context_parallel must".
+
+        Each of them may be a group of `tensor_ranks` that share products.
+        """
+        yield "be 1 for a family that does not define how ranks share a sequence"
+
+    def share_sequences(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Make the ranks of a mesh share every sequence; for families whose `context_rules` allow it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define how ranks share a sequence")
 
     # Methods that follow from the methods above
 

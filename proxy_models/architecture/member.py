@@ -101,12 +101,14 @@ class StepSizes:
         block_moves: Numbers that a block's other operations read and write per token in a forward pass, fused as by a compiler.
         attention_width: Width of all attention heads of a block together; 0 without attention.
         table_params: Parameters outside the blocks: embeddings and readout.
+        key_width: Width of all key heads of a block together, which ranks that share a sequence exchange.
     """
 
     block_entries: float
     block_moves: float
     attention_width: int
     table_params: int
+    key_width: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

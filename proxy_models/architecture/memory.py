@@ -86,6 +86,7 @@ def training_memory(
     sharding: Sharding = "none",
     world_size: int = 1,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
     checkpointing: Checkpointing = "none",
     compiled: bool = False,
 ) -> MemoryEstimate:
@@ -99,19 +100,25 @@ def training_memory(
         sharding: State sharded across the devices.
         world_size: Devices that each take a share of the batch; for "hybrid", the devices of one copy.
         tensor_parallel: Devices that share each product; `world_size` counts such a group once.
+        context_parallel: Devices that share each sequence; `world_size` counts each of them.
         checkpointing: Activations that are recomputed, one block at a time.
         compiled: Whether blocks are compiled and so recompute the activation of a gated MLP; False is an upper bound.
 
     Raises:
         ValueError: If a number is below 1 or the optimizer is unknown.
     """
-    numbers = {"micro_batch": micro_batch, "world_size": world_size, "tensor_parallel": tensor_parallel}
+    numbers = {
+        "micro_batch": micro_batch,
+        "world_size": world_size,
+        "tensor_parallel": tensor_parallel,
+        "context_parallel": context_parallel,
+    }
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
-    part, share = _Part(config, precision, tensor_parallel), 1 if sharding == "none" else world_size
+    part, share = _Part(config, precision, tensor_parallel, context_parallel), 1 if sharding == "none" else world_size
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
     buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
     peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
@@ -153,6 +160,7 @@ def activation_bytes(
     checkpointing: Checkpointing = "none",
     *,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
     compiled: bool = False,
 ) -> int:
     """Return the bytes that autograd keeps for the backward pass of `micro_batch` sequences.
@@ -160,7 +168,8 @@ def activation_bytes(
     Each device that shares products keeps its own heads and columns of the MLP, its own positions of the residual stream,
     and all positions of the matrices' inputs. Logits of such devices are always chunked, and chunked logits are not kept.
     """
-    part, n_positions = _Part(config, precision, tensor_parallel), micro_batch * config.context_length
+    part = _Part(config, precision, tensor_parallel, context_parallel)
+    n_positions = micro_batch * part.own_positions
     blocks = config.n_layers * part.kept_by_block(checkpointing, compiled=compiled)
     return n_positions * (blocks + part.kept_by_head(n_positions)) + part.bias_bytes
 
@@ -195,6 +204,12 @@ class _Part:
     config: ModelConfig
     precision: Precision
     ranks: int
+    context_ranks: int = 1
+
+    @property
+    def own_positions(self) -> int:
+        """Positions of a sequence that the device has."""
+        return self.config.context_length // self.context_ranks
 
     @property
     def compute(self) -> int:
@@ -266,7 +281,7 @@ class _Part:
         self, micro_batch: int, buffers: _Buffers, checkpointing: Checkpointing, *, compiled: bool
     ) -> list[_Moment]:
         """Return the moments of a step that may be its peak."""
-        config, compute, n_positions = self.config, self.compute, micro_batch * self.config.context_length
+        config, compute, n_positions = self.config, self.compute, micro_batch * self.own_positions
         of_token = self.kept_by_block(checkpointing, compiled=compiled)
         kept, in_block = n_positions * of_token, n_positions * self.in_block(of_token, checkpointing)
         blocks = kept * config.n_layers + self.bias_bytes
@@ -311,7 +326,8 @@ class _Part:
         if checkpointing == "selective":
             return stream + compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
         block = n_norms * (self._norm // self.ranks + compute * width)
-        block += compute * (mixed + 2 * (mixed if self._expands_keys else d_kv))  # queries, keys, values
+        # Queries, and the keys and values of all positions.
+        block += compute * (mixed + 2 * self.context_ranks * (mixed if self._expands_keys else d_kv))
         block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
         if config.qk_norm:
             block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
@@ -365,7 +381,7 @@ class _Part:
         """Whether a GPU's kernel needs a key and a value for each query head, as `attention.cuda_kernel` implies."""
         config = self.config
         is_unfused = self.precision == "fp32" or config.positions == "alibi" or config.head_dim > LARGEST_FLASH_HEAD
-        return config.queries_per_kv > 1 and is_unfused
+        return config.queries_per_kv > 1 and is_unfused and self.context_ranks == 1  # FlexAttention groups heads
 
     @property
     def _norm(self) -> int:
@@ -382,16 +398,18 @@ def evaluation_memory(
     sharding: Sharding = "none",
     world_size: int = 1,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> int:
     """Return an upper bound of the bytes on each device during an evaluation within training: state without gradients, and a pass.
 
     The pass takes `sequences` at a time. FSDP2 gathers a unit into a buffer and copies the weights from it; the buffer stays until
     the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows.
     """
-    part = _Part(config, precision, tensor_parallel)
+    part = _Part(config, precision, tensor_parallel, context_parallel)
     n, table, block = part.n_params, part.table, part.block
-    stream = part.compute * config.d_model * sequences * config.context_length // tensor_parallel
-    at_work = evaluation_bytes(config, sequences, precision, tensor_parallel=tensor_parallel)
+    stream = part.compute * config.d_model * sequences * part.own_positions // tensor_parallel
+    shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    at_work = evaluation_bytes(config, sequences, precision, **shared)
     if world_size * tensor_parallel == 1:
         moments = [(max(table, config.d_model * config.d_ff) * (precision != "fp32"), at_work)]
     elif sharding in ("none", "zero2"):
@@ -407,12 +425,20 @@ def evaluation_memory(
 
 
 def evaluation_bytes(
-    config: ModelConfig, sequences: int, precision: Precision = "fp32", *, tensor_parallel: int = 1
+    config: ModelConfig,
+    sequences: int,
+    precision: Precision = "fp32",
+    *,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> int:
     """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
     block = replace(config, n_layers=1, global_attention_every=None)
-    one_block = activation_bytes(block, sequences, precision, tensor_parallel=tensor_parallel)
-    forward, _ = _Part(config, precision, tensor_parallel).in_loss(sequences * config.context_length)
+    one_block = activation_bytes(
+        block, sequences, precision, tensor_parallel=tensor_parallel, context_parallel=context_parallel
+    )
+    part = _Part(config, precision, tensor_parallel, context_parallel)
+    forward, _ = part.in_loss(sequences * part.own_positions)
     return one_block + forward
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,30 +33,36 @@ def number_documents(tokens: Tensor, separator: int) -> Tensor:
     return (tokens == separator).cumsum(-1)
 
 
-def visible_blocks(documents: Tensor | None, window: int | None, time: int, device: torch.device) -> BlockMask:
+def visible_blocks(
+    documents: Tensor | None, window: int | None, time: int, device: torch.device, at: Tensor | None = None
+) -> BlockMask:
     """Return FlexAttention's table of the blocks in which a query may attend to a key.
 
-    Since document numbers ascend, a block's first and last number suffice to compare blocks, without waiting for the device.
+    Since positions and document numbers ascend, a block's first and last suffice to compare blocks, without waiting for the device.
 
     Args:
         documents: Document numbers (batch, time); None: a sequence is one document.
         window: Tokens that a position attends to at most; None: all tokens so far.
+        time: Number of keys.
+        at: Ascending positions of the queries; None: those of the keys.
     """
-    n_blocks = -(-time // _BLOCK)
-    order = torch.arange(n_blocks, device=device)
-    queries, keys = order[:, None], order
+    positions = torch.arange(time, device=device)
+    queries = positions if at is None else at
+    whole = torch.arange(-(-len(queries) // _BLOCK), device=device) < len(queries) // _BLOCK
+    first, last = (ends[:, None] for ends in _ends(queries))
+    first_key, last_key = _ends(positions)
     # torch does not treat a block as full if it ends beyond the sequence.
-    full, seen = (time // _BLOCK > queries) & (queries > keys), queries >= keys
+    full, seen = whole[:, None] & (first > last_key), last >= first_key
     if window is not None:
-        nearest, farthest = ((queries - keys) * _BLOCK + sign * (_BLOCK - 1) for sign in (-1, 1))
-        full, seen = full & (farthest < window), seen & (nearest < window)
+        full, seen = full & (last - first_key < window), seen & (first - last_key < window)
     full, seen = full[None], seen[None]
     if documents is not None:
-        first, last = documents[:, ::_BLOCK], documents[:, ((order + 1) * _BLOCK - 1).clamp(max=time - 1)]
-        full = full & (last[:, :, None] == first[:, None, :])
-        seen = seen & (first[:, :, None] <= last[:, None, :])
+        first, last, first_key, last_key = (documents[:, ends.flatten()] for ends in (first, last, first_key, last_key))
+        full = full & (last[:, :, None] == first_key[:, None, :])
+        seen = seen & (first[:, :, None] <= last_key[:, None, :])
 
     def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if at is None else at[query]
         found = query >= key
         if window is not None:
             found = found & (query - key < window)
@@ -64,9 +70,17 @@ def visible_blocks(documents: Tensor | None, window: int | None, time: int, devi
             found = found & (documents[batch, query] == documents[batch, key])
         return found
 
+    lengths = (len(queries), time)
     return BlockMask.from_kv_blocks(
-        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(time, time)
+        *_listed(seen & ~full), *_listed(full), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=lengths
     )
+
+
+def _ends(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position of each block."""
+    return positions[::_BLOCK], torch.cat((positions[_BLOCK - 1 :: _BLOCK], positions[-1:]))[
+        : -(-len(positions) // _BLOCK)
+    ]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,19 +96,25 @@ def attend_within(
     documents: Tensor | BlockMask | None,
     window: int | None,
     bias: Tensor | None,
+    begins: tuple[int, ...],
 ) -> Tensor:
     """Mix values by causal attention within documents and a window, without a scale; shapes are (batch, time, heads, head_dim).
 
     Args:
         documents: Result of `number_documents` on a CPU, None for whole sequences; on a GPU, result of `visible_blocks`.
         window: Tokens that a position attends to at most; on a GPU, `documents` decides.
-        bias: Bias on the logits, (heads, time, time) with -inf on the future, equal for equal distances; None: no bias.
+        bias: Bias on the logits, (heads, time, time) with -inf on the future; None: no bias.
+        begins: First positions of the equal pieces that the queries consist of.
     """
     if not isinstance(documents, BlockMask):
-        return cast(Tensor, _InParts.apply(query, key, value, documents, bias, window))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _InParts.apply(query, key, value, documents, bias, window, begins))  # type: ignore[no-untyped-call]
+    of_queries = bias
+    if bias is not None and len(begins) > 1:
+        piece = query.shape[1] // len(begins)
+        of_queries = torch.cat([bias[:, begin : begin + piece] for begin in begins], 1)
 
     def biased(score: Tensor, _batch: Tensor, head: Tensor, at_query: Tensor, at_key: Tensor) -> Tensor:
-        return score + cast(Tensor, bias)[head, at_query, at_key]
+        return score + cast(Tensor, of_queries)[head, at_query, at_key]
 
     mixed = _compiled_flex()(
         *(states.transpose(1, 2) for states in (query, key, value)),
@@ -114,27 +134,33 @@ def _compiled_flex() -> Any:
 
 _LIBRARY = operators.Library("muscale", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? bias, int? window) -> (Tensor, Tensor)"
+    "sparse_attention(Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? bias, int? window, "
+    "int[] begins) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "sparse_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? documents, Tensor? bias, "
-    "int? window, Tensor mixed, Tensor normaliser) -> (Tensor, Tensor, Tensor)"
+    "int? window, int[] begins, Tensor mixed, Tensor normaliser) -> (Tensor, Tensor, Tensor)"
 )
 
 
 class _Part(NamedTuple):
-    """Queries that the kernel takes at once, and their keys: sequences of the batch and positions."""
+    """Queries that the kernel takes at once, and their keys: sequences of the batch, and positions.
+
+    Attributes:
+        shift: Difference between the position of a query and its index.
+    """
 
     rows: slice
     queries: slice
     keys: slice
+    shift: int
 
     def of_queries(self, states: Tensor) -> Tensor:
-        """Return the part of (batch, time, heads, …) as (rows, heads, queries, …)."""
-        return states[self.rows, self.queries].transpose(1, 2)
+        """Return the part of (batch, queries, heads, …) as (rows, heads, queries, …)."""
+        return states[self.rows, self.queries.start - self.shift : self.queries.stop - self.shift].transpose(1, 2)
 
     def of_keys(self, states: Tensor) -> Tensor:
-        """Return the part of (batch, time, heads, …) as (rows, heads, keys, …)."""
+        """Return the part of (batch, keys, heads, …) as (rows, heads, keys, …)."""
         return states[self.rows, self.keys].transpose(1, 2)
 
     def masked(self, bias: Tensor | None, window: int | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -144,20 +170,27 @@ class _Part(NamedTuple):
             mask = None if bias is None else bias[None, :, self.queries, self.keys]
             return {"is_causal": bias is None, "attn_mask": mask, "scale": 1.0}
         distance = torch.arange(first, end)[:, None] - torch.arange(first_key, end_key)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         mask = torch.zeros(1, dtype=dtype) if bias is None else bias[None, :, self.queries, self.keys]
-        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
-        mask = mask.masked_fill(hidden, -torch.inf)
-        return {"is_causal": False, "attn_mask": mask, "scale": 1.0}
+        return {"is_causal": False, "attn_mask": mask.masked_fill(hidden, -torch.inf), "scale": 1.0}
 
 
-def _parts(documents: Tensor | None, window: int | None, time: int) -> Iterator[_Part]:
-    """Yield the parts: each document of a batch, or the whole batch without documents; with a window, a few queries at a time."""
-    for rows, begin, end in [(slice(None), 0, time)] if documents is None else _places(documents):
-        step = end - begin if window is None else _QUERIES
-        for first in range(begin, end, step):
-            queries = slice(first, min(first + step, end))
-            first_key = begin if window is None else max(begin, first - window + 1)
-            yield _Part(rows, queries, slice(first_key, queries.stop))
+def _parts(
+    query: Tensor, key: Tensor, documents: Tensor | None, window: int | None, begins: list[int]
+) -> Iterator[_Part]:
+    """Yield the parts: each document of a batch, or the whole batch without documents.
+
+    Of queries that do not attend to just the positions from their first one on, a part has `_QUERIES`, as it needs a mask.
+    """
+    piece = query.shape[1] // len(begins)
+    places = [(slice(None), 0, key.shape[1])] if documents is None else list(_places(documents))
+    for (number, begin), (rows, first_key, end) in product(enumerate(begins), places):
+        first, end = max(begin, first_key), min(begin + piece, end)
+        step = max(1, end - first) if window is None and first == first_key else _QUERIES
+        for start in range(first, end, step):
+            queries = slice(start, min(start + step, end))
+            nearest = first_key if window is None else max(first_key, start - window + 1)
+            yield _Part(rows, queries, slice(nearest, queries.stop), begin - number * piece)
 
 
 def _places(documents: Tensor) -> Iterator[tuple[slice, int, int]]:
@@ -168,18 +201,24 @@ def _places(documents: Tensor) -> Iterator[tuple[slice, int, int]]:
             yield slice(row, row + 1), begin, end
 
 
-def _shapes(query: Tensor, *_: Tensor | int | None) -> tuple[Tensor, Tensor]:
+def _shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
         query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)
     )
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, bias: Tensor | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    bias: Tensor | None,
+    window: int | None,
+    begins: list[int],
 ) -> tuple[Tensor, Tensor]:
     found = _shapes(query)
     key, value = _expanded(query, key), _expanded(query, value)
-    for part in _parts(documents, window, query.shape[1]):
+    for part in _parts(query, key, documents, window, begins):
         of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             part.of_queries(query), part.of_keys(key), part.of_keys(value), **part.masked(bias, window, query.dtype)
         )
@@ -188,9 +227,7 @@ def _forward(
     return found
 
 
-def _shapes_backward(
-    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | int | None
-) -> tuple[Tensor, ...]:
+def _shapes_backward(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
 
 
@@ -202,12 +239,13 @@ def _backward(
     documents: Tensor | None,
     bias: Tensor | None,
     window: int | None,
+    begins: list[int],
     mixed: Tensor,
     normaliser: Tensor,
 ) -> tuple[Tensor, ...]:
     keys, values = _expanded(query, key), _expanded(query, value)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, keys, values)]
-    for part in _parts(documents, window, query.shape[1]):
+    for part in _parts(query, key, documents, window, begins):
         of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             part.of_queries(gradient),
             part.of_queries(query),
@@ -255,10 +293,13 @@ class _InParts(torch.autograd.Function):
         documents: Tensor | None,
         bias: Tensor | None,
         window: int | None,
+        begins: tuple[int, ...],
     ) -> Tensor:
-        mixed, normaliser = torch.ops.muscale.sparse_attention.default(query, key, value, documents, bias, window)
+        mixed, normaliser = torch.ops.muscale.sparse_attention.default(
+            query, key, value, documents, bias, window, begins
+        )
         ctx.save_for_backward(query, key, value, documents, bias, mixed, normaliser)
-        ctx.window = window
+        ctx.settings = window, begins
         return cast(Tensor, mixed)
 
     @staticmethod
@@ -266,6 +307,6 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *states, mixed, normaliser = ctx.saved_tensors
         gradients = torch.ops.muscale.sparse_attention_backward.default(
-            gradient, *states, ctx.window, mixed, normaliser
+            gradient, *states, *ctx.settings, mixed, normaliser
         )
-        return (*gradients, None, None, None)
+        return (*gradients, *(None,) * 4)

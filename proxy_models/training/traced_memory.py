@@ -36,13 +36,16 @@ _SHORT, _LONGER = 16, 32
 _MANY_OPERATORS = 10_000  # tracing this many takes 1 s
 
 
-def estimated_memory(member: Member, *, tensor_parallel: int = 1, **conditions: Any) -> MemoryEstimate:
-    """Estimate the memory of training on each device: by the family's `training_memory`, or else by tracing (no shared products).
+def estimated_memory(
+    member: Member, *, tensor_parallel: int = 1, context_parallel: int = 1, **conditions: Any
+) -> MemoryEstimate:
+    """Estimate the memory of training on each device: by the family's `training_memory`, or else by tracing a rank by itself.
 
     Raises:
         ValueError: As `Family.training_memory` and `traced_memory`.
     """
-    known = family_of(member).training_memory(member, tensor_parallel=tensor_parallel, **conditions)
+    shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    known = family_of(member).training_memory(member, **shared, **conditions)
     return known or traced_memory(member, **conditions)
 
 
@@ -55,13 +58,15 @@ def estimated_evaluation(
     sharding: Sharding,
     world_size: int,
     tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> int:
     """Estimate the bytes on each device during an evaluation within training, as `estimated_memory` does those of training.
 
     Raises:
         ValueError: As `Family.evaluation_memory` and `traced_evaluation`.
     """
-    layout: dict[str, Any] = {"sharding": sharding, "world_size": world_size, "tensor_parallel": tensor_parallel}
+    layout: dict[str, Any] = {"sharding": sharding, "world_size": world_size}
+    layout |= {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     known = family_of(member).evaluation_memory(member, sequences, training, precision, **layout)
     return known or traced_evaluation(member, sequences, training, precision, world_size=world_size)
 

@@ -116,10 +116,10 @@ def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, para
         shared: Sizes that `tensor_parallel` workers share, by name: heads, d_ff, ….
         sequences: Sequences of the smallest batch.
     """
-    tensor = parallelism.tensor_parallel
+    tensor, group = parallelism.tensor_parallel, parallelism.sequence_ranks
     problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
     divisors = [
-        n * tensor for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * tensor))
+        n * group for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * group))
     ]
     near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
     if problems:
@@ -137,9 +137,9 @@ def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, para
             compared=f"can't be laid out: {'; '.join(problems)}",
             advice="; ".join(advice),
         )
-    shares = workers // tensor
+    shares = workers // group
     least, more = divmod(sequences, shares)
-    text = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
+    text = f"{sequences} sequences over {shares} workers" + (f" × {group}" if group > 1 else "")
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
         waits = 1 - sequences / (shares * (least + 1))

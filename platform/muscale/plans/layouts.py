@@ -96,7 +96,7 @@ def fitting_layouts(
     found = []
     for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks):
         grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
-        share = -(-sequences // grid.data_ranks)
+        share = -(-sequences // parallelism.data_ranks(workers))
         conditions = parallelism.memory_conditions(grid)
         estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
         taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)

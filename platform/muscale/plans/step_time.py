@@ -4,8 +4,8 @@ A device's time for a pass is the time of its matrix products and attention, eac
 the time of the bytes that all other operations move. Weights are gathered in the precision of the products and gradients reduced
 in fp32 (FSDP2's mixed precision), block by block, while the neighbouring block is computed. The part of a collective that takes
 longer than that block is exposed, as are the first and the last collective of a pass. Tensor parallelism gathers and scatters
-activations around attention and MLP (sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2); all of this is
-exposed. Collectives are rings.
+activations around attention and MLP (sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2), and
+context parallelism gathers keys and values; all of this is exposed. Collectives are rings.
 
 The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
 compares the prediction with published runs; tests/benchmarks/RESULTS.md has the rows ("The predicted step and published runs").
@@ -127,7 +127,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Total seconds."""
-        return self.products + self.tensor + self.exposed + self.optimizer
+        return self.products + self.tensor + self.context + self.exposed + self.optimizer
 
     @cached_property
     def products(self) -> float:
@@ -146,6 +146,14 @@ class StepTime:
         # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
         calls = 4 * (2 + (self.parallelism.checkpointing != "none")) * self.model.n_layers + 4
         return self._passes * calls * self._collective(activations, self._grid.tensor, 1)
+
+    @cached_property
+    def context(self) -> float:
+        """Collectives of context parallelism: keys and values forward, again if recomputed, and their gradients."""
+        layout, tensor = self.parallelism, self._grid.tensor
+        keys = 2 * self._sizes.key_width / tensor * self._bytes * self.micro_batch * self.model.context_length
+        calls = (2 + (layout.checkpointing != "none")) * self.model.n_layers
+        return self._passes * calls * self._collective(keys, layout.context_parallel, tensor)
 
     @property
     def exposed(self) -> float:
@@ -177,7 +185,7 @@ class StepTime:
     @property
     def exposed_share(self) -> float:
         """Share of the step in which devices wait for one another."""
-        return (self.tensor + self.exposed) / self.total
+        return (self.tensor + self.context + self.exposed) / self.total
 
     def __str__(self) -> str:
         return (
@@ -215,14 +223,13 @@ class StepTime:
 
     @cached_property
     def _passes(self) -> int:
-        _, replicas, shards, _ = self._grid
-        share = math.ceil(self.batch_tokens / self.model.context_length / (replicas * shards))
+        share = math.ceil(self.batch_tokens / self.model.context_length / self.parallelism.data_ranks(self.workers))
         return math.ceil(share / self.micro_batch)
 
     @property
     def _tokens(self) -> float:
-        """Tokens of a pass on each of the ranks that share its products."""
-        return self.micro_batch * self.model.context_length / self._grid.tensor
+        """Tokens of a pass on each of the ranks that share its products and sequences."""
+        return self.micro_batch * self.model.context_length / self._grid.tensor / self.parallelism.context_parallel
 
     @cached_property
     def _block(self) -> tuple[float, float]:

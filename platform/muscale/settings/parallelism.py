@@ -16,7 +16,10 @@ from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batch
 
 
 class RankGrid(NamedTuple):
-    """Ranks of a run along the four dimensions of its layout; the last index runs fastest."""
+    """Ranks of a run along the four dimensions of its layout; the last index runs fastest.
+
+    Ranks that share a sequence are neighbours along replicas and shards, and count as such.
+    """
 
     stages: int
     replicas: int
@@ -25,7 +28,7 @@ class RankGrid(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """Number of shares that a batch is cut into."""
+        """Number of ranks over which a stage's gradients are averaged."""
         return self.replicas * self.shards
 
 
@@ -33,7 +36,8 @@ class RankGrid(NamedTuple):
 class Parallelism:
     """Layout of a run over its ranks.
 
-    Ranks form a grid (stages, replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product.
+    Ranks form a grid (stages, replicas, shards, tensor) whose last index runs fastest: neighbouring ranks share a product, and
+    neighbouring groups of them a sequence.
 
     Attributes:
         sharding: "none": every replica has all weights, gradients are averaged; "zero2": gradients and moments are sharded, weights
@@ -43,6 +47,8 @@ class Parallelism:
         tensor_parallel: Ranks that share every product: queries, keys, values, the MLP's first matrices, embedding and readout are
             cut by rows, the others by columns (Shoeybi et al., arXiv 1909.08053, section 3); the loss by the tokens of a rank's
             logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
+        context_parallel: Ranks that share every sequence, each with its own positions, and gather keys and values (Llama Team,
+            arXiv 2407.21783, section 3.3.2). Weights are sharded over them too.
         pipeline_parallel: Ranks that have different blocks and pass activations on, by micro-batches (Narayanan et al.,
             arXiv 2104.04473). "full" and "hybrid" gather a block again for every micro-batch, "none" and "zero2" once a step.
         pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages.
@@ -52,22 +58,36 @@ class Parallelism:
     sharding: Sharding = "full"
     shard_ranks: int | None = None
     tensor_parallel: int = 1
+    context_parallel: int = 1
     pipeline_parallel: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
     checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel"):
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.context_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
+            )
         if self.shard_ranks is None:
             return
         if self.sharding != "hybrid":
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "{self.sharding}"')
-        if self.shard_ranks < 1 or self.shard_ranks % self.tensor_parallel:
+        if self.shard_ranks < 1 or self.shard_ranks % self.sequence_ranks:
             raise ValueError(
-                f"shard_ranks must be a multiple of tensor_parallel = {self.tensor_parallel}, got {self.shard_ranks}"
+                f"shard_ranks must be a multiple of {self._names} = {self.sequence_ranks}, got {self.shard_ranks}"
             )
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks of a stage that compute one sequence together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def _names(self) -> str:
+        return "tensor_parallel" + (" · context_parallel" if self.context_parallel > 1 else "")
 
     def layout_errors(self, model: Member) -> Iterator[str]:
         """Reasons why that many ranks can't share the model's blocks and products, each with rule and value."""
@@ -81,6 +101,11 @@ class Parallelism:
                 )
             if family.is_tied(model):
                 yield f"pipeline_parallel must be 1 for a tied table, which the first and last stage use, got {self.pipeline_parallel}"
+        if (n := self.context_parallel) > 1:
+            yield from (
+                f"context_parallel must {rule}, got {n}"
+                for rule in family.context_rules(model, n, self.tensor_parallel)
+            )
         if (n := self.tensor_parallel) == 1:
             return
         sizes = family.shared_sizes(model)
@@ -103,22 +128,22 @@ class Parallelism:
             sequences: Sequences in the smallest batch, if known; shares of a batch may differ by one.
             node_ranks: Ranks on each node, if known; "hybrid" uses them if `shard_ranks` is None.
         """
-        tensor, stages = self.tensor_parallel, self.pipeline_parallel
-        if world_size % (tensor * stages):
-            names = "tensor_parallel" if stages == 1 else "tensor_parallel · pipeline_parallel"
-            yield f"{names} must divide the {world_size} ranks, got {tensor * stages}"
+        group, stages = self.sequence_ranks, self.pipeline_parallel
+        if world_size % (group * stages):
+            names = self._names + (" · pipeline_parallel" if stages > 1 else "")
+            yield f"{names} must divide the {world_size} ranks, got {group * stages}"
             return
         of_stage, shares = world_size // stages, self.data_ranks(world_size)
         together = (self.shard_ranks or node_ranks) if self.sharding == "hybrid" else None
-        if together and (together % tensor or of_stage % together):
+        if together and (together % group or of_stage % together):
             yield (
                 f"a node's ranks, or shard_ranks, must divide the {of_stage} ranks{' of a stage' if stages > 1 else ''} and be a "
-                f"multiple of tensor_parallel = {tensor}, got {together}"
+                f"multiple of {self._names} = {group}, got {together}"
             )
         if sequences is None:
             return
         if shares > sequences:
-            groups = f" in groups of {tensor * stages}" if tensor * stages > 1 else ""
+            groups = f" in groups of {group * stages}" if group * stages > 1 else ""
             yield f"{world_size} ranks{groups} need a sequence of a batch for each share, got {sequences}"
         elif stages > 1 and (
             sequences % shares
@@ -144,7 +169,8 @@ class Parallelism:
         """
         if reasons := list(self.unfit(world_size, node_ranks=node_ranks)):
             raise ValueError("; ".join(reasons))
-        stages, tensor, data = self.pipeline_parallel, self.tensor_parallel, self.data_ranks(world_size)
+        stages, tensor = self.pipeline_parallel, self.tensor_parallel
+        data = self.data_ranks(world_size) * self.context_parallel
         if self.sharding != "hybrid":
             replicas, shards = (data, 1) if self.sharding == "none" else (1, data)
             return RankGrid(stages, replicas, shards, tensor)
@@ -161,9 +187,10 @@ class Parallelism:
             "sharding": self.sharding,
             "world_size": grid.replicas if self.sharding == "none" else grid.shards,
             "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
             "checkpointing": self.checkpointing,
         }
 
     def data_ranks(self, world_size: int) -> int:
         """Number of shares that a batch is cut into; the number of ranks must fit the layout."""
-        return world_size // self.tensor_parallel // self.pipeline_parallel
+        return world_size // self.sequence_ranks // self.pipeline_parallel

@@ -74,6 +74,7 @@ class PromoteSettings(StrictTable):
     sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
+    context_parallel: PositiveInt = 1  # neighbouring workers that share every sequence; not chosen by "auto"
     pipeline_parallel: PositiveInt | Literal["auto"] = 1  # groups of workers with different blocks, one after the other
     pipeline_schedule: PipelineSchedule = "1f1b"  # order of the micro-batches in a pipeline
     # parts of a block that its backward pass computes again
@@ -117,7 +118,11 @@ class PromoteSettings(StrictTable):
         if not self.open_layout:
             layout = self.parallelism
             # raises; a node's ranks are not known yet
-            layout.grid(self.workers, node_ranks=layout.tensor_parallel)
+            layout.grid(self.workers, node_ranks=layout.sequence_ranks)
+        elif self.context_parallel > 1:
+            raise ValueError(
+                f'context_parallel must be 1 with promote.{self.open_layout[0]} = "auto", got {self.context_parallel}'
+            )
         elif self.sharding == "auto" and self.shard_ranks is not None:
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
         return self
@@ -176,6 +181,7 @@ class PromoteSettings(StrictTable):
             sharding=sharding,
             shard_ranks=self.shard_ranks,
             tensor_parallel=tensor,
+            context_parallel=self.context_parallel,
             pipeline_parallel=stages,
             pipeline_schedule=self.pipeline_schedule,
             checkpointing=checkpointing,

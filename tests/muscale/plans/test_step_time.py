@@ -81,6 +81,7 @@ def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_fp32() -> None:
         Parallelism(sharding="hybrid", shard_ranks=4),
         Parallelism(sharding="none"),
         *(Parallelism(sharding="none", tensor_parallel=4, checkpointing=kind) for kind in get_args(Checkpointing)),
+        *(Parallelism(sharding="none", context_parallel=4, checkpointing=kind) for kind in get_args(Checkpointing)),
     ],
     ids=str,
 )
@@ -98,13 +99,13 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(para
         parallelism,
         workers=RANKS,
         micro_batch=SEQUENCES,
-        batch_tokens=2 * SEQUENCES * TIME * replicas * shards,
+        batch_tokens=2 * SEQUENCES * TIME * parallelism.data_ranks(RANKS),
         device="H100 SXM",
         links=alone,
     )
 
     def sent(kind: str, dtype: torch.dtype, ring: float) -> float:
-        """What a rank sends in a ring, in seconds of the link; of an all-gather its part goes to all others."""
+        """Return the seconds of the link for what a rank sends in a ring; its part of an all-gather goes to all others."""
         calls = (
             (size, n) for (of, size), n in found.of(kind).items() if of == dtype and size > 2 * SEQUENCES * TIME * FP32
         )
@@ -112,7 +113,11 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(para
 
     bf16, fp32 = torch.bfloat16, torch.float32
     reduced = sent("all-reduce", fp32, 2 * (replicas - 1) / replicas)
-    if tensor > 1:
+    if (context := parallelism.context_parallel) > 1:
+        of_keys = sent("all-gather", bf16, context - 1) + sent("reduce-scatter", bf16, (context - 1) / context)
+        assert predicted.context == pytest.approx(of_keys)
+        assert predicted.communication == pytest.approx(reduced, rel=2e-3)
+    elif tensor > 1:
         of_stream = sent("all-gather", bf16, tensor - 1) + sent("reduce-scatter", bf16, (tensor - 1) / tensor)
         assert predicted.tensor == pytest.approx(of_stream)
         assert predicted.communication == pytest.approx(reduced, rel=0.01), "norms are whole on each rank"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
 from tests.proxy_models.families import Recurrent
 
 
@@ -13,3 +17,44 @@ def test_a_family_without_a_plan_of_its_products_is_sharded_by_data_alone() -> N
     Parallelism().require(model)
     with pytest.raises(ValueError, match="tensor_parallel must be 1 .* got 2"):
         Parallelism(tensor_parallel=2).require(model)
+    with pytest.raises(ValueError, match="context_parallel must be 1 .* got 2"):
+        Parallelism(context_parallel=2).require(model)
+
+
+def test_ranks_that_share_a_sequence_are_neighbours_over_which_weights_are_sharded() -> None:
+    for sharding, grid in (("full", (1, 1, 4, 2)), ("none", (1, 4, 1, 2))):
+        layout = Parallelism(sharding=sharding, context_parallel=2, tensor_parallel=2)  # type: ignore[arg-type]
+        assert layout.grid(8) == grid
+        assert (layout.data_ranks(8), layout.sequence_ranks) == (2, 4)
+    assert Parallelism(sharding="hybrid", context_parallel=2, shard_ranks=4).grid(8) == (1, 2, 4, 1)
+    with pytest.raises(ValueError, match="multiple of tensor_parallel · context_parallel = 4, got 6"):
+        Parallelism(sharding="hybrid", context_parallel=4, shard_ranks=6)
+    assert list(Parallelism(context_parallel=4).unfit(6)) == [
+        "tensor_parallel · context_parallel must divide the 6 ranks, got 4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "layout", "rule"),
+    [
+        ({"context_length": 30}, {"context_parallel": 2}, "context_parallel must cut the 30 positions.*got 2"),
+        (
+            {"context_length": 36},
+            {"context_parallel": 2, "tensor_parallel": 4},
+            "cut the 36 positions.*tensor_parallel = 4.*got 2",
+        ),
+        ({"mlp_dropout": 0.1}, {"context_parallel": 2}, "context_parallel must be 1 with mlp_dropout.*got 2"),
+        (
+            {"positions": "learned"},
+            {"context_parallel": 2, "tensor_parallel": 2},
+            "context_parallel must be 1 with learned.*got 2",
+        ),
+    ],
+)
+def test_what_ranks_that_share_a_sequence_cannot_do_is_refused(
+    change: dict[str, Any], layout: dict[str, Any], rule: str
+) -> None:
+    model = ModelConfig(d_model=64, n_layers=2, context_length=32)
+    Parallelism(**layout).require(model)
+    with pytest.raises(ValueError, match=rule):
+        Parallelism(**layout).require(replace(model, **change))

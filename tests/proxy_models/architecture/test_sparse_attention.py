@@ -140,6 +140,31 @@ def test_flex_attention_mixes_what_a_cpu_s_kernel_does_in_parts(
     torch.testing.assert_close(fused, attend(query, key, value, documents=numbers, **options))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("groups", "biased", "window", "documents"), KINDS)
+def test_pieces_of_the_queries_are_mixed_as_in_the_whole_sequence(
+    monkeypatch: pytest.MonkeyPatch, groups: int, biased: bool, window: int | None, documents: bool
+) -> None:
+    monkeypatch.setattr(sparse_attention, "_compiled_flex", lambda: flex_attention)
+    torch.manual_seed(0)
+    time, begins = 280, (70, 140)
+    states = [torch.randn(2, time, heads, 16, requires_grad=True) for heads in (4, 4 // groups, 4 // groups)]
+    query, key, value = states
+    numbers = number_documents(torch.randint(0, 60, (2, time)), SEPARATOR) if documents else None
+    options: dict[str, Any] = {"bias": alibi_bias(time, 4) if biased else None, "dropout": 0.0, "window": window}
+    at = torch.cat([torch.arange(begin, begin + 70) for begin in begins])
+    whole = attend(query, key, value, documents=numbers, **options)[:, at]
+    pieces = attend(query[:, at], key, value, documents=numbers, begins=begins, **options)
+    torch.testing.assert_close(pieces, whole)
+    direction = torch.randn_like(whole)
+    torch.testing.assert_close(
+        torch.autograd.grad(pieces, states, direction), torch.autograd.grad(whole, states, direction)
+    )
+    blocks = visible_blocks(numbers, window, time, CPU, at)
+    query, key, value = (x.detach() for x in states)
+    torch.testing.assert_close(attend(query[:, at], key, value, documents=blocks, begins=begins, **options), whole)
+
+
 @pytest.mark.parametrize(("groups", "biased", "window", "documents"), KINDS)
 def test_values_and_gradients_are_those_of_a_dense_mask(
     groups: int, biased: bool, window: int | None, documents: bool
@@ -165,6 +190,26 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("share", [None, 0.01])
+def test_the_table_of_queries_in_pieces_has_every_visible_block(share: float | None, window: int | None) -> None:
+    torch.manual_seed(0)
+    for chunk, ranks in ((128, 2), (70, 3)):
+        time = 2 * ranks * chunk
+        numbers = None if share is None else number_documents((torch.rand(3, time) < share).long() - 1, SEPARATOR)
+        for rank in range(ranks):
+            begins = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
+            at = torch.cat([torch.arange(begin, begin + chunk) for begin in begins])
+            ours = visible_blocks(numbers, window, time, CPU, at)
+            batch = None if numbers is None else 3
+            theirs = create_block_mask(ours.mask_mod, batch, None, 2 * chunk, time, device="cpu")
+            # Where a block has queries of both pieces, the positions between them count too.
+            assert (ours.to_dense() >= theirs.to_dense()).all()
+            if chunk % 128 == 0:
+                assert torch.equal(ours.to_dense(), theirs.to_dense())
+                assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
 
 
 def test_a_gpu_takes_flex_attention_for_every_case_but_small_heads() -> None:

@@ -129,7 +129,7 @@ def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
     sizes = settings.sizes
     if len(sizes) == 1:
         return sizes[0]
-    if settings.parallelism.tensor_parallel == 1 and settings.parallelism.sharding != "hybrid":  # any number works
+    if sizes == tuple(range(sizes[0], sizes[-1] + 1)) and settings.parallelism.sharding != "hybrid":
         return sizes[0], sizes[-1]
     return largest_fitting(sizes, [node["Resources"] for node in alive_nodes()], each)
 

@@ -125,7 +125,9 @@ class PlannedWorker:
         """Bytes that evaluation needs in addition to the training state."""
         from proxy_models.training.traced_memory import estimated_evaluation  # imports torch
 
-        layout = {name: self._conditions[name] for name in ("sharding", "world_size", "tensor_parallel")}
+        layout = {
+            name: self._conditions[name] for name in ("sharding", "world_size", "tensor_parallel", "context_parallel")
+        }
         return estimated_evaluation(self.plan.model, self.evaluation_batch, training, self.plan.precision, **layout)
 
     @cached_property

@@ -39,7 +39,7 @@ class Evaluation:
         numerics, length = run.numerics, run.numerics.model.context_length
         earlier = run.initial_state.earlier if run.initial_state else {}
         self._corpus, self._device, self._compiled = corpus, device, compiled
-        self._rank, self._ranks, self._same_share = data_rank, data_ranks, run.parallelism.tensor_parallel
+        self._rank, self._ranks, self._same_share = data_rank, data_ranks, run.parallelism.sequence_ranks
         self._loss = family_of(numerics.model).evaluation_loss
         self._sets = evaluation_sets(corpus, length, numerics.evaluation_tokens)
         self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in earlier.items()}
@@ -69,5 +69,6 @@ class Evaluation:
         settle(*(pipeline.stages.values() if pipeline else (model,)))
         if dist.is_initialized():
             dist.all_reduce(losses)
-            losses /= self._same_share  # all ranks that share the products of a share count it
+            # Ranks that share products count a share several times; each of those that share sequences has a mean of its positions.
+            losses /= self._same_share
         return dict(zip(sets, losses.tolist(), strict=True))

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import json_lines
@@ -51,7 +52,13 @@ from proxy_models.training.step import Stepper
 
 
 class FullRunModule(L.LightningModule):
-    """The model under Lightning; loss, step and schedule are those of `proxy_models`."""
+    """The model under Lightning; loss, step and schedule are those of `proxy_models`.
+
+    Attributes:
+        context_mesh: Mesh of the ranks that share this rank's sequences; the strategy sets it.
+    """
+
+    context_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -105,7 +112,7 @@ class FullRunModule(L.LightningModule):
             )
             self.model = self._pipeline.module
         else:
-            self.model = build_model(run.numerics, recipe, run.parallelism, **arguments)
+            self.model = build_model(run.numerics, recipe, run.parallelism, context=self.context_mesh, **arguments)
 
     @property
     def data_ranks(self) -> int:
@@ -114,9 +121,9 @@ class FullRunModule(L.LightningModule):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share; equal for all ranks of a tensor-parallel group and of a pipeline."""
+        """Index of this rank's share; equal for all ranks that share products or sequences, and of a pipeline."""
         of_stage = self.trainer.world_size // self.run.parallelism.pipeline_parallel
-        return int(self.global_rank) % of_stage // self.run.parallelism.tensor_parallel
+        return int(self.global_rank) % of_stage // self.run.parallelism.sequence_ranks
 
     @property
     def configured(self) -> nn.Module:

@@ -1,8 +1,8 @@
 """Sharding of a model: the device mesh, Lightning's strategy for the mesh, and a build in which no device holds the full model.
 
 FSDP2 does data parallelism over one or two mesh dimensions, as when ranks train a proxy together; the model's family does tensor
-parallelism within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping and
-checkpoints use.
+and context parallelism within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping
+and checkpoints use.
 
 Tested on gloo with up to four ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
 """
@@ -10,6 +10,7 @@ Tested on gloo with up to four ranks, eager and compiled; collectives counted on
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,6 +57,7 @@ class ShardedStrategy(ModelParallelStrategy):
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=True)
         self._parallelism, self._device, self._step_timeout, self._step = parallelism, device, step_timeout, step
         self._roll_call: RollCall | None = None
+        self._context_mesh: DeviceMesh | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -70,6 +73,7 @@ class ShardedStrategy(ModelParallelStrategy):
             raise StageError(f"promote: {error}") from error
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh
+        module.context_mesh = self._context_mesh = context_mesh(self._parallelism, self._device.type)
         self._roll_call = RollCall(self._step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -79,7 +83,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         if batch_idx == 1 and self._roll_call:
             self.barrier()  # with the longer timeout, since ranks may still compile
-            for group in (None, *self.device_mesh.get_all_groups()):
+            of_context = self._context_mesh.get_all_groups() if self._context_mesh else []
+            for group in (None, *self.device_mesh.get_all_groups(), *of_context):
                 _set_pg_timeout(self._step_timeout, group)
             self._roll_call.patience = self._step_timeout.total_seconds() / 2
 
@@ -110,6 +115,15 @@ def mesh_of(grid: RankGrid, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def context_mesh(parallelism: Parallelism, device_type: str) -> DeviceMesh | None:
+    """The mesh of the ranks that share this rank's sequences, None for a single one; all ranks call this."""
+    tensor, context = parallelism.tensor_parallel, parallelism.context_parallel
+    if context == 1:
+        return None
+    sizes = (dist.get_world_size() // (context * tensor), context, tensor)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("sequences", "context", "tensor"))["context"]
+
+
 def build_model(
     numerics: Numerics,
     recipe: Recipe,
@@ -117,6 +131,7 @@ def build_model(
     *,
     device: torch.device,
     mesh: DeviceMesh | None,
+    context: DeviceMesh | None = None,
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
@@ -125,13 +140,14 @@ def build_model(
 
     Args:
         mesh: Mesh of `mesh_of`; None in one process.
+        context: Mesh of `context_mesh`.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         initial_values: Whether to write initial values: a checkpoint would replace them, and drawing those of 70B takes minutes.
 
     Raises:
         ValueError: If the layout does not fit the model.
     """
-    model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled)
+    model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context)
     if mesh is not None:
         shard(
             model,
@@ -187,22 +203,30 @@ def build_pipeline(
 
 
 def _without_values(
-    numerics: Numerics, parallelism: Parallelism, *, device: torch.device, mesh: DeviceMesh | None, compiled: bool
+    numerics: Numerics,
+    parallelism: Parallelism,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    compiled: bool,
+    context: DeviceMesh | None = None,
 ) -> nn.Module:
-    """The whole model on the meta device, with precision, checkpointing, shared products and compilation."""
+    """The whole model on the meta device, with precision, checkpointing, shared products and sequences, and compilation."""
     parallelism.require(numerics.model)
     member, family = numerics.model, family_of(numerics.model)
-    for name, of in (("tensor_parallel", _TENSOR), ("pipeline_parallel", _STAGES)):
-        n_ranks = mesh[of].size() if mesh is not None and of in _names(mesh) else 1
-        if (wanted := getattr(parallelism, name)) != n_ranks:
+    tensor, stages = (mesh[of] if mesh is not None and of in _names(mesh) else None for of in (_TENSOR, _STAGES))
+    meshes = {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": stages}
+    for name, ranks in meshes.items():
+        if (wanted := getattr(parallelism, name)) != (ranks.size() if ranks else 1):
             raise ValueError(f"{name} = {wanted} needs as many ranks, launched together")
-    tensor = mesh[_TENSOR] if mesh is not None and parallelism.tensor_parallel > 1 else None
     with torch.device("meta"):
         model = build(member)
     family.set_precision(model, DTYPES[numerics.precision])
     family.set_checkpointing(model, parallelism.checkpointing)
     if tensor:
         family.share_products(model, tensor)
+    if context:
+        family.share_sequences(model, context)
     # torch 2.13 saves the CPU's random state for recomputed fused attention, and mistakes it for the mesh that a graph of DTensors
     # saves (`functionalize_rng_ops` in torch/_functorch/partitioners.py); a GPU's random state is saved elsewhere.
     for block in family.blocks_of(model) if compiled else ():
@@ -251,7 +275,8 @@ def fitting_micro_batch(
     if device.type != "cuda":
         return None
     grid = rank_grid(parallelism)
-    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // grid.data_ranks)
+    shares = parallelism.data_ranks(math.prod(grid))
+    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // shares)
     estimate = partial(
         estimated_memory,
         numerics.model,

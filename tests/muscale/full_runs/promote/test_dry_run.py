@@ -155,6 +155,10 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     layout: dict[str, Any] = {"sharding": "zero2", "world_size": 2, "tensor_parallel": 2}
     assert found.memory == training_memory(as_decoder(found.plan.model), micro_batch=2, **layout)
     assert (found.launch.sharding, found.launch.micro_batch) == ("zero2", 2)
+    shared = look("promote.workers=4", "promote.context_parallel=2", "promote.micro_batch=2")
+    assert statuses(shared)["layout"] == "passed"
+    layout = {"sharding": "full", "world_size": 4, "context_parallel": 2}
+    assert shared.memory == training_memory(as_decoder(shared.plan.model), micro_batch=2, **layout)
     odd = look("promote.workers=8", "promote.tensor_parallel=8")
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]
     assert line.status == "failed"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import build_model, context_mesh, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
-from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.memory import Checkpointing, Precision
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
@@ -35,9 +35,14 @@ def built(
     model = ModelConfig(d_model=WIDTH, n_layers=LAYERS, head_dim=8, context_length=TIME, vocab_size=VOCAB, **variant)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=TIME, precision=precision)
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
-    mesh = mesh_of(parallelism.grid(RANKS), "cpu")
     model_of_rank = build_model(
-        numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh, min_unit_params=min_unit_params
+        numerics,
+        recipe,
+        parallelism,
+        device=torch.device("cpu"),
+        mesh=mesh_of(parallelism.grid(RANKS), "cpu"),
+        context=context_mesh(parallelism, "cpu"),
+        min_unit_params=min_unit_params,
     )
     return cast(Decoder, model_of_rank)
 
@@ -92,6 +97,17 @@ def test_a_tied_table_and_what_is_small_are_in_the_unit_of_the_rest(
 ) -> None:
     with rank_of(0, RANKS):
         assert units(built(Parallelism(), **variant)) == expected
+
+
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
+def test_ranks_that_share_a_sequence_gather_keys_and_values_once_a_block_and_pass(checkpointing: Checkpointing) -> None:
+    layout = Parallelism(sharding="none", context_parallel=2, checkpointing=checkpointing)
+    with rank_of(0, RANKS):
+        found = counted(built(layout, queries_per_kv=2))
+    keys = 2 * SEQUENCES * TIME * WIDTH // 2 * FP32  # keys and values of all positions
+    again = checkpointing != "none"
+    assert found.of("all-gather") == {(torch.float32, keys // 2): (1 + again) * LAYERS}
+    assert found.of("reduce-scatter") == {(torch.float32, keys): LAYERS}
 
 
 @pytest.mark.parametrize(

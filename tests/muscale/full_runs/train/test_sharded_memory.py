@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, fitting_micro_batch, mesh_of, rank_grid
+from muscale.full_runs.train.sharding import build_model, context_mesh, fitting_micro_batch, mesh_of, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
@@ -86,14 +86,16 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
         assert estimate.optimizer == held(moments)
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPatch, tensor_parallel: int) -> None:
+@pytest.mark.parametrize(("tensor_parallel", "context_parallel"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+def test_activations_of_a_rank_that_shares_products_or_sequences(
+    monkeypatch: pytest.MonkeyPatch, tensor_parallel: int, context_parallel: int
+) -> None:
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 256)  # a chunk is not kept
     # LayerNorm's, as a CPU's RMSNorm keeps more than a GPU's.
     model = ModelConfig(d_model=64, n_layers=2, head_dim=8, context_length=32, norm="layernorm")
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=32)
-    parallelism = Parallelism(tensor_parallel=tensor_parallel)
+    parallelism = Parallelism(tensor_parallel=tensor_parallel, context_parallel=context_parallel)
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -101,16 +103,18 @@ def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPa
         kept[own.untyped_storage().data_ptr()] = own  # held, so that its address is not given away again
         return tensor
 
-    with rank_of(0, tensor_parallel):
-        mesh = mesh_of(parallelism.grid(tensor_parallel), "cpu")
-        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh)
+    with rank_of(0, parallelism.sequence_ranks):
+        mesh, context = mesh_of(parallelism.grid(parallelism.sequence_ranks), "cpu"), context_mesh(parallelism, "cpu")
+        cpu = torch.device("cpu")
+        built = build_model(numerics, recipe, parallelism, device=cpu, mesh=mesh, context=context)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64))
         assert loss.requires_grad
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in (*built.parameters(), *built.buffers())]
         for weight in weights:
             kept.pop(weight.untyped_storage().data_ptr(), None)
-    estimate = activation_bytes(model, SEQUENCES, tensor_parallel=tensor_parallel)
+    shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    estimate = activation_bytes(model, SEQUENCES, **shared)
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(estimate, rel=0.01)
     assert estimate < 0.7 * activation_bytes(model, SEQUENCES)
 

@@ -130,6 +130,43 @@ LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     ),
 }
 
+MASKS = {"queries_per_kv": 2, "document_separator": ord(" "), "attention_window": 5, "global_attention_every": 2}
+SHARED_SEQUENCES: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
+    "masks": (Parallelism(context_parallel=2, checkpointing="selective"), 2, {"z_loss": 0.01, **MASKS}),
+    "replicas, learned": (
+        Parallelism(sharding="none", context_parallel=2, checkpointing="full"),
+        2,
+        {"positions": "learned", "stochastic_depth": 0.2, "optimizer": "muon"},
+    ),
+    "two groups": (Parallelism(sharding="zero2", context_parallel=2), 4, {"tied": True, "attention_window": 9}),
+    "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2, context_parallel=2), 4, {"positions": "alibi", **MASKS}),
+    "four chunks": (Parallelism(context_parallel=4), 4, {"qk_norm": True, "label_smoothing": 0.1}),
+    "tensor": (Parallelism(context_parallel=2, tensor_parallel=2), 4, {"tied": True, "biases": True, **MASKS}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.soak if SHARED_SEQUENCES[name][1] > 2 else ()) for name in SHARED_SEQUENCES],
+)
+def test_ranks_that_share_a_sequence_have_the_steps_of_one_process_which_continues_them(
+    make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
+) -> None:
+    parallelism, world_size, variant = SHARED_SEQUENCES[layout]
+    whole = make_run(**variant)
+    train(whole)
+    share = 8 // parallelism.data_ranks(world_size)
+    run = replace(whole, directory=whole.directory.with_name("shared"), parallelism=parallelism, micro_batch=share // 2)
+    gloo_ranks.train(run, world_size)
+    rtol = 1e-5 if "optimizer" in variant else 1e-6  # what Muon orthogonalises magnifies rounding
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
+    np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
+    interrupt(run, after=3)
+    alone = replace(run, parallelism=Parallelism())
+    train(alone)
+    assert result(alone)["resumed_from"] == BATCH * 3
+    np.testing.assert_allclose(losses(alone), losses(whole), rtol=rtol)
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_has_the_losses_of_one_process_and_resumes(
