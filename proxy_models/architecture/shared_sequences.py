@@ -39,9 +39,8 @@ class SequenceShare:
         """Return the keys and values of all positions, in order, from the rank's own; each is (batch, time, heads, head_dim)."""
         states = torch.stack((key, value))
         every = collectives.all_gather_single_autograd(states, 0, self._group)
-        chunks = every.unflatten(0, (self._ranks, 2)).unflatten(
-            3, (2, -1)
-        )  # rank, key or value, batch, chunk, position, …
+        # Rank, key or value, batch, chunk, position, ….
+        chunks = every.unflatten(0, (self._ranks, 2)).unflatten(3, (2, -1))
         in_order = torch.cat((chunks[:, :, :, 0], chunks[:, :, :, 1].flip(0)))
         whole = in_order.movedim(0, 2).flatten(2, 3)
         return cast(Tensor, whole[0]), cast(Tensor, whole[1])

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 _BLOCK = 128
-_QUERIES = 128  # of a window that the CPU's kernel takes at once
+_QUERIES = 128  # taken at once by the CPU's kernel with a window: as fast as 64, and faster than 256
 
 
 def number_documents(tokens: Tensor, separator: int) -> Tensor:
@@ -78,9 +78,8 @@ def visible_blocks(
 
 def _ends(positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and the last position of each block."""
-    return positions[::_BLOCK], torch.cat((positions[_BLOCK - 1 :: _BLOCK], positions[-1:]))[
-        : -(-len(positions) // _BLOCK)
-    ]
+    order = torch.arange(0, len(positions), _BLOCK, device=positions.device)
+    return positions[order], positions[(order + _BLOCK - 1).clamp(max=len(positions) - 1)]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +243,12 @@ def _backward(
     normaliser: Tensor,
 ) -> tuple[Tensor, ...]:
     keys, values = _expanded(query, key), _expanded(query, value)
-    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, keys, values)]
+    # In fp32, since with a window a key's gradient is a sum over parts.
+    exact: dict[str, Any] = {
+        "dtype": torch.promote_types(query.dtype, torch.float32),
+        "memory_format": torch.contiguous_format,
+    }
+    gradients = [torch.zeros_like(x, **exact) for x in (query, keys, values)]
     for part in _parts(query, key, documents, window, begins):
         of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             part.of_queries(gradient),
@@ -258,7 +262,9 @@ def _backward(
         )
         for whole, piece, pick in zip(gradients, of_part, (part.of_queries, part.of_keys, part.of_keys), strict=True):
             pick(whole).add_(piece)
-    return tuple(_summed(x, like.shape[2]) for x, like in zip(gradients, (query, key, value), strict=True))
+    return tuple(
+        _summed(x.to(like.dtype), like.shape[2]) for x, like in zip(gradients, (query, key, value), strict=True)
+    )
 
 
 def _expanded(query: Tensor, states: Tensor) -> Tensor:

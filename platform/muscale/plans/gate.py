@@ -300,6 +300,10 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
     bases = [base for model in (full, proxies) if (base := family_of(model).position_base) is not None]
     if len(set(bases)) > 1:
         compared += "; rope_theta {:,g}, {:,g} in proxies".format(*bases)
+    windows = [window for model in (full, proxies) if (window := family_of(model).attention_window) is not None]
+    is_new = bool(windows) and windows[0] < full.context_length and proxies.context_length <= windows[-1]
+    if len(set(windows)) > 1 or is_new:
+        compared += f"; attention_window {windows[0]:,}, {windows[-1]:,} in proxies"
     if too_short:
         advice = "more held-out text, or fewer corpus.evaluation_tokens"
         return GateLine(name="context", status="failed", compared=f"{compared}; {too_short}", advice=advice)
@@ -309,11 +313,9 @@ def context_line(full: Member, proxies: Member, *, too_short: str = "") -> GateL
             "forecast and band are for losses at the proxies' context and do not cover this: a token's loss depends on how much "
             "text precedes it; train a proxy in both ways and compare the two"
         )
-    window = family_of(full).attention_window
-    if window is not None and proxies.context_length <= window < full.context_length:
-        compared += f"; attention_window {window:,}"
+    if is_new:
         advice += (
-            "; no sequence of the proxies is longer than the attention window, so no fitted run was trained with it"
+            "; no sequence of the proxies is longer than their attention window, so no fitted run was trained with one"
         )
     return GateLine(name="context", status="passed", compared=compared, advice=advice)
 

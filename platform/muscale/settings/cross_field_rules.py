@@ -197,10 +197,12 @@ def budget_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _declared_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against a context, rotary base or batch that only the full run has."""
+    """Reasons against a context, rotary base, window or batch that only the full run has."""
     explicit, model, h = config.plan.explicit, config.model, config.hyperparameters
     if "rope_theta" in explicit and family_of(model).position_base is None:
         yield f"plan.explicit.rope_theta: is for a model with rotary positions; this one has none, got {explicit['rope_theta']:g}"
+    if "attention_window" in explicit and family_of(model).attention_window is None:
+        yield f"plan.explicit.attention_window: is for a model with model.attention_window, got {explicit['attention_window']}"
     context = explicit.get("context_length", model.context_length)
     if context < model.context_length:
         yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"

@@ -148,6 +148,8 @@ def test_another_context_than_the_proxies_is_reported_and_only_a_short_held_out_
         one, two = (replace(model, attention_window=window) for model in (longer, proxies))
         assert ("attention_window" in context_line(one, two).compared) is is_new
         assert context_line(two, two).advice == ""
+    wider, narrower = replace(longer, attention_window=1024), replace(proxies, attention_window=512)
+    assert context_line(wider, narrower).compared.endswith("; attention_window 1,024, 512 in proxies")
 
 
 def test_the_gate_lets_through_what_passed_or_was_forced_and_the_ledger_keeps_which(ledger: Ledger) -> None:

@@ -1,4 +1,4 @@
-"""What brought each value of the full run there, and which values nothing brought."""
+"""The rules and the source of each value of the full run, and the values that have none."""
 
 from __future__ import annotations
 
@@ -128,6 +128,8 @@ def test_stated_values_go_to_training_or_to_the_model() -> None:
     assert explicit == {"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001}
     assert with_explicit(TUNED, explicit) == replace(TUNED, learning_rate=0.004)
     assert model_with_explicit(BASE, explicit) == replace(BASE, mlp_dropout=0.1, z_loss=0.0001)
+    window = replace(BASE, attention_window=32)
+    assert model_with_explicit(window, validate_explicit({"attention_window": 64})).attention_window == 64
     longer = validate_explicit({"context_length": 512, "rope_theta": 5e5})
     assert with_explicit(TUNED, longer) == TUNED
     assert model_with_explicit(BASE, longer) == replace(BASE, context_length=512, rope_theta=5e5)

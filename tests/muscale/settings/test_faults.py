@@ -111,6 +111,7 @@ plan.explicit.zero_readout=true => plan.explicit | explicit.zero_readout | got T
 plan.explicit.context_length=16 => plan.explicit.context_length | at least the proxies' | got 16
 plan.explicit.context_length=384 => plan.explicit.context_length | multiples | 384
 plan.explicit.batch_tokens=1000 => plan.explicit.batch_tokens | multiples | 1000
+plan.explicit.attention_window=64 => plan.explicit.attention_window | model.attention_window | got 64
 plan.explicit.rope_theta=-1.0 => plan.explicit | rope_theta | got -1.0
 plan.explicit.cycles=2.5 => plan.explicit | explicit.cycles | got 2.5
 plan.explicit.beta1=1.5 => plan.explicit | beta1 | got 1.5
