@@ -152,8 +152,16 @@ class Attention(nn.Module):
             key, value = self.share.gathered(key, value)
             begins = self.share.begins(key.shape[1])
         dropout = config.attention_dropout if self.training else 0.0
-        masks = {"documents": documents, "window": self.window, "begins": begins}
-        mixed = attend(query * scale, key, value, bias=bias, dropout=dropout, **masks)
+        mixed = attend(
+            query * scale,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            documents=documents,
+            window=self.window,
+            begins=begins,
+        )
         return cast(Tensor, self.output(mixed.flatten(-2)))
 
 

@@ -43,7 +43,7 @@ class SequenceShare:
         chunks = every.unflatten(0, (self._ranks, 2)).unflatten(3, (2, -1))
         in_order = torch.cat((chunks[:, :, :, 0], chunks[:, :, :, 1].flip(0)))
         whole = in_order.movedim(0, 2).flatten(2, 3)
-        return cast(Tensor, whole[0]), cast(Tensor, whole[1])
+        return whole[0], whole[1]
 
 
 def share_sequences(model: Decoder, mesh: DeviceMesh) -> None:

@@ -43,4 +43,4 @@ def mean_attended(tokens: Tensor, model: ModelConfig) -> float:
     numbers = number_documents(tokens, cast(int, model.document_separator))
     rows = torch.arange(len(tokens)).unsqueeze(-1) * (tokens.shape[1] + 1)
     lengths = torch.bincount((rows + numbers).flatten()).tolist()
-    return sum(length * model.attended_within(length) for length in lengths if length) / tokens.numel()
+    return float(sum(length * model.attended_within(length) for length in lengths if length) / tokens.numel())

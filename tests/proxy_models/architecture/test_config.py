@@ -43,6 +43,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         rotary_fraction=draw(st.sampled_from([0.25, 0.5, 1.0])),
         rope_theta=draw(st.sampled_from([10_000.0, 500_000.0])),
         document_separator=None,
+        attention_window=None,
+        global_attention_every=None,
         qk_norm=draw(st.booleans()),
         parallel=draw(st.booleans()),
         tied=draw(st.booleans()),

@@ -113,7 +113,7 @@ def test_activations_of_a_rank_that_shares_products_or_sequences(
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in (*built.parameters(), *built.buffers())]
         for weight in weights:
             kept.pop(weight.untyped_storage().data_ptr(), None)
-    shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    shared: dict[str, Any] = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     estimate = activation_bytes(model, SEQUENCES, **shared)
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(estimate, rel=0.01)
     assert estimate < 0.7 * activation_bytes(model, SEQUENCES)
