@@ -29,7 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neox": {"norm": "layernorm", "activation": "gelu", "rotary_fraction": 0.25, "biases": True, "parallel": True},
     "alibi": {"positions": "alibi", "activation": "relu2", "mlp_ratio": 4.0},
     "palm": {"parallel": True, "tied": True, "queries_per_kv": 2, "norm": "layernorm", "qk_norm": True},
-    "mistral": {"attention_window": 5, "queries_per_kv": 2},
     "blind": {"positions": "none", "activation": "relu", "norm": "layernorm", "biases": True},
 }
 """Sets of options in which every value of every option stands at least once."""

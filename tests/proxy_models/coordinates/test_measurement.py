@@ -132,6 +132,12 @@ def test_mup_passes_in_every_variant(corpus: Corpus, variant: dict[str, Any]) ->
     assert result.passed, str(result)
 
 
+def test_mup_passes_with_an_attention_window(corpus: Corpus) -> None:
+    family = ModelFamily(base=replace(FAMILY.base, attention_window=5))
+    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS, depths=SHALLOW, n_steps=3)
+    assert result.passed, str(result)
+
+
 RATES: dict[OptimizerName, float] = {"adam": 2**-8, "lion": 2**-10, "adafactor": 2**-6, "muon": 2**-8}
 
 
