@@ -179,9 +179,12 @@ class DecoderFamily(Family):
 
     def share_sequences(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Share positions as `shared_sequences` describes."""
-        from proxy_models.architecture.shared_sequences import share_sequences
+        from proxy_models.architecture.shared_sequences import SequenceShare
 
-        share_sequences(cast("Decoder", model), mesh)
+        decoder = cast("Decoder", model)
+        decoder.share = SequenceShare(mesh.get_group())
+        for block in (cast("Block", block) for block in decoder.blocks):
+            block.attention.share = decoder.share
 
     def member(self, width: int, depth: int) -> ModelConfig:
         """Return the decoder of this width and depth; raise ValueError if the shape breaks a rule of `ModelConfig`."""

@@ -8,15 +8,10 @@ and the loss, for its own positions.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.device_mesh import DeviceMesh
-
-from proxy_models.architecture.decoder import Block, Decoder
 
 
 class SequenceShare:
@@ -44,10 +39,3 @@ class SequenceShare:
         in_order = torch.cat((chunks[:, :, :, 0], chunks[:, :, :, 1].flip(0)))
         whole = in_order.movedim(0, 2).flatten(2, 3)
         return whole[0], whole[1]
-
-
-def share_sequences(model: Decoder, mesh: DeviceMesh) -> None:
-    """Share every sequence that the decoder is trained on among the ranks of a mesh."""
-    model.share = SequenceShare(mesh.get_group())
-    for block in (cast(Block, block) for block in model.blocks):
-        block.attention.share = model.share
