@@ -8,13 +8,14 @@ autograd's, in fp32 and bf16). Attention is assumed to be fused, so that its wei
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
+from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, in_flight
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of the residual stream and of all products; weights and moments are always fp32, and fp16 scales the loss."""
@@ -52,11 +53,12 @@ class MemoryEstimate:
         parameters: Weights that the device keeps.
         gathered: Weights of two units at a time: a block and the next block, or the readout; a tied table and positions stay from
             the forward pass to the end of the backward pass. All weights under "none" and "zero2", since FSDP2 computes with a
-            copy. On one device, the low-precision copies that the backward pass needs.
-        gradients: Gradients that the device keeps.
+            copy. On one device, the low-precision copies that the backward pass needs. In a pipeline, all weights of its stages.
+        gradients: Gradients that the device keeps; in a pipeline they are not sharded before the end of a step.
         optimizer: Moments that the device keeps.
         reduced: Gradients of whole units before reduction, and the fp32 buffer for the reduction.
-        activations: Activations that blocks keep for the backward pass of one micro-batch, and the peak's temporary tensors.
+        activations: Activations that blocks keep for the backward pass of one micro-batch, and the peak's temporary tensors. In a
+            pipeline, those of all micro-batches in flight, and buffers to receive activations and gradients of every micro-batch.
     """
 
     parameters: int
@@ -89,8 +91,9 @@ def training_memory(
     context_parallel: int = 1,
     checkpointing: Checkpointing = "none",
     compiled: bool = False,
+    pipeline: PipelineShare | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of training on each device.
+    """Estimate the memory of training on each device; in a pipeline, on the device that needs the most.
 
     Args:
         config: The model.
@@ -103,9 +106,10 @@ def training_memory(
         context_parallel: Devices that share each sequence; `world_size` counts each of them.
         checkpointing: Activations that are recomputed, one block at a time.
         compiled: Whether blocks are compiled and so recompute the activation of a gated MLP; False is an upper bound.
+        pipeline: The pipeline of which a device has one or two stages; `world_size` counts the devices with the same stages.
 
     Raises:
-        ValueError: If a number is below 1 or the optimizer is unknown.
+        ValueError: If a number is below 1, the optimizer is unknown, or the pipeline has no such micro-batches or stages.
     """
     numbers = {
         "micro_batch": micro_batch,
@@ -118,7 +122,15 @@ def training_memory(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
-    part, share = _Part(config, precision, tensor_parallel, context_parallel), 1 if sharding == "none" else world_size
+    share = 1 if sharding == "none" else world_size
+    if pipeline:
+        ranks = _StageRank.all_of(config, precision, tensor_parallel, pipeline)
+        again = sharding in ("full", "hybrid")
+        estimates = (
+            rank.memory(micro_batch, optimizer, share, checkpointing, compiled=compiled, again=again) for rank in ranks
+        )
+        return max(estimates, key=lambda estimate: estimate.total)
+    part = _Part(config, precision, tensor_parallel, context_parallel)
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
     buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
     peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
@@ -142,15 +154,18 @@ def state_bytes(model: Member, optimizer: str) -> int:
     return _FP32 * (1 + max(_MOMENTS[optimizer])) * model.n_params_total
 
 
-def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_size: int) -> int:
+def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_size: int, stages: int = 1) -> int:
     """Return a lower bound of the bytes on each device for any model: weights, gradients and the fewest possible moments.
 
     Args:
         model, optimizer: As for `state_bytes`.
         sharding, world_size: As for `training_memory`.
+        stages: Devices of a pipeline; gradients are sharded only without one.
     """
-    share = 1 if sharding == "none" else world_size
-    return _FP32 * (2 + min(_MOMENTS[optimizer])) * model.n_params_total // share
+    share, numbers = 1 if sharding == "none" else world_size, 2 + min(_MOMENTS[optimizer])
+    if stages > 1:
+        return _FP32 * (model.n_params_total + (numbers - 1) * model.n_params_total // share) // stages
+    return _FP32 * numbers * model.n_params_total // share
 
 
 def activation_bytes(
@@ -199,12 +214,18 @@ class _Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a decoder on one of the devices that share its products."""
+    """The part of a decoder on one of the devices that share its products.
+
+    Attributes:
+        has_embedding, has_readout: False if another stage of a pipeline has it; `config` then has this device's number of blocks.
+    """
 
     config: ModelConfig
     precision: Precision
     ranks: int
     context_ranks: int = 1
+    has_embedding: bool = True
+    has_readout: bool = True
 
     @property
     def own_positions(self) -> int:
@@ -224,14 +245,19 @@ class _Part:
     @property
     def n_params(self) -> int:
         """Parameters: the part of matrices and tables, all norms, and biases after a sum."""
-        config = self.config
-        norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
-        return norms + (config.n_params_total - norms) // self.ranks
+        config, groups = self.config, self._groups
+        norms = groups["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
+        return norms + (sum(groups.values()) - norms) // self.ranks
 
     @property
     def table(self) -> int:
         """Parameters of the readout."""
         return self._of_group("readout")
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of an embedding that is not tied."""
+        return self._of_group("embedding")
 
     @property
     def tied(self) -> int:
@@ -249,8 +275,16 @@ class _Part:
         """Entries of the blocks' matrices."""
         return self.config.n_matrix_entries // self.ranks
 
+    @cached_property
+    def _groups(self) -> dict[str, int]:
+        """Parameters by group, over all devices that share products."""
+        elsewhere = (() if self.has_embedding else ("embedding", "positions")) + (
+            () if self.has_readout else ("readout",)
+        )
+        return self.config.n_params_by_group | dict.fromkeys(elsewhere, 0)
+
     def _of_group(self, name: str) -> int:
-        return self.config.n_params_by_group[name] // self.ranks
+        return self._groups[name] // self.ranks
 
     def copies(self, checkpointing: Checkpointing) -> _Buffers:
         """Return the buffers of a single device: low-precision copies, and one matrix' gradient at a time."""
@@ -308,8 +342,8 @@ class _Part:
             in_matrices, elsewhere = _MOMENTS[optimizer]
             return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
         d_kv, n_mlp = config.n_kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
-        tables = (1 if config.tied else 2) * (config.vocab_size + width)
-        positions = config.context_length + width if config.positions == "learned" else 0
+        tables = (1 if config.tied else self.has_embedding + self.has_readout) * (config.vocab_size + width)
+        positions = config.context_length + width if config.positions == "learned" and self.has_embedding else 0
         return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
 
     def kept_by_block(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
@@ -389,6 +423,119 @@ class _Part:
         return self.compute * self.config.d_model + _FP32 * (2 if self.config.norm == "layernorm" else 1)
 
 
+@cache
+def _with_layers(config: ModelConfig, n_layers: int) -> ModelConfig:
+    return replace(config, n_layers=n_layers)
+
+
+@dataclass(frozen=True)
+class _StageRank:
+    """A device of a pipeline: the weights of all its stages, and what is specific to each stage.
+
+    FSDP2 keeps a stage's weights gathered, under "full" and "hybrid" from a backward pass to the next forward pass. It adds up
+    whole gradients in fp32, which are reduced at the end of the step. torch makes a buffer for each micro-batch that a stage
+    receives, activations and gradients apart.
+
+    Attributes:
+        blocks: Numbers of blocks of the device's stages.
+    """
+
+    part: _Part
+    pipeline: PipelineShare
+    rank: int
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def all_of(
+        cls, config: ModelConfig, precision: Precision, tensor_parallel: int, pipeline: PipelineShare
+    ) -> Iterator[_StageRank]:
+        """Generate the devices of a pipeline that may need the most: of equal neighbours the outer two."""
+        schedule, ranks = pipeline.schedule, pipeline.ranks
+        shapes = [
+            (blocks, rank == 0, has_last_stage(schedule, rank, ranks))
+            for rank, blocks in enumerate(blocks_of_ranks(config, schedule, ranks))
+        ]
+        for rank, shape in enumerate(shapes):
+            if 0 < rank < ranks - 1 and shapes[rank - 1] == shape == shapes[rank + 1]:
+                continue
+            blocks, *tables = shape
+            part = _Part(_with_layers(config, sum(blocks)), precision, tensor_parallel, 1, *tables)
+            yield cls(part, pipeline, rank, blocks)
+
+    def memory(
+        self,
+        micro_batch: int,
+        optimizer: str,
+        share: int,
+        checkpointing: Checkpointing,
+        *,
+        compiled: bool,
+        again: bool,
+    ) -> MemoryEstimate:
+        """Return the device's estimate, with 1/`share` of weights and moments; `again`: each forward pass gathers weights again."""
+        part = self.part
+        peak = max(self._moments(micro_batch, checkpointing, compiled=compiled, again=again), key=sum)
+        return MemoryEstimate(
+            parameters=_FP32 * (part.n_params // share),
+            gathered=peak.gathered,
+            gradients=_FP32 * part.n_params,
+            optimizer=_FP32 * part.n_moments(optimizer, share),
+            reduced=peak.reduced,
+            activations=peak.activations + self.received,
+        )
+
+    @property
+    def received(self) -> int:
+        """Bytes of the buffers for what the stages receive: activations except in the first stage, gradients except in the last."""
+        edges = 2 * len(self.blocks) - self.part.has_embedding - self.part.has_readout
+        return edges * self.pipeline.sequences * self._stream
+
+    @property
+    def largest_unit(self) -> int:
+        """Parameters of the largest unit that is gathered and reduced by itself."""
+        return max(self.part.block, self.part.table, self.part.embedding)
+
+    @property
+    def _stream(self) -> int:
+        """Bytes of the residual stream of a sequence."""
+        config = self.part.config
+        return config.context_length * (self.part.compute * config.d_model // self.part.ranks)
+
+    def _moments(self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool) -> list[_Moment]:
+        """Return the moments of a step that may be its peak, without the buffers of `received`."""
+        part, number = self.part, self.pipeline.micro_batches(micro_batch)
+        config, size = part.config, self.pipeline.sequences // number
+        n_positions, stream = size * config.context_length, size * self._stream
+        of_token = part.kept_by_block(checkpointing, compiled=compiled)
+        kept, in_block = n_positions * of_token, n_positions * part.in_block(of_token, checkpointing)
+        last, of_stages = len(self.blocks) - 1, []
+        for stage, blocks in enumerate(self.blocks):
+            receives = not (part.has_embedding and stage == 0)  # its input, a buffer, is the first that its block keeps
+            of_head = n_positions * part.kept_by_head(n_positions) if part.has_readout and stage == last else stream
+            of_stages.append(blocks * kept + of_head - receives * stream)
+        counts = in_flight(self.pipeline.schedule, self.rank, self.pipeline.ranks, number)
+        in_all = part.bias_bytes + max(
+            sum(n * of_stage for n, of_stage in zip(count, of_stages, strict=True)) for count in counts
+        )
+        whole, block = part.compute * part.n_params, part.compute * part.block
+        gathered = whole - again * max(0, min(self.blocks) - 2) * block  # after a stage's forward pass
+        late = part.compute * config.d_model * config.d_ff // part.ranks  # gradient of the MLP's last matrix
+        moments = [
+            _Moment(gathered, late, in_all + in_block),
+            _Moment(gathered, block, in_all - kept + stream),
+            _Moment(whole, late, in_all + in_block - again * (max(self.blocks) - 1) * kept),
+            # At the end of a step FSDP2 copies gradients into a buffer for their reduction.
+            _Moment(whole - part.compute * self.largest_unit, _FP32 * self.largest_unit, part.bias_bytes),
+        ]
+        if part.has_readout:
+            forward, backward = part.in_loss(n_positions)
+            moments += [
+                _Moment(gathered, 0, in_all + forward),
+                _Moment(gathered, _FP32 * part.table, in_all + backward),
+            ]
+        return moments
+
+
 def evaluation_memory(
     config: ModelConfig,
     sequences: int,
@@ -399,17 +546,24 @@ def evaluation_memory(
     world_size: int = 1,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    pipeline: PipelineShare | None = None,
 ) -> int:
     """Return an upper bound of the bytes on each device during an evaluation within training: state without gradients, and a pass.
 
     The pass takes `sequences` at a time. FSDP2 gathers a unit into a buffer and copies the weights from it; the buffer stays until
-    the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows.
+    the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows. In a pipeline, the
+    buffers of a training step stay, and a stage's weights may all be gathered.
     """
+    held = training.parameters + training.optimizer
     part = _Part(config, precision, tensor_parallel, context_parallel)
     n, table, block = part.n_params, part.table, part.block
     stream = part.compute * config.d_model * sequences * part.own_positions // tensor_parallel
     shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     at_work = evaluation_bytes(config, sequences, precision, **shared)
+    if pipeline:
+        ranks = _StageRank.all_of(config, precision, tensor_parallel, pipeline)
+        most = max(rank.received + part.compute * (rank.part.n_params + rank.largest_unit) for rank in ranks)
+        return held + most + at_work + 2 * stream
     if world_size * tensor_parallel == 1:
         moments = [(max(table, config.d_model * config.d_ff) * (precision != "fp32"), at_work)]
     elif sharding in ("none", "zero2"):
@@ -420,7 +574,6 @@ def evaluation_memory(
             (2 * table + 2 * block, 2 * stream),  # the readout, the embedding's buffer, the first block twice
             (table + max(table, 2 * block), at_work),
         ]
-    held = training.parameters + training.optimizer
     return held + max(part.compute * weights + rest for weights, rest in moments)
 
 
@@ -442,9 +595,18 @@ def evaluation_bytes(
     return one_block + forward
 
 
-def largest_micro_batch(estimate: Callable[..., MemoryEstimate], share: int, *, limit: int) -> int:
-    """Return the largest divisor of a device's `share` of a batch whose `estimate(micro_batch=…)` is at most `limit`, or 1."""
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
+def largest_micro_batch(
+    estimate: Callable[..., MemoryEstimate], share: int, *, limit: int, pipeline: PipelineShare | None = None
+) -> int:
+    """Return the largest divisor of a device's `share` of a batch whose `estimate(micro_batch=…)` is at most `limit`, or the least.
+
+    In a `pipeline`, only the divisors that `PipelineShare.sizes` of this share has are considered.
+
+    Raises:
+        ValueError: As `PipelineShare.sizes`, and as the estimate.
+    """
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    sizes = replace(pipeline, sequences=share).sizes if pipeline else divisors
     n_fitting = bisect_right(sizes, limit, key=lambda size: estimate(micro_batch=size).total)
     return sizes[max(n_fitting, 1) - 1]
 

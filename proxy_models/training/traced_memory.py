@@ -42,10 +42,15 @@ def estimated_memory(
     """Estimate the memory of training on each device: by the family's `training_memory`, or else by tracing a rank by itself.
 
     Raises:
-        ValueError: As `Family.training_memory` and `traced_memory`.
+        ValueError: As `Family.training_memory` and `traced_memory`, or if a stage of a pipeline would have to be traced.
     """
     shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     known = family_of(member).training_memory(member, **shared, **conditions)
+    if known is None and "pipeline" in conditions:
+        raise ValueError(
+            f"the family of {member} must have training_memory, since a stage of a pipeline is not traced; got pipeline_parallel = "
+            f"{conditions['pipeline'].ranks}"
+        )
     return known or traced_memory(member, **conditions)
 
 
@@ -57,17 +62,18 @@ def estimated_evaluation(
     *,
     sharding: Sharding,
     world_size: int,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
+    **layout: Any,
 ) -> int:
     """Estimate the bytes on each device during an evaluation within training, as `estimated_memory` does those of training.
+
+    `layout` may also have tensor_parallel and pipeline.
 
     Raises:
         ValueError: As `Family.evaluation_memory` and `traced_evaluation`.
     """
-    layout: dict[str, Any] = {"sharding": sharding, "world_size": world_size}
-    layout |= {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
-    known = family_of(member).evaluation_memory(member, sequences, training, precision, **layout)
+    known = family_of(member).evaluation_memory(
+        member, sequences, training, precision, sharding=sharding, world_size=world_size, **layout
+    )
     return known or traced_evaluation(member, sequences, training, precision, world_size=world_size)
 
 

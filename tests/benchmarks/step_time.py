@@ -1,9 +1,12 @@
-"""Predicted against published training throughput, and 8B and 70B by layout: `python tests/benchmarks/step_time.py`, a second.
+"""Predicted against published training throughput, and 8B, 70B and 405B by layout: `python tests/benchmarks/step_time.py`, seconds.
 
 Published: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 and 3), asyncTP_llama3_h100_2025-06_torchtitan.md (bf16,
 vanilla TP) and docs/performance.md (64 A100s, 2024); llm-foundry, scripts/train/benchmarking/README.md (H100 80GB BF16). All in
 tokens per second and device. torchtitan's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, for which the share of the
 peak that products reach is fitted to its first compiled row; its "selective op" recomputes every second product.
+
+Pipelines: Llama 3's 405B (arXiv 2407.21783, table 4), without its third row, which shares out the context; torchtitan's 405B (table 5
+of the same file), whose Float8 products are not predicted, so that only the two schedules are compared with each other.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
 from muscale.plans.step_time import LINKS, Links, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.stage_layout import PipelineSchedule
 
 _LLAMA: dict[str, Any] = {"head_dim": 128, "mlp_ratio": 3.5, "vocab_size": 128_256, "context_length": 8192}
 LLAMA_8B = ModelConfig(d_model=4096, n_layers=32, queries_per_kv=4, **_LLAMA)
@@ -33,6 +37,7 @@ MPT_7B = ModelConfig(d_model=4096, n_layers=32, **_MPT)
 MPT_13B = ModelConfig(d_model=5120, n_layers=40, **_MPT)
 MPT_30B = ModelConfig(d_model=7168, n_layers=48, **_MPT)
 MPT_70B = ModelConfig(d_model=8192, n_layers=80, **_MPT)
+LLAMA_405B = ModelConfig(d_model=16_384, n_layers=126, queries_per_kv=16, **_LLAMA | {"mlp_ratio": 3.25})
 BATCH_TOKENS = 2**23
 LIMITED = replace(LINKS["H100 SXM"], memory=2.4e12, products=0.485)
 
@@ -175,6 +180,79 @@ def predicted(run: Published) -> StepTime:
     )
 
 
+_OF_405B = Parallelism(sharding="zero2", tensor_parallel=8, pipeline_parallel=16, pipeline_schedule="interleaved")
+PIPELINES = ((8192, 32, 0.43), (16_384, 16, 0.41))
+"""Devices, sequences of a pipeline and published MFU of Llama 3's 405B; micro-batches of one sequence are assumed."""
+_OF_TORCHTITAN = Parallelism(sharding="zero2", tensor_parallel=8, pipeline_parallel=8, checkpointing="full")
+SCHEDULES_OF_TORCHTITAN = {"1f1b": 100, "interleaved": 128}
+"""Tokens per second and device of torchtitan's 405B on 512 H100s, 32 sequences to a pipeline; 8 micro-batches are assumed."""
+
+
+def predicted_405b(workers: int, sequences: int) -> StepTime:
+    """The model's step of Llama 3's 405B with two stages for each rank of a pipeline; Meta's number of stages is not published."""
+    shares = workers // (_OF_405B.tensor_parallel * _OF_405B.pipeline_parallel)
+    return StepTime(
+        LLAMA_405B,
+        _OF_405B,
+        workers=workers,
+        micro_batch=1,
+        batch_tokens=shares * sequences * LLAMA_405B.context_length,
+        device="H100 SXM",
+    )
+
+
+def predicted_torchtitan(schedule: PipelineSchedule) -> StepTime:
+    """The model's step of torchtitan's 405B, in bf16."""
+    return StepTime(
+        LLAMA_405B,
+        replace(_OF_TORCHTITAN, pipeline_schedule=schedule),
+        workers=512,
+        micro_batch=4,
+        batch_tokens=256 * LLAMA_405B.context_length,
+        device="H100 SXM",
+        links=LIMITED,
+    )
+
+
+def _print_pipelines() -> None:
+    print("\n| run | devices | layout | published MFU | predicted | bubble |\n| --- | --- | --- | --- | --- | --- |")
+    for workers, sequences, mfu in PIPELINES:
+        found = predicted_405b(workers, sequences)
+        print(
+            f"| Llama 3 405B | {workers:,} | TP 8, PP 16, {sequences} micro-batches | {mfu:.0%} | {found.mfu:.0%} "
+            f"| {found.bubble_share:.0%} |"
+        )
+    one, two = predicted_torchtitan("1f1b"), predicted_torchtitan("interleaved")
+    ratio = SCHEDULES_OF_TORCHTITAN["interleaved"] / SCHEDULES_OF_TORCHTITAN["1f1b"]
+    print(
+        f"torchtitan 405B, interleaved over 1F1B: published {ratio:.2f}, predicted {one.total / two.total:.2f} "
+        f"(bf16: {one.tokens_per_second:.0f} and {two.tokens_per_second:.0f} tokens per second and device)"
+    )
+
+    print(
+        f"\nThe proposed layout and the fastest pipeline, batch of {2 * BATCH_TOKENS:,} tokens; * proposed\n"
+        "| model, devices | sharding | TP | PP, schedule | checkpointing | micro-batch | GiB | tokens/s | MFU | exposed | bubble |\n"
+        + "| --- " * 11
+        + "|"
+    )
+    for name, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B), ("405B", LLAMA_405B)):
+        for workers in (64, 256, 1024):
+            layouts = fitting_layouts(model, workers=workers, batch_tokens=2 * BATCH_TOKENS, device="H100 SXM")
+            proposed = propose_layout(layouts)
+            staged = next((layout for layout in layouts if layout.parallelism.pipeline_parallel > 1), None)
+            for layout in [proposed, *([] if proposed is staged else [staged])]:
+                if layout is None:
+                    continue
+                of, step = layout.parallelism, layout.step
+                stages = f"{of.pipeline_parallel}, {of.pipeline_schedule}" if of.pipeline_parallel > 1 else "1"
+                print(
+                    f"| {name}, {workers:,}{' *' if layout is proposed else ''} | {of.sharding} | {of.tensor_parallel} | {stages} "
+                    f"| {of.checkpointing} | {layout.micro_batch} | {layout.memory.total / 2**30:.0f} "
+                    f"| {step.tokens_per_second:,.0f} | {step.mfu:.0%} | {step.exposed_share - step.bubble_share:.0%} "
+                    f"| {step.bubble_share:.0%} |"
+                )
+
+
 def _print_published() -> None:
     print(
         "| run | devices | micro-batch × passes | published | predicted | error |\n| --- | --- | --- | --- | --- | --- |"
@@ -214,7 +292,7 @@ def _print_layouts() -> None:
             best: dict[tuple[str, int], Layout] = {}  # of each sharding, and of each tensor_parallel
             for layout in layouts:
                 of = layout.parallelism
-                if of.tensor_parallel in (1, 8):
+                if of.tensor_parallel in (1, 8) and of.pipeline_parallel == 1:
                     best.setdefault((of.sharding, of.tensor_parallel), layout)
             shown = [*best.values()] + ([] if proposed in best.values() or proposed is None else [proposed])
             for layout in shown:
@@ -229,3 +307,4 @@ def _print_layouts() -> None:
 if __name__ == "__main__":
     _print_published()
     _print_layouts()
+    _print_pipelines()

@@ -1,8 +1,9 @@
-"""The estimate beside the traced peak, for sizes, layouts, checkpointing and numbers of ranks; then waits and graphs of steps.
+"""Compare the estimate with the traced peak, for sizes, layouts, checkpointing and numbers of ranks; then waits and graphs of steps.
 
     python -m tests.gpu_free [--layers 3] [--shapes 1.3B 8B 70B] [--ranks 64 1024]
 
-A few blocks are traced, and the whole model where the estimate for those is off by more than 5 %. Exits with 1 if that is, too, if
+A few blocks are traced, and the whole model where the estimate for those is off by more than 5 %; of a pipeline, its first and its
+last rank on the smallest number of ranks. Exits with 1 if the estimate for the whole model is off, too, if
 a step after the first would make the host wait for the device, or if compiled blocks have more than one graph or a break.
 """
 
@@ -15,7 +16,7 @@ from itertools import product
 from typing import get_args
 
 from proxy_models.architecture.memory import Checkpointing
-from tests.gpu_free.cases import LAYOUTS, SEQUENCES, SHAPES, Case, traced
+from tests.gpu_free.cases import LAYOUTS, PIPELINES, RANKS, SEQUENCES, SHAPES, STAGES, Case, traced
 from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
@@ -30,9 +31,28 @@ def main() -> int:
     chosen = parser.parse_args()
     print("| shape, blocks | layout | checkpointing | ranks | sequences | traced, GiB | estimate | error |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    missed = False
-    for shape, layout, checkpointing, ranks in product(chosen.shapes, LAYOUTS, get_args(Checkpointing), chosen.ranks):
-        case = Case(shape=shape, layout=layout, checkpointing=checkpointing, ranks=ranks, layers=chosen.layers or None)
+    missed, layers = False, chosen.layers or None
+    for case in (
+        *(
+            Case(shape=shape, layout=layout, checkpointing=checkpointing, ranks=ranks, layers=layers)
+            for shape, layout, checkpointing, ranks in product(
+                chosen.shapes, LAYOUTS, get_args(Checkpointing), chosen.ranks
+            )
+        ),
+        *(
+            Case(
+                shape=shape,
+                layout=layout,
+                checkpointing=checkpointing,
+                ranks=min(chosen.ranks),
+                layers=layers and max(layers, STAGES),
+                stage=stage,
+            )
+            for shape, layout, checkpointing, stage in product(
+                chosen.shapes, PIPELINES, get_args(Checkpointing), (0, RANKS - 1)
+            )
+        ),
+    ):
         if abs(row(case)) > TOLERANCE and abs(row(replace(case, layers=None))) > TOLERANCE:
             missed = True
     print("\n| layout, optimizer | steps | waits in steps | at their reads | graphs | breaks |")
@@ -52,7 +72,7 @@ def row(case: Case) -> float:
     memory, *_ = traced(case)
     error = case.estimate.total / memory.most - 1
     print(
-        f"| {case.shape}, {case.model.n_layers} | {case.layout} | {case.checkpointing} | {case.ranks:,} "
+        f"| {case.shape}, {case.model.n_layers} | {case.place} | {case.checkpointing} | {case.ranks:,} "
         f"| {SEQUENCES[case.shape]} | {memory.most / 2**30:.2f} | {case.estimate.total / 2**30:.2f} | {error:+.1%} |",
         flush=True,
     )

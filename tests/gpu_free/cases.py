@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import build_model, build_pipeline, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
@@ -15,6 +20,7 @@ from proxy_models.architecture.memory import (
     Checkpointing,
     MemoryEstimate,
     Precision,
+    _StageRank,
     evaluation_memory,
     training_memory,
 )
@@ -53,22 +59,40 @@ SHAPES = {
         vocab_size=128_256,
         context_length=8192,
     ),
+    "405B": ModelConfig(
+        d_model=16_384,
+        n_layers=126,
+        head_dim=128,
+        queries_per_kv=16,
+        mlp_ratio=3.25,
+        vocab_size=128_256,
+        context_length=8192,
+    ),
 }
 LAYOUTS = {
     "full": Parallelism(),
     "hybrid": Parallelism(sharding="hybrid", shard_ranks=NODE),
     "tensor": Parallelism(tensor_parallel=NODE),
 }
-SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1}
-"""Of a pass."""
+RANKS, STAGES = 4, 8
+"""Ranks of a pipeline, and the most stages that they have."""
+_PIPELINE = Parallelism(sharding="zero2", tensor_parallel=NODE, pipeline_parallel=RANKS)
+PIPELINES = {
+    "1f1b": _PIPELINE,
+    "1f1b, full": replace(_PIPELINE, sharding="full"),
+    "interleaved": replace(_PIPELINE, pipeline_schedule="interleaved"),
+}
+SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1}
+"""Sequences of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step of two passes on the first of `ranks` ranks.
+    """A step of two passes on the first of `ranks` ranks, or of two micro-batches for each rank of a pipeline.
 
     Attributes:
         layers: Of the model; None: all.
+        stage: Rank of the pipeline that is traced.
     """
 
     shape: str
@@ -78,9 +102,15 @@ class Case:
     layers: int | None = None
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
+    stage: int = 0
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.layout}, {self.checkpointing}, {self.ranks} ranks"
+        return f"{self.shape}, {self.place}, {self.checkpointing}, {self.ranks} ranks"
+
+    @property
+    def place(self) -> str:
+        """The layout, with the traced rank of a pipeline."""
+        return f"{self.layout} rank {self.stage}" if self.layout in PIPELINES else self.layout
 
     @property
     def model(self) -> ModelConfig:
@@ -89,67 +119,84 @@ class Case:
 
     @property
     def parallelism(self) -> Parallelism:
-        return replace(LAYOUTS[self.layout], checkpointing=self.checkpointing)
+        return replace((LAYOUTS | PIPELINES)[self.layout], checkpointing=self.checkpointing)
+
+    @property
+    def share(self) -> int:
+        """Sequences of a rank's share of the batch."""
+        return 2 * self.parallelism.pipeline_parallel * SEQUENCES[self.shape]
 
     @property
     def estimate(self) -> MemoryEstimate:
-        _, _, shards, tensor = self.parallelism.grid(self.ranks)
+        conditions = self._conditions
+        if pipeline := conditions.pop("pipeline", None):
+            whole = conditions["sharding"] in ("none", "zero2")
+            of_stages = _StageRank.all_of(self.model, self.precision, conditions["tensor_parallel"], pipeline)
+            traced = next(one for one in of_stages if one.rank == self.stage)
+            return traced.memory(
+                SEQUENCES[self.shape],
+                self.optimizer,
+                conditions["world_size"],
+                self.checkpointing,
+                compiled=False,
+                again=not whole,
+            )
         return training_memory(
             self.model,
             micro_batch=SEQUENCES[self.shape],
             precision=self.precision,
             optimizer=self.optimizer,
-            sharding=self.parallelism.sharding,
-            world_size=shards,
-            tensor_parallel=tensor,
-            checkpointing=self.checkpointing,
+            **conditions,
         )
 
     @property
     def evaluation_estimate(self) -> int:
         """Bytes of an evaluation in the run, as the gate has them."""
-        _, _, shards, tensor = self.parallelism.grid(self.ranks)
-        return evaluation_memory(
-            self.model,
-            SEQUENCES[self.shape],
-            self.estimate,
-            self.precision,
-            sharding=self.parallelism.sharding,
-            world_size=shards,
-            tensor_parallel=tensor,
-        )
+        layout = {name: value for name, value in self._conditions.items() if name != "checkpointing"}
+        return evaluation_memory(self.model, SEQUENCES[self.shape], self.estimate, self.precision, **layout)
+
+    @property
+    def _conditions(self) -> dict[str, Any]:
+        return self.parallelism.memory_conditions(self.parallelism.grid(self.ranks), self.share)
 
 
 def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int]], MemoryTrace]:
     """Memory and collectives of a step, and memory of an evaluation after it, as a full run takes them.
 
-    The step is two passes, clipping and the optimizer, by `Stepper`; the evaluation two passes on each rank.
+    The step is all passes, clipping and the optimizer, by `Stepper`; the evaluation two passes on each rank.
     """
-    model, parallelism, device = case.model, case.parallelism, torch.device("cpu")
+    model, parallelism, device, size = case.model, case.parallelism, torch.device("cpu"), SEQUENCES[case.shape]
     grid = parallelism.grid(case.ranks)
     shares = grid.data_ranks
-    batch = 2 * SEQUENCES[case.shape] * shares * model.context_length
+    batch = case.share * shares * model.context_length
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
-    with rank_of(0, case.ranks):
+    with rank_of(case.stage * case.ranks // grid.stages, case.ranks):
         mesh = mesh_of(grid, device.type)
-        with fake_gpu():
-            built = build_model(numerics, recipe, parallelism, device=device, mesh=mesh, initial_values=False)
+        with fake_gpu(), patch.object(_PipelineSchedule, "_warmup_p2p", _agree):
+            arguments: dict[str, Any] = {"device": device, "mesh": mesh, "initial_values": False}
+            pipeline = None
+            if case.layout in PIPELINES:
+                pipeline = build_pipeline(numerics, recipe, parallelism, micro_batch=size, **arguments)
+                built = pipeline.module
+            else:
+                built = build_model(numerics, recipe, parallelism, **arguments)
             optimizer = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
             stepper = Stepper(
                 built,
                 optimizer,
                 numerics,
                 recipe,
-                micro_batch=SEQUENCES[case.shape],
+                micro_batch=size,
                 ranks=shares,
                 before_part=lambda last: between_parts(built, parallelism.sharding, last=last),
+                pipeline=pipeline,
             )
             for parameter in built.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()  # makes its state
             optimizer.zero_grad()
-            sequences = torch.zeros(2 * SEQUENCES[case.shape], model.context_length + 1, dtype=torch.int64)
+            sequences = torch.zeros(case.share, model.context_length + 1, dtype=torch.int64)
             memory, evaluation, collectives = MemoryTrace(), MemoryTrace(), Collectives()
             for trace in (memory, evaluation):
                 trace.hold("parameters", built.parameters())
@@ -157,9 +204,16 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
                 trace.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
             with memory.tracing(), collectives:
                 stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
-            held_out = {"": EvaluationSet(sequences=sequences.repeat(shares, 1), weight=1.0)}
+            held_out = {"": EvaluationSet(sequences=sequences[: 2 * size].repeat(shares, 1), weight=1.0)}
             with evaluation.tracing(), torch.no_grad():
-                source_losses(
-                    built, next_token_loss, held_out, device=device, batch=SEQUENCES[case.shape], ranks=shares
-                )
+                if pipeline:
+                    pipeline.held_out_loss(sequences[:size])
+                else:
+                    source_losses(built, next_token_loss, held_out, device=device, batch=size, ranks=shares)
     return memory, collectives.calls, evaluation
+
+
+def _agree(_schedule: Any, stages: list[PipelineStage], *_: Any) -> None:
+    """Stand for the messages by which ranks agree that the shapes of all stages are stated."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

@@ -1,4 +1,4 @@
-"""One rank of many, on fake tensors: its traced peak beside the estimate, and its collectives beside a golden file.
+"""One rank of many, on fake tensors: its traced peak against the estimate, and its collectives against a golden file.
 
 Two blocks of each model, as what a block adds is the same for all; `python -m tests.gpu_free` traces every layout.
 """
@@ -18,6 +18,7 @@ CASES = (
     Case(shape="8B", layout="hybrid", checkpointing="selective", layers=2),
     Case(shape="8B", layout="tensor", checkpointing="full", ranks=1024, layers=2),
     Case(shape="70B", layout="full", checkpointing="full", ranks=1024, layers=2),
+    Case(shape="70B", layout="1f1b", checkpointing="full", layers=4),
 )
 GOLDEN = Path(__file__).with_name("collectives.json")
 

@@ -11,6 +11,7 @@ from muscale.plans.layouts import Layout
 from muscale.plans.step_time import LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
+from proxy_models.architecture.pipeline_counts import bubble_share
 
 if TYPE_CHECKING:
     from proxy_models.architecture.attention import Kernel
@@ -107,7 +108,14 @@ def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> Gat
     return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 
-def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, parallelism: Parallelism) -> GateLine:
+def layout_line(
+    shared: Mapping[str, int],
+    *,
+    sequences: int,
+    workers: int,
+    parallelism: Parallelism,
+    micro_batch: int = 1,
+) -> GateLine:
     """Whether the workers form the layout, they can divide its products, and each of them gets a sequence of every batch.
 
     Uneven shares are only reported: they do not change the loss, but ranks with fewer sequences wait.
@@ -115,14 +123,23 @@ def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, para
     Args:
         shared: Sizes that `tensor_parallel` workers share, by name: heads, d_ff, ….
         sequences: Sequences of the smallest batch.
+        micro_batch: Largest number of sequences of a micro-batch in a pipeline.
     """
-    tensor, group = parallelism.tensor_parallel, parallelism.sequence_ranks
-    problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
+    tensor, group, stages = parallelism.tensor_parallel, parallelism.sequence_ranks, parallelism.pipeline_parallel
+    problems, advice, in_stages = list(parallelism.unfit(workers, sequences=sequences)), [], ""
+    if not problems:
+        try:
+            in_stages = _in_stages(parallelism, sequences // parallelism.data_ranks(workers), micro_batch)
+        except ValueError as error:
+            problems.append(str(error))
+            advice.append("use another promote.micro_batch or another batch")
     divisors = [
-        n * group for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * group))
+        n * group * stages
+        for n in range(1, sequences + 1)
+        if sequences % n == 0 and not any(parallelism.unfit(n * group * stages, sequences=sequences))
     ]
     near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
-    if problems:
+    if problems and not advice:
         advice.append(f"take {near} workers, or another batch" if near else "use another batch size or another layout")
     odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
     if odd:
@@ -137,15 +154,27 @@ def layout_line(shared: Mapping[str, int], *, sequences: int, workers: int, para
             compared=f"can't be laid out: {'; '.join(problems)}",
             advice="; ".join(advice),
         )
-    shares = workers // group
+    shares = parallelism.data_ranks(workers)
     least, more = divmod(sequences, shares)
-    text = f"{sequences} sequences over {shares} workers" + (f" × {group}" if group > 1 else "")
+    text = f"{sequences} sequences over {shares} workers" + (f" × {group}" if group > 1 else "") + in_stages
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
         waits = 1 - sequences / (shares * (least + 1))
         text += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
         advice.append(f"{near} workers would share it evenly")
     return GateLine(name="layout", status="passed", compared=", ".join([text, *parts]), advice="; ".join(advice))
+
+
+def _in_stages(parallelism: Parallelism, sequences: int, micro_batch: int) -> str:
+    """Text about a pipeline that gets so many sequences, "" without one; raises ValueError if they are not cut into micro-batches."""
+    if (pipeline := parallelism.pipeline(sequences)) is None:
+        return ""
+    number = pipeline.micro_batches(micro_batch)
+    bubble = bubble_share(pipeline.schedule, pipeline.ranks, number)
+    return (
+        f" × {pipeline.ranks}, {pipeline.n_stages} stages under {pipeline.schedule}: {number} micro-batches of "
+        f"{sequences // number}, bubble {bubble:.0%} of a step"
+    )
 
 
 def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:

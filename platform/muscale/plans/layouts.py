@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from muscale.plans.step_time import LINKS, Links, StepTime, links_of
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import NO_STEP_SIZES
 from muscale.settings.parallelism import Parallelism
-from muscale.settings.promote import LAYOUT
+from muscale.settings.promote import LAYOUT, PromoteSettings
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
@@ -25,11 +25,14 @@ from proxy_models.architecture.memory import (
     Sharding,
     largest_micro_batch,
 )
+from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches
 from proxy_models.data.corpus import Corpus
 from scaling import Accelerator, accelerator
 
 NEAR = 0.02
 """Relative difference of predicted step times below which the simpler layout is chosen; the prediction is no finer."""
+SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
+"""Schedules that are considered for an open layout, the simpler first: blocks can be compiled under both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +48,21 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Settings of [promote] that select the layout."""
         own = self.parallelism
-        return dict(
+        keys = dict(
             zip(LAYOUT, (own.sharding, own.tensor_parallel, own.pipeline_parallel, own.checkpointing), strict=True)
         )
+        return keys | {"pipeline_schedule": own.pipeline_schedule} if own.pipeline_parallel > 1 else keys
 
     def __str__(self) -> str:
         """Return the settings of [promote], with predicted time and memory."""
         chosen = self.parallelism
+        stages = (
+            f'pipeline_parallel = {chosen.pipeline_parallel}, pipeline_schedule = "{chosen.pipeline_schedule}", '
+            if chosen.pipeline_parallel > 1
+            else ""
+        )
         return (
-            f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, micro_batch = {self.micro_batch}, '
+            f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, {stages}micro_batch = {self.micro_batch}, '
             f'activation_checkpointing = "{chosen.checkpointing}": {self.step}, {self.memory.total / 2**30:.3g} GiB'
         )
 
@@ -68,6 +77,7 @@ def fitting_layouts(
     smallest_batch_tokens: int | None = None,
     micro_batch: int | None = None,
     shard_ranks: int | None = None,
+    schedules: Sequence[PipelineSchedule] = SCHEDULES,
     optimizer: str = "adamw",
     precision: Precision = "bf16",
     compiled: bool = True,
@@ -82,6 +92,7 @@ def fitting_layouts(
         smallest_batch_tokens: Batch at the beginning of a ramp; None: `batch_tokens`.
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
         shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
+        schedules: Schedules of pipelines.
         attended: As in `StepTime`.
 
     Raises:
@@ -94,12 +105,16 @@ def fitting_layouts(
     limit = int(MEMORY_SHARE * device.memory_bytes)
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
-    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks):
+    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks, schedules):
         grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
-        share = -(-sequences // parallelism.data_ranks(workers))
-        conditions = parallelism.memory_conditions(grid)
+        shares = parallelism.data_ranks(workers)
+        first, share = (-(-n // shares) for n in (sequences, batch_tokens // model.context_length))
+        conditions = parallelism.memory_conditions(grid, share)
         estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
-        taken = micro_batch or largest_micro_batch(estimate, share, limit=limit)
+        pipeline = parallelism.pipeline(first)
+        taken = micro_batch or largest_micro_batch(estimate, first, limit=limit, pipeline=pipeline)
+        if pipeline and not micro_batches(pipeline.schedule, pipeline.ranks, share, most=taken):
+            continue
         memory = estimate(micro_batch=taken)
         if memory.total > limit:
             continue
@@ -120,7 +135,7 @@ def fitting_layouts(
 
 
 def propose_layout(layouts: list[Layout]) -> Layout | None:
-    """Return the simplest layout within 2 % of the fastest: least tensor parallelism, checkpointing and sharding; None if none."""
+    """Return the simplest layout within 2 % of the fastest, or None: fewest stages, then least tensor parallelism, and so on."""
     near = [layout for layout in layouts if layout.step.total <= (1 + NEAR) * layouts[0].step.total]
     return min(near, key=lambda layout: _complexity(layout.parallelism), default=None)
 
@@ -153,6 +168,7 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
         smallest_batch_tokens=h.batch_tokens >> h.batch_doublings,
         micro_batch=settings.micro_batch,
         shard_ranks=settings.shard_ranks,
+        schedules=_schedules(settings),
         optimizer=h.optimizer,
         **conditions,
     )
@@ -187,31 +203,51 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
     return config.model_copy(update={"promote": settings.model_copy(update=chosen.keys)})
 
 
+def _schedules(settings: PromoteSettings) -> Sequence[PipelineSchedule]:
+    """Schedules of a pipeline: the stated one, or those that are considered for "auto"."""
+    is_open = settings.pipeline_parallel == "auto" and "pipeline_schedule" not in settings.model_fields_set
+    return SCHEDULES if is_open else (settings.pipeline_schedule,)
+
+
 def _candidates(
-    model: Member, workers: int, sequences: int, node_devices: int, shard_ranks: int | None
+    model: Member,
+    workers: int,
+    sequences: int,
+    node_devices: int,
+    shard_ranks: int | None,
+    schedules: Sequence[PipelineSchedule],
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0]
-    for sharding, degree, checkpointing in product(get_args(Sharding), degrees, get_args(Checkpointing)):
-        if sharding == "hybrid" and (workers <= node_devices or degree > node_devices):
+    pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], schedules)]
+    if family_of(model).training_memory(model, micro_batch=1) is None:  # the memory of a stage would be unknown
+        del pipelines[1:]
+    for sharding, degree, (stages, schedule) in product(get_args(Sharding), degrees, pipelines):
+        if sharding == "hybrid" and (workers // stages <= node_devices or degree > node_devices):
             continue
         together = shard_ranks if sharding == "hybrid" else None
         if together and together % degree:
             continue
-        parallelism = Parallelism(
-            sharding=sharding, shard_ranks=together, tensor_parallel=degree, checkpointing=checkpointing
+        plain = Parallelism(
+            sharding=sharding,
+            shard_ranks=together,
+            tensor_parallel=degree,
+            pipeline_parallel=stages,
+            pipeline_schedule=schedule,
         )
         errors = (
-            *parallelism.layout_errors(model),
-            *parallelism.unfit(workers, sequences=sequences, node_ranks=node_devices),
+            *plain.layout_errors(model),
+            *plain.unfit(workers, sequences=sequences, node_ranks=node_devices),
         )
         if not errors:
-            yield parallelism
+            yield from (replace(plain, checkpointing=kind) for kind in get_args(Checkpointing))
 
 
-def _complexity(parallelism: Parallelism) -> tuple[int, int, int]:
+def _complexity(parallelism: Parallelism) -> tuple[int, ...]:
     return (
+        parallelism.pipeline_parallel,
         parallelism.tensor_parallel,
         get_args(Checkpointing).index(parallelism.checkpointing),
         get_args(Sharding).index(parallelism.sharding),
+        get_args(PipelineSchedule).index(parallelism.pipeline_schedule),
     )

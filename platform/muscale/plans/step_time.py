@@ -7,6 +7,10 @@ longer than that block is exposed, as are the first and the last collective of a
 activations around attention and MLP (sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2), and
 context parallelism gathers keys and values; all of this is exposed. Collectives are rings.
 
+A pipeline's step lasts as long as its slowest rank computes, plus the time in which the other ranks fill and drain the pipeline
+(`idle_seconds`). Its ranks reduce gradients once, after the last micro-batch, which nothing hides. Under "gpipe" and "1f1b" torch
+waits for each transfer between stages; under the other schedules only those of the fill and drain are exposed.
+
 The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
 compares the prediction with published runs; tests/benchmarks/RESULTS.md has the rows ("The predicted step and published runs").
 """
@@ -23,6 +27,7 @@ from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member, StepSizes
 from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, idle_seconds
 from scaling import Accelerator, accelerator
 
 LINK_SHARE = 0.8
@@ -104,8 +109,8 @@ class StepTime:
             windows are assumed to be as fast as the one for whole sequences.
 
     Raises:
-        ValueError: If the workers do not form the layout, the device has no entry in `LINKS`, or the model's family has no
-            `step_sizes`.
+        ValueError: If the workers do not form the layout, the device has no entry in `LINKS`, the model's family has no
+            `step_sizes`, or a pipeline has no such micro-batches.
     """
 
     model: Member
@@ -122,30 +127,25 @@ class StepTime:
     attended: float | None = None
 
     def __post_init__(self) -> None:
-        _ = self._grid, self._sizes
+        _ = self._grid, self._sizes, self._passes
 
     @property
     def total(self) -> float:
         """Total seconds."""
-        return self.products + self.tensor + self.context + self.exposed + self.optimizer
+        return self.products + self.tensor + self.context + self.exposed + self.optimizer + self.sends + self.bubble
 
     @cached_property
     def products(self) -> float:
-        """Matrix products, attention and all other computation of a device, slowed by concurrent collectives."""
-        vocab_size = self.model.vocab_size
-        readout = self._computing(
-            6 * vocab_size * self.model.d_model * self._tokens, 0.0, _LOGIT_MOVES * _FP32 * vocab_size * self._tokens
-        )
+        """Matrix products, attention and all other computation of a device (mean), slowed by concurrent collectives."""
         blocks = self.model.n_layers * sum(self._block)
-        return self._passes * (blocks + readout) + self._traffic.contended
+        return self._passes * (blocks + self._readout) / self._grid.stages + self._traffic.contended
 
     @cached_property
     def tensor(self) -> float:
         """Collectives of tensor parallelism."""
-        activations = self._bytes * self.micro_batch * self.model.context_length * self.model.d_model
         # A block has four calls forward, four backward and four recomputed; embedding sum and last norm have one each way.
         calls = 4 * (2 + (self.parallelism.checkpointing != "none")) * self.model.n_layers + 4
-        return self._passes * calls * self._collective(activations, self._grid.tensor, 1)
+        return self._passes * calls * self._call / self._grid.stages
 
     @cached_property
     def context(self) -> float:
@@ -168,9 +168,39 @@ class StepTime:
     @property
     def optimizer(self) -> float:
         """Update of the weights."""
-        _, _, shards, tensor = self._grid
-        state = self.model.n_params_total / tensor / (1 if self.parallelism.sharding == "none" else shards)
+        stages, _, shards, tensor = self._grid
+        state = self.model.n_params_total / stages / tensor / (1 if self.parallelism.sharding == "none" else shards)
         return _STATE_BYTES * state / (self._links.memory * MOVED_SHARE)
+
+    @property
+    def sends(self) -> float:
+        """Activations and gradients that stages of a pipeline pass on while they compute nothing."""
+        if (pipeline := self._pipeline) is None:
+            return 0.0
+        within = self.workers <= self._links.node_devices
+        latency, bandwidth = (
+            (NODE_HOP_SECONDS, self._links.node) if within else (NETWORK_HOP_SECONDS, self._links.network)
+        )
+        size = self._bytes * self._tokens * self.model.d_model
+        waits = pipeline.n_stages - 1 + (self._passes if pipeline.n_stages == pipeline.ranks else 0)
+        return 2 * waits * (latency + size / (LINK_SHARE * bandwidth))
+
+    @cached_property
+    def bubble(self) -> float:
+        """Time that a device (mean) waits while its pipeline fills and drains, and for slower stages."""
+        if (pipeline := self._pipeline) is None:
+            return 0.0
+        schedule, ranks, calls = pipeline.schedule, pipeline.ranks, 4 * self._call
+        forward, backward = self._block
+        forward, backward = forward + calls, backward + calls * (1 + (self.parallelism.checkpointing != "none"))
+        seconds, idle = [], []
+        for rank, blocks in enumerate(blocks_of_ranks(self.model, schedule, ranks)):
+            n, readout = sum(blocks), self._readout / 3 if has_last_stage(schedule, rank, ranks) else 0.0
+            passes = n * forward + readout, n * backward + 2 * readout
+            seconds.append(sum(passes))
+            idle.append(idle_seconds(schedule, *passes, n * self._weight_products + readout))
+        slowest = max(range(ranks), key=seconds.__getitem__)
+        return self._passes * (seconds[slowest] - sum(seconds) / ranks) + sum(idle) - idle[slowest]
 
     @property
     def tokens_per_second(self) -> float:
@@ -184,13 +214,19 @@ class StepTime:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step in which devices wait for one another."""
-        return (self.tensor + self.context + self.exposed) / self.total
+        """Share of the step in which devices wait for one another, the bubble of a pipeline included."""
+        return (self.tensor + self.context + self.exposed + self.sends + self.bubble) / self.total
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the step in which devices wait for other stages of their pipeline."""
+        return self.bubble / self.total
 
     def __str__(self) -> str:
+        bubble = f", {self.bubble_share:.0%} in the pipeline's bubble" if self._pipeline else ""
         return (
             f"{self.total:.3g} s a step, {self.tokens_per_second:,.0f} tokens per second and device, MFU {self.mfu:.0%}, "
-            f"{self.exposed_share:.0%} in exposed communication"
+            f"{self.exposed_share - self.bubble_share:.0%} in exposed communication{bubble}"
         )
 
     @cached_property
@@ -222,14 +258,47 @@ class StepTime:
         return accelerator(self.device).peak_flops["bf16"] if self._bytes == 2 else self._links.fp32_flops
 
     @cached_property
-    def _passes(self) -> int:
-        share = math.ceil(self.batch_tokens / self.model.context_length / self.parallelism.data_ranks(self.workers))
-        return math.ceil(share / self.micro_batch)
+    def _share(self) -> int:
+        """Sequences of a batch that a rank gets."""
+        return math.ceil(self.batch_tokens / self.model.context_length / self.parallelism.data_ranks(self.workers))
 
-    @property
+    @cached_property
+    def _pipeline(self) -> PipelineShare | None:
+        return self.parallelism.pipeline(self._share)
+
+    @cached_property
+    def _passes(self) -> int:
+        if self._pipeline:
+            return self._pipeline.micro_batches(self.micro_batch)
+        return math.ceil(self._share / self.micro_batch)
+
+    @cached_property
+    def _sequences(self) -> int:
+        """Sequences of a pass; those of a pipeline are all equal."""
+        return self._share // self._passes if self._pipeline else self.micro_batch
+
+    @cached_property
     def _tokens(self) -> float:
         """Tokens of a pass on each of the ranks that share its products and sequences."""
-        return self.micro_batch * self.model.context_length / self._grid.tensor / self.parallelism.context_parallel
+        return self._sequences * self.model.context_length / self._grid.tensor / self.parallelism.context_parallel
+
+    @cached_property
+    def _call(self) -> float:
+        """Seconds of a collective of tensor parallelism."""
+        activations = self._bytes * self._sequences * self.model.context_length * self.model.d_model
+        return self._collective(activations, self._grid.tensor, 1)
+
+    @cached_property
+    def _readout(self) -> float:
+        """Seconds of the readout and loss of a pass, forward and backward."""
+        vocab_size = self.model.vocab_size
+        moved = _LOGIT_MOVES * _FP32 * vocab_size * self._tokens
+        return self._computing(6 * vocab_size * self.model.d_model * self._tokens, 0.0, moved)
+
+    @property
+    def _weight_products(self) -> float:
+        """Seconds of the products of a block's backward pass that compute gradients of weights."""
+        return self._computing(2 * self._sizes.block_entries * self._tokens, 0.0, 0.0)
 
     @cached_property
     def _block(self) -> tuple[float, float]:
@@ -261,6 +330,8 @@ class StepTime:
         tables, layers = self._sizes.table_params, model.n_layers
         _, _, shards, tensor = self._grid
         block, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
+        if self._pipeline:
+            return self._traffic_of_stages(self._pipeline, block, outside / 2, 1 + self._passes * again)
         forward, backward = self._block
         total = exposed = contended = 0.0
         for number in range(self._passes):
@@ -276,6 +347,21 @@ class StepTime:
                 exposed += (layers - 1) * max(0.0, wanted - hiding)
                 contended += (layers - 1) * CONTENTION * min(wanted, hiding)
         return _Traffic(total=total, exposed=exposed, contended=contended)
+
+    def _traffic_of_stages(self, pipeline: PipelineShare, block: float, table: float, times: int) -> _Traffic:
+        """Seconds of the collectives of a rank with one table: its blocks are gathered so many times, and reduced once."""
+        layers = max(map(sum, blocks_of_ranks(self.model, pipeline.schedule, pipeline.ranks)))
+        gather, start = (
+            self._collective(self._bytes * n, self._grid.shards, self._grid.tensor) for n in (block, table)
+        )
+        at_end = layers * self._reduction(block, is_last=True) + self._reduction(table, is_last=True)
+        forward, _ = self._block
+        hidden = times * (layers - 1)
+        return _Traffic(
+            total=times * layers * gather + start + at_end,
+            exposed=gather + start + at_end + hidden * max(0.0, gather - forward),
+            contended=hidden * CONTENTION * min(gather, forward),
+        )
 
     def _reduction(self, n_params: float, *, is_last: bool) -> float:
         """Seconds to reduce gradients over shards, and after the last pass over replicas."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
+from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
 
 
@@ -181,15 +182,27 @@ class Parallelism:
             )
         return RankGrid(stages, world_size // stages // together, together // tensor, tensor)
 
-    def memory_conditions(self, grid: RankGrid) -> dict[str, Any]:
-        """Arguments that describe the layout in a memory estimate, for a rank of the grid."""
-        return {
+    def memory_conditions(self, grid: RankGrid, sequences: int = 0) -> dict[str, Any]:
+        """Arguments that describe the layout in a memory estimate, for a rank of the grid.
+
+        Args:
+            sequences: Sequences of a rank's share of the batch. Only a pipeline, which has buffers for all of them, needs the number.
+        """
+        conditions: dict[str, Any] = {
             "sharding": self.sharding,
             "world_size": grid.replicas if self.sharding == "none" else grid.shards,
             "tensor_parallel": self.tensor_parallel,
             "context_parallel": self.context_parallel,
             "checkpointing": self.checkpointing,
         }
+        pipeline = self.pipeline(sequences)
+        return conditions | {"pipeline": pipeline} if pipeline else conditions
+
+    def pipeline(self, sequences: int) -> PipelineShare | None:
+        """The pipeline that trains on so many sequences of a batch; None if every rank has the whole model."""
+        if self.pipeline_parallel == 1:
+            return None
+        return PipelineShare(schedule=self.pipeline_schedule, ranks=self.pipeline_parallel, sequences=sequences)
 
     def data_ranks(self, world_size: int) -> int:
         """Number of shares that a batch is cut into; the number of ranks must fit the layout."""

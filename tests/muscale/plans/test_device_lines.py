@@ -52,7 +52,7 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
     )
     cases = [
         (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
-        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of tensor_parallel = 2 need", "take 8 or 16 workers"),
+        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of 2 need", "take 8 or 16 workers"),
         (6, Parallelism(tensor_parallel=4), "tensor_parallel must divide the 6 ranks, got 4", "take 4 or 8 workers"),
         (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
         (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
@@ -62,6 +62,29 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
         assert line.status == "failed"
         assert compared in line.compared
         assert advice in line.advice
+
+
+def test_a_pipeline_s_line_has_its_stages_micro_batches_and_bubble() -> None:
+    pipeline = Parallelism(pipeline_parallel=4, tensor_parallel=2)
+    line = layout_line({"heads": 12}, sequences=64, workers=16, parallelism=pipeline, micro_batch=4)
+    assert (line.status, line.compared) == (
+        "passed",
+        "64 sequences over 2 workers × 2 × 4, 4 stages under 1f1b: 8 micro-batches of 4, bubble 27% of a step, 12 heads",
+    )
+    looped = Parallelism(pipeline_parallel=4, pipeline_schedule="interleaved")
+    assert "8 stages under interleaved: 16 micro-batches of 1, bubble 9%" in (
+        layout_line({}, sequences=16, workers=4, parallelism=looped).compared
+    )
+    cases = [
+        (16, 6, pipeline, 1, "pipeline_parallel must divide the 6 ranks, got 8", "take 8 or 16 workers"),
+        (6, 8, looped, 1, "got 6 sequences", "take 4 workers"),
+        (14, 4, looped, 1, "at most 1 sequences, at least one for each rank, got 14", "another promote.micro_batch"),
+    ]
+    for sequences, workers, parallelism, size, compared, advice in cases:
+        failed = layout_line({}, sequences=sequences, workers=workers, parallelism=parallelism, micro_batch=size)
+        assert failed.status == "failed"
+        assert compared in failed.compared
+        assert advice in failed.advice
 
 
 def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:

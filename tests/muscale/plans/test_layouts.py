@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
+import pytest
+
+from muscale.plans.layouts import SCHEDULES, Layout, _candidates, fitting_layouts, propose_layout
 from muscale.plans.step_time import LINKS
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.memory import MEMORY_SHARE
+from proxy_models.architecture.pipeline_counts import PipelineShare
+from proxy_models.training.traced_memory import estimated_memory
 from scaling import accelerator
 from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B
 
@@ -55,3 +60,41 @@ def test_products_are_never_shared_over_nodes() -> None:
         proposed = propose_layout(layouts(replace(LLAMA_70B, queries_per_kv=1), 256, network=network))
         assert proposed is not None
         assert proposed.parallelism.tensor_parallel <= 8
+
+
+def test_layouts_have_stages_where_blocks_micro_batches_and_workers_allow_them() -> None:
+    found = layouts(LLAMA_70B, 256)
+    stages = {layout.parallelism.pipeline_parallel for layout in found}
+    assert {1, 4, 8, 16} <= stages
+    assert max(stages) <= 80, "a block for each stage"
+    assert {layout.parallelism.pipeline_schedule for layout in found} == {"1f1b", "interleaved"}
+    limit = MEMORY_SHARE * accelerator("H100 SXM").memory_bytes
+    for layout in found:
+        of = layout.parallelism
+        share = 2**22 // 8192 // of.data_ranks(256)
+        if (pipeline := of.pipeline(share)) is not None:
+            number = pipeline.micro_batches(layout.micro_batch)
+            assert number * layout.micro_batch == share
+            assert number >= min(share, 4 * of.pipeline_parallel)
+        assert layout.memory.total <= limit
+    assert not {layout.parallelism.pipeline_parallel for layout in layouts(replace(LLAMA_70B, tied=True), 256)} - {1}
+
+
+def test_a_pipeline_is_proposed_where_a_slow_network_makes_full_sharding_wait() -> None:
+    slow = propose_layout(layouts(LLAMA_70B, 256, network=5e9))
+    fast = propose_layout(layouts(LLAMA_70B, 256))
+    assert slow is not None
+    assert fast is not None
+    assert fast.parallelism.pipeline_parallel == 1
+    assert slow.parallelism.pipeline_parallel > 1
+    assert slow.keys["pipeline_parallel"] == slow.parallelism.pipeline_parallel
+    assert slow.keys["pipeline_schedule"] == slow.parallelism.pipeline_schedule
+    assert "pipeline_schedule" not in fast.keys
+
+
+def test_stages_of_a_family_without_an_estimate_of_memory_are_not_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecoderFamily, "training_memory", lambda *_, **__: None)
+    with pytest.raises(ValueError, match="pipeline_parallel = 2"):
+        estimated_memory(TINY, micro_batch=1, pipeline=PipelineShare(schedule="1f1b", ranks=2, sequences=8))
+    found = _candidates(TINY, 8, 512, 8, None, SCHEDULES)
+    assert {parallelism.pipeline_parallel for parallelism in found} == {1}

@@ -8,15 +8,29 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from muscale.plans.layouts import SCHEDULES
 from muscale.plans.step_time import LINK_SHARE, LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import training_loss
 from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.stage_layout import PipelineSchedule, blocks_of_stages, n_stages
 from proxy_models.training.fsdp import between_parts
-from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B, PUBLISHED, Published, llm_foundry, predicted
+from tests.benchmarks.step_time import (
+    LLAMA_8B,
+    LLAMA_70B,
+    PIPELINES,
+    PUBLISHED,
+    SCHEDULES_OF_TORCHTITAN,
+    Published,
+    llm_foundry,
+    predicted,
+    predicted_405b,
+    predicted_torchtitan,
+)
 from tests.muscale.collectives import Collectives
 from tests.muscale.fake_ranks import rank_of
 from tests.muscale.full_runs.train.test_collectives import FP32, RANKS, SEQUENCES, TIME, built
+from tests.proxy_models.pipeline_orders import orders, seconds
 
 H100 = LINKS["H100 SXM"]
 
@@ -137,6 +151,82 @@ def test_slower_links_longer_rings_and_shorter_passes_never_make_a_step_faster()
         assert 0 < base.mfu < 1
 
 
+def test_a_pipeline_of_equal_ranks_waits_for_the_published_bubble() -> None:
+    """1F1B (P − 1)/M of the rest of the step, interleaved half of it, zero bubble a third of that if all three passes take as long."""
+    endless = replace(H100, memory=1e30, node=1e30, network=1e30, attention=1e30)
+    model = replace(LLAMA_8B, vocab_size=1)  # so that the last rank has no more to do
+    for schedule, part in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 1 / 2),
+        ("looped_bfs", 1 / 2),
+        ("zero_bubble", 1 / 6),
+    ):
+        found = step(model, links=endless, pipeline_parallel=4, pipeline_schedule=schedule, sharding="zero2")
+        assert found.bubble == pytest.approx(3 / 32 * part * found.products, rel=0.01), schedule
+        assert found.bubble_share == pytest.approx(found.bubble / found.total)
+        assert found.exposed_share > found.bubble_share
+        whole = step(model, links=endless, sharding="zero2")
+        assert found.products == pytest.approx(whole.products, rel=0.01)
+        assert (whole.bubble, whole.sends) == (0, 0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zero_bubble_v"])
+def test_unequal_stages_wait_as_in_the_order_that_torch_runs(schedule: PipelineSchedule) -> None:
+    model = replace(LLAMA_8B, n_layers=18)  # 4 ranks can't have as many blocks each, and the last has a readout
+    found = step(model, pipeline_parallel=4, pipeline_schedule=schedule, sharding="zero2")
+    forward, backward = found._block
+    weights, third = found._weight_products, found._readout / 3
+    times = [
+        {
+            "F": n * forward + at_end * third,
+            "I": n * (backward - weights) + at_end * third,
+            "W": n * weights + at_end * third,
+        }
+        for n, at_end in ((len(blocks), blocks[-1] == 17) for blocks in blocks_of_stages(model, n_stages(schedule, 4)))
+    ]
+    exact = seconds(orders(schedule, 4, 32), times)
+    predicted = found.products - found._traffic.contended + found.bubble
+    assert predicted == pytest.approx(exact, rel=0.06)
+
+
+def test_stages_reduce_gradients_once_and_gather_weights_once_or_for_every_micro_batch() -> None:
+    slow = replace(H100, network=1e6)  # so that nothing but bytes counts
+    sizes = LLAMA_8B.n_params_by_group
+    rank = (LLAMA_8B.n_params_total - 2 * sizes["readout"]) / 32 * 9 + sizes["readout"]  # 9 blocks and a table
+    layout: dict[str, Any] = {"pipeline_parallel": 4, "pipeline_schedule": "1f1b"}
+    ring = 127 / 128 / (LINK_SHARE * 8 * 1e6)
+    zero2 = step(workers=512, links=slow, sharding="zero2", **layout)
+    assert zero2.communication == pytest.approx((2 + 4) * rank * ring, rel=0.01)
+    full = step(workers=512, links=slow, sharding="full", **layout)
+    assert full.communication - zero2.communication == pytest.approx(4 * 2 * (rank - sizes["readout"]) * ring, rel=0.01)
+
+
+def test_stages_pass_activations_and_gradients_on() -> None:
+    slow = replace(H100, network=1e6)
+    size = 2 * 8192 * 4096 / (LINK_SHARE * 1e6)
+    one_stage, two_stages = (
+        step(links=slow, pipeline_parallel=4, pipeline_schedule=kind, sharding="zero2")
+        for kind in ("1f1b", "interleaved")
+    )
+    assert one_stage.sends == pytest.approx(2 * (3 + 32) * size, rel=1e-3), "each is waited for"
+    assert two_stages.sends == pytest.approx(2 * 7 * size, rel=1e-3), "those of the fill and drain"
+    shared = step(links=slow, pipeline_parallel=4, tensor_parallel=8, sharding="zero2")
+    assert shared.sends == pytest.approx(2 * (3 + 256) * size / 8, rel=1e-3), "a rank sends its own positions"
+
+
+def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 1 sequences.* got 14 sequences"):
+        StepTime(
+            LLAMA_8B,
+            Parallelism(pipeline_parallel=4, pipeline_schedule="interleaved"),
+            workers=4,
+            micro_batch=1,
+            batch_tokens=14 * 8192,
+            device="H100 SXM",
+        )
+
+
 def test_tensor_parallelism_over_nodes_is_slower_than_within_one() -> None:
     within, over = (step(LLAMA_70B, micro_batch=8, tensor_parallel=degree) for degree in (8, 16))
     assert over.tensor > 2 * within.tensor
@@ -154,6 +244,14 @@ def test_every_run_of_llm_foundry_at_contexts_to_4096_lies_within_15_percent() -
     assert len(runs) == 35
     errors = [predicted(run).tokens_per_second / run.tokens_per_second - 1 for run in runs]
     assert max(map(abs, errors)) < 0.15
+
+
+def test_pipelines_of_405b_are_near_the_published_ones() -> None:
+    for workers, sequences, published in PIPELINES:
+        assert predicted_405b(workers, sequences).mfu == pytest.approx(published, rel=0.15)
+    published = SCHEDULES_OF_TORCHTITAN["interleaved"] / SCHEDULES_OF_TORCHTITAN["1f1b"]
+    one, two = (predicted_torchtitan(schedule).total for schedule in SCHEDULES)
+    assert one / two == pytest.approx(published, rel=0.05)
 
 
 def test_a_device_without_known_links_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,12 +18,15 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     activation_bytes,
+    evaluation_memory,
     fitting,
     largest_micro_batch,
     least_memory,
     training_memory,
 )
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
+from proxy_models.architecture.pipeline_counts import PipelineShare
+from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.precision import DTYPES
@@ -221,3 +224,88 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="optimizer.*got 'sgd'"):
         training_memory(config, micro_batch=1, optimizer="sgd")
     assert "GiB a device" in str(training_memory(config, micro_batch=1))
+
+
+def in_pipeline(config: ModelConfig, schedule: PipelineSchedule, *, sequences: int = 32, **conditions: Any) -> Any:
+    """Return the estimate for the rank of a pipeline of four that needs the most."""
+    pipeline = PipelineShare(schedule=schedule, ranks=4, sequences=sequences)
+    return training_memory(config, **{"micro_batch": 2} | conditions, pipeline=pipeline)
+
+
+def test_a_rank_of_a_pipeline_holds_its_stages_with_whole_gradients_and_gathered_weights() -> None:
+    config = ModelConfig(d_model=64, n_layers=16, vocab_size=64)
+    groups = config.n_params_by_group
+    stage = 4 * (groups["attention"] + groups["mlp"] + groups["norms"]) // 16 + groups["embedding"]  # the first
+    for kind in ("zero2", "full"):
+        found = in_pipeline(config, "1f1b", precision="bf16", sharding=kind, world_size=4)
+        assert found.parameters == pytest.approx(stage, rel=0.01), "4 bytes over 4 ranks"
+        assert found.optimizer == pytest.approx(2 * stage, rel=0.01)
+        assert found.gradients == pytest.approx(4 * stage, rel=0.01)
+        whole = 2 * stage if kind == "zero2" else 2 * (stage - 2 * (stage - groups["embedding"]) // 4)
+        assert found.gathered == pytest.approx(whole, rel=0.01), "after a forward pass only two of four blocks again"
+    unsharded = in_pipeline(config, "1f1b", precision="bf16", sharding="none", world_size=4)
+    assert unsharded.parameters == pytest.approx(4 * stage, rel=0.01)
+
+
+def test_activations_in_a_pipeline_are_those_in_flight_and_the_buffers_that_receive_them() -> None:
+    config = ModelConfig(d_model=64, n_layers=32, vocab_size=64)
+    stream = 4 * config.context_length * config.d_model  # of a sequence in fp32
+    block = (activation_bytes(config, 2) - activation_bytes(replace(config, n_layers=16), 2)) / 16
+
+    def kept(schedule: PipelineSchedule, **conditions: Any) -> float:
+        """Return the micro-batches of two sequences on all blocks of a rank, without buffers."""
+        buffers = 1 if schedule in ("gpipe", "1f1b") else 3  # the first rank receives no input for its first stage
+        activations = in_pipeline(config, schedule, **conditions).activations - buffers * 32 * stream
+        return float(activations / (8 * block))
+
+    flight = {
+        "gpipe": 16,
+        "looped_bfs": 16,
+        "1f1b": 4,
+        "interleaved": 5.5,
+        "zero_bubble": 4,
+        "zero_bubble_v": 4,
+        "dualpipe_v": 4.5,
+    }
+    for schedule, number in flight.items():
+        assert kept(cast(PipelineSchedule, schedule)) == pytest.approx(number, rel=0.1), schedule
+    assert kept("1f1b", micro_batch=1) == pytest.approx(4 / 2, rel=0.1), "half the sequences in flight"
+    more, less = (in_pipeline(config, "1f1b", sequences=n).activations for n in (64, 32))
+    assert more - less == 32 * stream, "a buffer for each sequence, and no more in flight"
+
+
+def test_an_evaluation_in_a_pipeline_keeps_its_buffers_and_gathers_a_stage() -> None:
+    config, pipeline = ModelConfig(d_model=64, n_layers=16), PipelineShare(schedule="1f1b", ranks=4, sequences=32)
+    state: dict[str, Any] = {"sharding": "full", "world_size": 4, "pipeline": pipeline}
+    training = training_memory(config, micro_batch=2, **state)
+    held = training.parameters + training.optimizer
+    found = evaluation_memory(config, 2, training, **state)
+    assert found - held > 2 * 32 * 4 * config.context_length * config.d_model, "receives activations and gradients"
+    whole = evaluation_memory(config, 2, training, sharding="zero2", world_size=4)
+    assert found - held < whole - held + 2 * 32 * 4 * config.context_length * config.d_model
+
+
+def test_a_pipeline_keeps_at_least_the_least_memory() -> None:
+    config = ModelConfig(d_model=64, n_layers=16)
+    kinds: tuple[Sharding, ...] = ("none", "full")
+    for kind in kinds:
+        found = in_pipeline(config, "interleaved", sharding=kind, world_size=4)
+        least = least_memory(config, "adamw", sharding=kind, world_size=4, stages=4)
+        assert least < found.parameters + found.gradients + found.optimizer
+
+
+def test_the_micro_batch_of_a_pipeline_leaves_several_for_each_rank() -> None:
+    config, pipeline = ModelConfig(d_model=64, n_layers=16), PipelineShare(schedule="1f1b", ranks=4, sequences=64)
+    estimate = partial(training_memory, config, pipeline=pipeline)
+    assert largest_micro_batch(estimate, 64, limit=2**60, pipeline=pipeline) == 4
+    limit = estimate(micro_batch=2).total
+    assert largest_micro_batch(estimate, 64, limit=limit, pipeline=pipeline) == 2
+    assert largest_micro_batch(estimate, 32, limit=2**60, pipeline=pipeline) == 2, "of a smaller share, as in a ramp"
+
+
+def test_a_pipeline_that_is_not_possible_is_refused() -> None:
+    config = ModelConfig(d_model=64, n_layers=6)
+    with pytest.raises(ValueError, match="8 stages.* n_layers=6"):
+        in_pipeline(config, "interleaved")
+    with pytest.raises(ValueError, match="at most 1 sequences.* got 3 sequences"):
+        in_pipeline(config, "1f1b", sequences=3, micro_batch=1)

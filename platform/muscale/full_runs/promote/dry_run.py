@@ -194,6 +194,7 @@ def dry_run(
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
                 parallelism=settings.parallelism,
+                micro_batch=worker.micro_batch,
             ),
             precision_line(
                 config.shared_numerics(corpus).precision,
@@ -253,13 +254,16 @@ def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, 
     """The predicted step of the run's layout, and the layout with the fastest predicted step."""
     plan, config = worker.plan, worker.config
     proposed = propose_layout(layouts_of(plan, config, corpus))
-    layout, workers = config.promote.parallelism, config.promote.workers
+    layout = config.promote.parallelism
     conditions = conditions_of(plan, config, corpus)
     if conditions is None or family_of(plan.model).step_sizes(plan.model) is None:
         return None, None
-    if any(layout.unfit(workers, node_ranks=worker.node_ranks)) or any(layout.layout_errors(plan.model)):
+    if any(layout.layout_errors(plan.model)):
         return None, proposed
-    return StepTime(plan.model, layout, micro_batch=worker.micro_batch, **conditions), proposed
+    try:
+        return StepTime(plan.model, layout, micro_batch=worker.micro_batch, **conditions), proposed
+    except ValueError:  # the workers or micro-batches do not fit the layout, as its line says
+        return None, proposed
 
 
 def _attention(worker: PlannedWorker) -> Iterator[GateLine]:

@@ -82,20 +82,23 @@ class PlannedWorker:
     def micro_batch(self) -> int:
         """Sequences per pass: the setting, or on a GPU the largest part of the worker's share that fits, or the share.
 
-        If shares differ by one sequence, the larger one counts.
+        If shares differ by one sequence, the larger one counts. A pipeline's share is cut into several passes for each of its workers.
         """
         settings, h = self.config.promote, self.plan.hyperparameters
         if settings.micro_batch:
             return settings.micro_batch
-        shares = settings.parallelism.data_ranks(settings.workers) * self.plan.model.context_length
-        if self.config.resources.gpus_per_worker and self.device.memory_bytes:
-            from proxy_models.training.traced_memory import estimated_memory  # imports torch
+        first = self._share(h.batch_tokens >> h.batch_doublings)
+        pipeline = settings.parallelism.pipeline(first)
+        with suppress(ValueError):  # a model that can't be traced, or a layout that is not possible
+            if self.config.resources.gpus_per_worker and self.device.memory_bytes:
+                from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
-            estimate = partial(estimated_memory, self.plan.model, **self._conditions)
-            first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
-            with suppress(ValueError):  # a model that can't be traced
-                return largest_micro_batch(estimate, first, limit=int(MEMORY_SHARE * self.device.memory_bytes))
-        return -(-h.batch_tokens // shares)
+                estimate = partial(estimated_memory, self.plan.model, **self._conditions)
+                limit = int(MEMORY_SHARE * self.device.memory_bytes)
+                return largest_micro_batch(estimate, first, limit=limit, pipeline=pipeline)
+            if pipeline:
+                return pipeline.sizes[-1]
+        return self._share(h.batch_tokens)
 
     @property
     def evaluation_batch(self) -> int:
@@ -113,6 +116,7 @@ class PlannedWorker:
             self.plan.hyperparameters.optimizer,
             sharding=self._conditions["sharding"],
             world_size=self._conditions["world_size"],
+            stages=self.config.promote.parallelism.pipeline_parallel,
         )
 
     def memory(self) -> MemoryEstimate:
@@ -125,9 +129,8 @@ class PlannedWorker:
         """Bytes that evaluation needs in addition to the training state."""
         from proxy_models.training.traced_memory import estimated_evaluation  # imports torch
 
-        layout = {
-            name: self._conditions[name] for name in ("sharding", "world_size", "tensor_parallel", "context_parallel")
-        }
+        names = ("sharding", "world_size", "tensor_parallel", "context_parallel", "pipeline")
+        layout = {name: value for name, value in self._conditions.items() if name in names}
         return estimated_evaluation(self.plan.model, self.evaluation_batch, training, self.plan.precision, **layout)
 
     @cached_property
@@ -136,4 +139,9 @@ class PlannedWorker:
         layout = self.config.promote.parallelism
         grid = layout.grid(self.config.promote.workers, node_ranks=self.node_ranks)
         of_training = {"precision": self.plan.precision, "optimizer": self.plan.hyperparameters.optimizer}
-        return of_training | layout.memory_conditions(grid)
+        return of_training | layout.memory_conditions(grid, self._share(self.plan.hyperparameters.batch_tokens))
+
+    def _share(self, batch_tokens: int) -> int:
+        """Sequences of a batch that a worker gets."""
+        shares = self.config.promote.parallelism.data_ranks(self.config.promote.workers)
+        return -(-batch_tokens // (shares * self.plan.model.context_length))

@@ -24,6 +24,7 @@ from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member, StepSizes
 from proxy_models.architecture.memory import MemoryEstimate, training_memory
+from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
@@ -163,6 +164,31 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]
     assert line.status == "failed"
     assert "heads over 8" in line.compared
+
+
+def test_a_pipeline_counts_in_memory_and_in_the_micro_batch(look: Look) -> None:
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2")
+    found = look(*on_gpus, "promote.pipeline_parallel=2", 'promote.sharding="zero2"')
+    sequences = found.plan.hyperparameters.batch_tokens // found.plan.model.context_length
+    assert found.launch.micro_batch == max(1, sequences // 8), (
+        "four micro-batches for each worker, if there are as many"
+    )
+    pipeline = PipelineShare(schedule="1f1b", ranks=2, sequences=sequences)
+    state: dict[str, Any] = {"precision": found.plan.precision, "sharding": "zero2", "pipeline": pipeline}
+    model = as_decoder(found.plan.model)
+    assert found.memory == training_memory(model, micro_batch=found.launch.micro_batch, **state)
+    assert statuses(found)["layout"] == statuses(found)["memory"] == statuses(found)["evaluation"] == "passed"
+    assert statuses(found)["communication"] == "passed"
+    on_cpu = look("promote.workers=2", "promote.pipeline_parallel=2")
+    assert on_cpu.launch.micro_batch == found.launch.micro_batch
+    deep = look("promote.workers=16", "promote.pipeline_parallel=16")
+    assert statuses(deep)["memory"] == "unknown", "the model has fewer blocks"
+
+
+def test_an_open_pipeline_keeps_a_stated_schedule(look: Look) -> None:
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2")
+    chosen = look(*on_gpus, "promote.pipeline_parallel=auto", 'promote.sharding="zero2"')
+    assert "stages" not in next(line.compared for line in chosen.gate.lines if line.name == "layout"), "simplest"
 
 
 def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(look: Look) -> None:
