@@ -70,6 +70,20 @@ def mup_muon() -> Space:
     return mup_adamw()
 
 
+def mup_lamb() -> Space:
+    """`mup_adamw` for optimizer "lamb", whose rate is relative to the norm of a tensor: three octaves on either side of 2^-6, assumed.
+
+    To move as under AdamW's 2^-7, an embedding, with a root mean square of 1, needs the same rate, and a hidden matrix at base width
+    64, with one of 2^-3, needs 2^-4.
+    """
+    return Space({**mup_adamw(), "learning_rate": LogUniform(low=2**-9, high=2**-3)})
+
+
+def mup_soap() -> Space:
+    """`mup_adamw` for optimizer "soap": Adam in another basis, with updates of the same size; equal ranges are assumed."""
+    return mup_adamw()
+
+
 def mup_optimizer() -> Space:
     """`mup_adamw_full` with AdamW's betas and the warmup: every setting of the optimizer that transfers.
 
@@ -216,9 +230,11 @@ CATALOGUE: dict[str, Callable[[], Space]] = {
     "classic": classic,
     "mup_adamw": mup_adamw,
     "mup_adamw_full": mup_adamw_full,
+    "mup_lamb": mup_lamb,
     "mup_lion": mup_lion,
     "mup_muon": mup_muon,
     "mup_optimizer": mup_optimizer,
+    "mup_soap": mup_soap,
     "schedule": schedule,
 }
 

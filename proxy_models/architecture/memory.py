@@ -8,7 +8,8 @@ autograd's, in fp32 and bf16). Attention is assumed to be fused, so that its wei
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -34,9 +35,19 @@ MEMORY_SHARE = 0.85
 """Share of a device's memory that an estimate may fill; the allocator and communication buffers need the rest (assumed)."""
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
-"""Numbers of optimizer state per entry of the blocks' matrices and per other parameter, which Muon leaves to AdamW.
-`_Part.n_moments` counts Adafactor's."""
+_MOMENTS = {
+    "adamw": (2, 2),
+    "adam": (2, 2),
+    "lion": (1, 1),
+    "muon": (1, 2),
+    "adafactor": (0, 0),
+    "lamb": (2, 2),
+    "soap": (11, 2),
+}
+"""Numbers of optimizer state per entry of the blocks' matrices and per other parameter, which Muon and SOAP leave to AdamW.
+`_Part.n_moments` counts Adafactor's and SOAP's; 11 bounds SOAP's for matrices up to four times as long as wide."""
+MAX_ROTATED_DIM = 10_000
+"""Largest side of a matrix for which SOAP has a factor and an eigenbasis; its authors' default."""
 LARGEST_FLASH_HEAD = 256
 
 
@@ -99,7 +110,7 @@ def training_memory(
         config: The model.
         micro_batch: Sequences that a device takes at once.
         precision: Precision in which the model computes.
-        optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
+        optimizer: One of `OptimizerName`.
         sharding: State sharded across the devices.
         world_size: Devices that each take a share of the batch; for "hybrid", the devices of one copy.
         tensor_parallel: Devices that share each product; `world_size` counts such a group once.
@@ -126,8 +137,10 @@ def training_memory(
     if pipeline:
         ranks = _StageRank.all_of(config, precision, tensor_parallel, pipeline)
         again = sharding in ("full", "hybrid")
+        n_owners = world_size * tensor_parallel
         estimates = (
-            rank.memory(micro_batch, optimizer, share, checkpointing, compiled=compiled, again=again) for rank in ranks
+            rank.memory(micro_batch, optimizer, share, n_owners, checkpointing, compiled=compiled, again=again)
+            for rank in ranks
         )
         return max(estimates, key=lambda estimate: estimate.total)
     part = _Part(config, precision, tensor_parallel, context_parallel)
@@ -138,7 +151,7 @@ def training_memory(
         parameters=_FP32 * (part.n_params // share),
         gathered=peak.gathered,
         gradients=_FP32 * part.n_params // share,
-        optimizer=_FP32 * part.n_moments(optimizer, share),
+        optimizer=_FP32 * part.n_moments(optimizer, share, world_size * tensor_parallel),
         reduced=peak.reduced,
         activations=peak.activations,
     )
@@ -152,6 +165,16 @@ def state_bytes(model: Member, optimizer: str) -> int:
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
     return _FP32 * (1 + max(_MOMENTS[optimizer])) * model.n_params_total
+
+
+def rotated_numbers(matrices: Mapping[tuple[int, int], int], n_owners: int) -> int:
+    """Return the numbers of SOAP's state, on the rank that owns most, of as many matrices of each shape."""
+    return sum(
+        -(-count // n_owners)
+        * 2
+        * (rows * columns + sum(side**2 for side in (rows, columns) if side <= MAX_ROTATED_DIM))
+        for (rows, columns), count in matrices.items()
+    )
 
 
 def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_size: int, stages: int = 1) -> int:
@@ -332,19 +355,24 @@ class _Part:
             _Moment(prefetched, buffers.whole_block_gradient + tied, blocks - kept + stream),
         ]
 
-    def n_moments(self, optimizer: str, share: int) -> int:
+    def n_moments(self, optimizer: str, share: int, n_owners: int) -> int:
         """Return the numbers of optimizer state on a device with 1/`share` of the parameters.
 
-        Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector.
+        Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector. SOAP keeps
+        the state of whole matrices, on the `n_owners` devices that share them.
         """
         config, width = self.config, self.config.d_model
-        if optimizer != "adafactor":
-            in_matrices, elsewhere = _MOMENTS[optimizer]
-            return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
         d_kv, n_mlp = config.n_kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
-        tables = (1 if config.tied else self.has_embedding + self.has_readout) * (config.vocab_size + width)
-        positions = config.context_length + width if config.positions == "learned" and self.has_embedding else 0
-        return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
+        if optimizer == "adafactor":
+            tables = (1 if config.tied else self.has_embedding + self.has_readout) * (config.vocab_size + width)
+            positions = config.context_length + width if config.positions == "learned" and self.has_embedding else 0
+            return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
+        in_matrices, elsewhere = _MOMENTS[optimizer]
+        if optimizer == "soap":
+            shapes = [(width, width), (d_kv, width)] * 2 + [(config.d_ff, width)] * (n_mlp - 1) + [(width, config.d_ff)]
+            rotated = rotated_numbers(Counter(shapes * config.n_layers), n_owners)
+            return rotated + elsewhere * (self.n_params - self.in_blocks) // share
+        return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
 
     def kept_by_block(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
         """Return the bytes per token that a block keeps. A compiled gated MLP recomputes its activation instead of keeping it."""
@@ -467,19 +495,23 @@ class _StageRank:
         micro_batch: int,
         optimizer: str,
         share: int,
+        n_owners: int,
         checkpointing: Checkpointing,
         *,
         compiled: bool,
         again: bool,
     ) -> MemoryEstimate:
-        """Return the device's estimate, with 1/`share` of weights and moments; `again`: each forward pass gathers weights again."""
+        """Return the device's estimate, with 1/`share` of weights and moments; `again`: each forward pass gathers weights again.
+
+        `n_owners` is as for `_Part.n_moments`.
+        """
         part = self.part
         peak = max(self._moments(micro_batch, checkpointing, compiled=compiled, again=again), key=sum)
         return MemoryEstimate(
             parameters=_FP32 * (part.n_params // share),
             gathered=peak.gathered,
             gradients=_FP32 * part.n_params,
-            optimizer=_FP32 * part.n_moments(optimizer, share),
+            optimizer=_FP32 * part.n_moments(optimizer, share, n_owners),
             reduced=peak.reduced,
             activations=peak.activations + self.received,
         )

@@ -45,6 +45,11 @@ and with a rate of 1/m this rule keeps the matrix's gain constant (Fan et al., a
 The table above is for AdamW. Another optimizer changes only the rate of a hidden matrix, whose width factor becomes
 m^-x, and the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. All optimizers have the same aim: an
 update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv 2310.17813).
+
+LAMB's step is the rate times the ratio of norms times Adam's direction plus decay · weight. Of tensors that start at random values,
+only hidden matrices have a root mean square, and so a ratio, that depends on the width: m^-1/2. With it, the rate m^-1/2 makes Adam's
+rate of 1/m, and the decay needs m for the same speed of decay at every width (derived here). Tensors that start at a constant have the
+ratio 1 and AdamW's rules, also a readout that starts at zero: its norm would say nothing about the size that it should have.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.serialization import Serializable
 
 Scheme = Literal["mup", "standard"]
-OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
+OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon", "lamb", "soap"]
 DecayScaling = Literal["timescale", "sublayer_gain"]
 
 RATE_EXPONENT: dict[OptimizerName, float] = {
@@ -74,8 +79,16 @@ RATE_EXPONENT: dict[OptimizerName, float] = {
     # Muon's update is orthogonal, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982,
     # section 2.2): the largest singular value is .2·sqrt(width).
     "muon": 0.5,
+    "lamb": 0.5,  # as Adafactor: Adam's direction, with the root mean square of the tensor (You et al., arXiv 1904.00962)
+    # In the eigenbasis, entries of an update have the size of the rate, as Adam's have, but the features lie along few of its
+    # directions, so that entries do not add up over the fan-in: the largest singular value of an update grows as sqrt(width). Derived
+    # here, and measured after 24 steps on new batches at widths 32 to 256: that value grows as width^.60, the change of features as
+    # width^.52 (AdamW: .98 and .92; Muon: .52 and .51).
+    "soap": 0.5,
 }
 """Exponent x of each optimizer that has rules; values tuned with another optimizer do not transfer."""
+_DECAY_EXPONENT = RATE_EXPONENT | {"lamb": 1.0}
+"""Exponent of the width in the decay of a hidden matrix. LAMB's ratio of norms, m^-1/2, multiplies the decay too (`lamb`)."""
 
 
 class TableOptions(TypedDict, total=False):
@@ -270,8 +283,11 @@ def tensor_rule(
             weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
-    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if tensor_class in HIDDEN_MATRICES else 1.0
-    width_decay_factor = width_lr_divisor if decay_scaling == "timescale" else math.sqrt(width_lr_divisor)
+    is_hidden = tensor_class in HIDDEN_MATRICES
+    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if is_hidden else 1.0
+    width_decay_factor = m ** _DECAY_EXPONENT[optimizer] if is_hidden else 1.0
+    if decay_scaling == "sublayer_gain":
+        width_decay_factor = math.sqrt(width_decay_factor)
     depth_lr_factor = depth_mult ** (depth_exponent - 1) if in_block else 1.0
     depth_eps_divisor = depth_mult**depth_exponent if in_block else 1.0
     return TensorRule(

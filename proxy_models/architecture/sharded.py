@@ -6,7 +6,7 @@ Importing DTensor takes most of a second, so this module does not: if no other m
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def group_of(tensor: DTensor) -> ProcessGroup:
 
     mesh = tensor.device_mesh
     if mesh.size() == dist.get_world_size():
-        return dist.group.WORLD
+        return cast("ProcessGroup", dist.group.WORLD)
     if mesh.ndim == 1:
         return mesh.get_group()
-    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return cast("ProcessGroup", dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))

@@ -143,9 +143,10 @@ class CoordinateCheck:
         slope without a criterion. A slope is NaN if a size is zero or not finite.
         """
         rows: list[dict[str, Any]] = []
+        since = self._first_update
         for (axis, module, kind), group in self.measurements.groupby(["axis", "module", "kind"], sort=False):
             fits = {key: _slope(points[axis], points["rms"]) for key, points in group.groupby(["quantity", "step"])}
-            for (quantity, step), criterion in _criteria(axis, str(kind), group).items():
+            for (quantity, step), criterion in _criteria(axis, str(kind), group, since).items():
                 row = {"axis": axis, "module": module, "kind": kind, "quantity": quantity, "step": step}
                 bound = {"criterion": criterion.name, "low": criterion.low, "high": criterion.high} if criterion else {}
                 rows.append({**row, "slope": fits[quantity, step], **bound, "fault": criterion and criterion.fault})
@@ -237,6 +238,13 @@ class CoordinateCheck:
             lines.append(f"caution: {self.caution}")
         return "\n".join(lines)
 
+    @property
+    def _first_update(self) -> int:
+        """First step that moves a hidden matrix: the second step under SOAP, which moves only the other tensors in its first."""
+        found = self.measurements.query("kind == 'hidden matrix' and rms > 0")
+        steps = found["step"][found["quantity"].str.startswith("update")]
+        return int(steps.min()) if len(steps) else 1
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -272,11 +280,11 @@ class CoordinateCheck:
         return draw_coordinates(coordinates_data(self.measurements))
 
 
-def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:
+def _criteria(axis: Axis, kind: str, group: pd.DataFrame, since: int) -> dict[tuple[str, int], Criterion | None]:
     """Return the criterion of each (quantity, step) of one module along one axis, by the module's kind.
 
     A module that starts at zero (a zero-initialised tensor) is judged from the first step at which it has a size, or
-    has changed.
+    has changed, and the change of any module not before step `since`.
     """
     zero = group.groupby(["quantity", "step"])["rms"].max() == 0
     if kind.endswith("matrix"):
@@ -284,7 +292,8 @@ def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int
         return {key: initial if key[0].startswith("norm") and not zero[key] else None for key in zero.index} | {
             key: FIRST_UPDATE for key in zero.index if key[0].startswith("update")
         }
-    first_change = next((step for (quantity, step), still in zero.items() if quantity == "change" and not still), 1)
+    changes = [step for (quantity, step), still in zero.items() if quantity == "change" and not still and step >= since]
+    first_change = min(changes, default=since)
     criteria: dict[tuple[str, int], Criterion | None] = {}
     for quantity, step in zero.index:
         if quantity == "change":

@@ -23,10 +23,10 @@ _OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "stages": ("wsd", "wsd_linear", "inverse_sqrt"),
 }
 OPTIMIZERS_THAT_READ: dict[str, tuple[OptimizerName, ...]] = {
-    "weight_decay_tau": ("adamw", "lion", "adafactor", "muon"),
-    "beta1": ("adamw", "adam", "lion", "muon"),
-    "beta2": ("adamw", "adam", "lion", "muon"),
-    "eps": ("adamw", "adam", "muon"),
+    "weight_decay_tau": ("adamw", "lion", "adafactor", "muon", "lamb", "soap"),
+    "beta1": ("adamw", "adam", "lion", "muon", "lamb", "soap"),
+    "beta2": ("adamw", "adam", "lion", "muon", "lamb", "soap"),
+    "eps": ("adamw", "adam", "muon", "lamb", "soap"),
 }
 """Settings that only some schedules or optimizers read; under any other they are refused, since they would be ignored."""
 
@@ -40,7 +40,8 @@ class Hyperparameters(Serializable):
         init_scale: Factor on every initial standard deviation of the parametrization's table.
         zero_readout: True to start an untied readout at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2).
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
-            (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
+            (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay; under "lamb" this sets
+            lambda alone, since the ratio of norms multiplies the speed of decay.
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
         batch_doublings: Number of doublings before the batch reaches `batch_tokens`.
         batch_ramp_tokens: Tokens until the last doubling, in equal parts, each rounded to whole batches.
@@ -53,7 +54,7 @@ class Hyperparameters(Serializable):
             arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
-        beta1, beta2, eps: Settings of Adam and AdamW, also of the AdamW next to Muon; Lion uses the betas, Adafactor none.
+        beta1, beta2, eps: Settings of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon; Lion uses the betas, Adafactor none.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
         embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table uses the

@@ -6,57 +6,33 @@ The weight of a convolution is the matrix (outputs, inputs · kernel), as there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim._muon import EPS
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 from proxy_models.architecture.sharded import is_sharded, own
-from proxy_models.training.orthogonal import Orthogonalization, orthogonalized
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from proxy_models.training.matrices import MatricesWithAdamW
+from proxy_models.training.whole_matrices import WholeMatrices
 
 _MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups marked `orthogonal`, and torch's AdamW for the others, which receives groups and state for each step.
+class MuonWithAdamW(MatricesWithAdamW):
+    """Muon for the groups marked `orthogonal`.
 
     The update equals that of torch's Muon with Nesterov's momentum, which supports only matrices and would communicate in each
-    product of sharded matrices. `Orthogonalization` orthogonalises sharded matrices, except for the groups marked `stack`: FSDP2
-    shards a stack between its matrices, so that each rank has whole matrices.
+    product of sharded matrices. Here owners orthogonalise sharded matrices, exchanged in bf16, the precision of torch's iteration.
     """
 
+    mark = "orthogonal"
+
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
-        super().__init__(settings, {"orthogonal": False})
-        self._orthogonalization: Orthogonalization | None = None
-        self._adamw: torch.optim.AdamW | None = None
-        for group in self._groups(orthogonal=True):
+        super().__init__(settings, betas=betas)
+        self._exchange: WholeMatrices | None = None
+        for group in self._groups(marked=True):
             group["eps"] = EPS
-        if others := self._groups(orthogonal=False):
-            copies = [dict(group) for group in others]
-            self._adamw = torch.optim.AdamW(copies, betas=betas, fused=True)
-            for ours, theirs in zip(others, copies, strict=True):
-                ours.update(theirs)  # theirs have the defaults filled in
-
-    def _groups(self, *, orthogonal: bool) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step of both optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_matrices(self._groups(orthogonal=True))
-        if self._adamw:
-            self._adamw.param_groups, self._adamw.state = self._groups(orthogonal=False), self.state
-            self._adamw.step()
-        return loss
 
     def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Apply momentum, decay and the orthogonalised updates to each rank's own part."""
@@ -68,10 +44,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 _move(parameter, group, update)
         if not shared:
             return
-        if not self._orthogonalization:
-            self._orthogonalization = Orthogonalization([parameter for _, parameter in shared])
-        momenta = [cast("DTensor", self._nesterov(parameter)) for _, parameter in shared]
-        for (group, parameter), update in zip(shared, self._orthogonalization(momenta), strict=True):
+        self._exchange = self._exchange or WholeMatrices([parameter for _, parameter in shared])
+        momenta = [own(self._nesterov(parameter)).bfloat16() for _, parameter in shared]
+        for (group, parameter), update in zip(shared, self._exchange(momenta, _orthogonalize), strict=True):
             _move(parameter, group, update)
 
     def _nesterov(self, parameter: Tensor) -> Tensor:
@@ -81,6 +56,32 @@ class MuonWithAdamW(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum = cast(Tensor, state["momentum_buffer"]).lerp_(gradient, 1 - _MOMENTUM)
         return gradient.lerp(momentum, _MOMENTUM)
+
+
+def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
+    """Return an update orthogonalised in bf16: each matrix of a stack, or else the single matrix (outputs, all other dimensions).
+
+    torch's iteration supports a single matrix; the code for stacks repeats its steps.
+    """
+    if not stack:
+        coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+        matrix = _zeropower_via_newtonschulz(update.flatten(1), coefficients, DEFAULT_NS_STEPS, EPS)
+        return matrix.reshape(update.shape)
+    matrices, is_tall = update.bfloat16(), update.shape[-2] > update.shape[-1]
+    if is_tall:
+        matrices = matrices.mT
+    matrices = matrices / torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(DEFAULT_NS_STEPS):
+        gram = matrices @ matrices.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C)
+        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=DEFAULT_A)
+    return matrices.mT if is_tall else matrices
+
+
+def _orthogonalize(matrices: dict[int, Tensor]) -> None:
+    """Replace each matrix by the orthogonalised matrix."""
+    for number, matrix in matrices.items():
+        matrices[number] = orthogonalized(matrix, stack=False)
 
 
 def _move(parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:

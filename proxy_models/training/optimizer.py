@@ -21,7 +21,9 @@ from proxy_models.architecture.parametrization import (
 from proxy_models.architecture.sharded import whole, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
+from proxy_models.training.lamb import LAMB
 from proxy_models.training.muon import MuonWithAdamW
+from proxy_models.training.soap import SOAPWithAdamW
 
 MULTIPLIERS = {
     "embedding": "embedding_multiplier",
@@ -30,6 +32,9 @@ MULTIPLIERS = {
     "attention": "attention_scale",
 }
 """Name of the model's zero-dimensional buffer for each of `ForwardMultipliers`; a model may lack buffers."""
+MARKS: dict[OptimizerName, str] = {"muon": MuonWithAdamW.mark, "soap": SOAPWithAdamW.mark, "lamb": "adapted"}
+"""Mark of the groups that an optimizer moves by its own rule: Muon and SOAP hidden matrices, LAMB all tensors that start at random
+values. AdamW's rule moves the other groups."""
 
 
 @torch.no_grad()
@@ -122,22 +127,19 @@ def initial_std(rule: TensorRule, recipe: Recipe) -> float:
 def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
     """Make the table's optimizer, with one group for each distinct (rate, decay, eps, algorithm).
 
-    `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and the rest by AdamW.
+    `peak_lr` in a group is its rate at schedule factor 1. `MARKS` lists the optimizers that leave some tensors to AdamW.
     "adam" has no weight decay. AdamW is torch's fused kernel on every device, since it rounds differently from the unfused one.
     """
-    groups: dict[tuple[float, float, float, TensorClass | None], list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer
     for name, parameter in model.named_parameters():
         rule = parametrization.rules[name]
-        is_orthogonal = name_of == "muon" and rule.tensor_class in HIDDEN_MATRICES
-        key = (*rate_decay_eps(rule, recipe, name_of), rule.tensor_class if is_orthogonal else None)
+        key = (*rate_decay_eps(rule, recipe, name_of), *_marks(rule, recipe, name_of).items())
         groups.setdefault(key, []).append((name, parameter))
     settings: list[dict[str, Any]] = []
-    for (lr, decay, eps, orthogonal), parameters in groups.items():
-        group = {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay}
-        if orthogonal:
-            group |= {"orthogonal": True, "stack": orthogonal is TensorClass.HIDDEN_STACK}
-        elif name_of in ("adamw", "adam", "muon"):
+    for (lr, decay, eps, *marks), parameters in groups.items():
+        group = {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay, **dict(marks)}
+        if name_of not in ("lion", "adafactor") and not group.get("orthogonal"):
             group["eps"] = eps
         settings.append(group)
     betas = (recipe.beta1, recipe.beta2)
@@ -148,9 +150,21 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
             return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
         case "adafactor":
             return Adafactor(settings)
+        case "lamb":
+            return LAMB(settings, betas=betas)
         case "muon":
             return MuonWithAdamW(settings, betas=betas)
+        case "soap":
+            return SOAPWithAdamW(settings, betas=betas)
     return torch.optim.AdamW(settings, betas=betas, fused=True)
+
+
+def _marks(rule: TensorRule, recipe: Recipe, optimizer: OptimizerName) -> dict[str, bool]:
+    """Return the marks of a tensor's group, none if AdamW's rule moves the tensor."""
+    is_marked = initial_std(rule, recipe) > 0 if optimizer == "lamb" else rule.tensor_class in HIDDEN_MATRICES
+    if optimizer not in MARKS or not is_marked:
+        return {}
+    return {MARKS[optimizer]: True, "stack": rule.tensor_class is TensorClass.HIDDEN_STACK}
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule_factor: float) -> None:

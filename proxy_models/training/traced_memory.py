@@ -7,6 +7,7 @@ The state and the gathered weights follow from the sizes of parameters, and are 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,8 +26,10 @@ from proxy_models.architecture.memory import (
     MemoryEstimate,
     Precision,
     Sharding,
+    rotated_numbers,
     state_bytes,
 )
+from proxy_models.architecture.parametrization import TensorClass
 from proxy_models.training.fsdp import units_by_themselves
 from proxy_models.training.precision import DTYPES
 
@@ -109,9 +112,7 @@ def traced_memory(
         parameters=_FP32 * n // share,
         gathered=gathered,
         gradients=_FP32 * n // share,
-        optimizer=_adafactor_bytes(member)
-        if optimizer == "adafactor"
-        else (state_bytes(member, optimizer) - _FP32 * n) // share,
+        optimizer=_optimizer_bytes(member, optimizer, share, world_size),
         reduced=reduced,
         activations=activations,
     )
@@ -220,12 +221,31 @@ def _total(tracker: MemTracker, when: str) -> int:
     return sum(snapshot["Total"] for snapshot in found.values())
 
 
-def _adafactor_bytes(member: Member) -> int:
-    """Return the bytes of the means of rows and columns of every tensor's last two dimensions, and of vectors, on each device."""
-    shapes = [parameter.shape for parameter in parameter_shapes(member).values()]
-    return _FP32 * sum(
-        shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel() for shape in shapes
-    )
+def _optimizer_bytes(member: Member, optimizer: str, share: int, world_size: int) -> int:
+    """Return the bytes of optimizer state on each device: of Adafactor and SOAP from all shapes, or else from the numbers per entry.
+
+    Adafactor has the means of rows and columns of every tensor's last two dimensions, and of vectors, on each device.
+    """
+    shapes = {name: parameter.shape for name, parameter in parameter_shapes(member).items()}
+    if optimizer == "adafactor":
+        return _FP32 * sum(
+            shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel()
+            for shape in shapes.values()
+        )
+    if optimizer != "soap":
+        return (state_bytes(member, optimizer) - _FP32 * member.n_params_total) // share
+    rules = family_of(member).parametrization(member, member, optimizer="soap").rules
+    matrices: Counter[tuple[int, int]] = Counter()
+    numbers = others = 0
+    for name, shape in shapes.items():
+        match rules[name].tensor_class:
+            case TensorClass.HIDDEN:
+                matrices[shape[0], shape[1:].numel()] += 1
+            case TensorClass.HIDDEN_STACK:
+                numbers += rotated_numbers({(shape[1], shape[2]): shape[0]}, share)
+            case _:
+                others += shape.numel()
+    return _FP32 * (numbers + rotated_numbers(matrices, world_size) + 2 * others // share)
 
 
 def _units(member: Member, precision: Precision) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from proxy_models.architecture import attention, products
 from proxy_models.architecture.attention import cuda_kernel
 from proxy_models.architecture.layers import Embedding
-from proxy_models.training.orthogonal import Orthogonalization
+from proxy_models.training.whole_matrices import WholeMatrices
 
 
 def _attention(
@@ -84,7 +84,7 @@ def fake_gpu() -> Iterator[None]:
             (Embedding, "_look_up", staticmethod(_look_up)),
             (attention, "_on_gpu", lambda _: True),
             (products, "MKL_IS_SLOW", False),
-            (Orthogonalization, "_places", property(_real(vars(Orthogonalization)["_places"].func))),
+            (WholeMatrices, "_places", property(_real(vars(WholeMatrices)["_places"].func))),
             (DeviceMesh, "_concatenate", staticmethod(_real(DeviceMesh._concatenate))),
             *(
                 (DeviceMesh, name, _real(getattr(DeviceMesh, name)))

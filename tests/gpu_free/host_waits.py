@@ -80,10 +80,11 @@ class Steps:
         return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
 
 
-# Not Adafactor, which counts its steps on the host: on a fake CPU that can't be distinguished from a read of the device.
+# Not Adafactor and SOAP, which count steps on the host: on a fake CPU that can't be distinguished from a read of the device.
 CASES = (
     *(Steps(layout=layout, guarded=True) for layout in LAYOUTS),
     Steps(optimizer="lion"),
+    *(Steps(layout=layout, optimizer="lamb") for layout in ("full", "hybrid")),
     *(Steps(layout=layout, optimizer="muon") for layout in ("full", "hybrid")),
     *(Steps(layout=layout, compiled=True) for layout in LAYOUTS),
 )

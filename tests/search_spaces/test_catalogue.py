@@ -21,9 +21,11 @@ from search_spaces import (
     mixture,
     mup_adamw,
     mup_adamw_full,
+    mup_lamb,
     mup_lion,
     mup_muon,
     mup_optimizer,
+    mup_soap,
     ready_made,
     schedule,
     transferability,
@@ -55,11 +57,14 @@ def test_the_full_search_turns_every_factor_of_the_training_around_one() -> None
     assert all(space.decode([0.5] * len(space))[name] == pytest.approx(1) for name in factors)
 
 
-def test_lion_s_rates_are_a_third_to_a_tenth_of_adamw_s_and_muon_s_are_the_same() -> None:
+def test_lion_s_rates_are_a_third_to_a_tenth_of_adamw_s_lamb_s_are_relative_and_those_of_muon_and_soap_the_same() -> (
+    None
+):
     adamw, lion = mup_adamw(), mup_lion()
     assert [adamw.decode([u] * 3)["learning_rate"] for u in (0, 1)] == [2**-10, 2**-4]
     assert [lion.decode([u] * 3)["learning_rate"] for u in (0, 1)] == pytest.approx([2**-10 / 10, 2**-4 / 3])
-    assert mup_muon() == adamw
+    assert [mup_lamb().decode([u] * 3)["learning_rate"] for u in (0, 1)] == [2**-9, 2**-3]
+    assert mup_muon() == mup_soap() == adamw
 
 
 def test_the_search_under_mup_contains_the_optima_measured_here() -> None:

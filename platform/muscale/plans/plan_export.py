@@ -19,7 +19,7 @@ from proxy_models.architecture.parametrization import ForwardMultipliers, Parame
 from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import initial_std, make_optimizer, multipliers_of
+from proxy_models.training.optimizer import MARKS, initial_std, make_optimizer, multipliers_of
 
 _MOST_ROWS = 10_000  # in the schedule's table
 _WITHOUT_BETAS = ("muon", "adafactor")
@@ -163,7 +163,7 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
     blocks = "" if family.branch_ends else f"{family.blocks}."
     for name, tensor in model.named_parameters():
         rule, group = parametrization.rules[name], groups[id(tensor)]
-        used = "adamw" if recipe.optimizer == "muon" and not group["orthogonal"] else recipe.optimizer
+        used = recipe.optimizer if group.get(MARKS.get(recipe.optimizer, ""), True) else "adamw"
         beta1, beta2 = (None, None) if used in _WITHOUT_BETAS else (recipe.beta1, recipe.beta2)
         yield {
             "name": name,

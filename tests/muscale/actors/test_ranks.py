@@ -95,6 +95,8 @@ def train_compiled(
         (1, "adamw", None, 1e-6),
         (2, "adamw", None, 1e-6),
         (2, "adafactor", None, 1e-5),
+        (2, "lamb", None, 1e-5),
+        (2, "soap", None, 5e-3),  # whose first eigenbasis is undetermined in the null space of a gradient
         (2, "muon", None, 2e-4),  # which orthogonalises in bf16
         (4, "adamw", GuardSettings(action="rewind", window=8, snapshot_every=2), 1e-6),
     ],

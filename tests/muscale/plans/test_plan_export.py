@@ -35,7 +35,15 @@ def plan(make_study: MakeStudy, tmp_path: Path) -> Iterator[tuple[Plan, Any]]:
     ledger.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "output_multiplier": 2.0, "init_scale": 0.5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer": "muon", "output_multiplier": 2.0, "init_scale": 0.5},
+        {"optimizer": "soap"},
+        {"optimizer": "lamb"},
+    ],
+)
 def test_every_tensor_is_listed_as_it_is_trained(plan: tuple[Plan, Any], changes: dict[str, Any]) -> None:
     made, numerics = plan
     made = replace(made, hyperparameters=replace(made.hyperparameters, **changes))
@@ -63,7 +71,7 @@ def test_every_tensor_is_listed_as_it_is_trained(plan: tuple[Plan, Any], changes
     assert table.loc["readout.weight", "multiplier"] == pytest.approx(model.readout_multiplier.item())
     assert table.loc["blocks.0.mlp.down.weight", "multiplier"] == model.branch_multiplier.item()
     if changes:
-        assert set(table["optimizer"]) == {"muon", "adamw"}
+        assert set(table["optimizer"]) == {changes["optimizer"], "adamw"}
 
 
 @pytest.mark.usefixtures("transformers")

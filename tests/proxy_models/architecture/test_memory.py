@@ -113,7 +113,7 @@ def test_a_window_keeps_what_whole_attention_keeps(precision: Precision) -> None
     assert activation_bytes(window, SEQUENCES, precision) == activation_bytes(whole, SEQUENCES, precision)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "lamb", "soap"])
 def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerName) -> None:
     config = ModelConfig(d_model=64, n_layers=2, context_length=16, biases=True)
     model = Decoder(config)

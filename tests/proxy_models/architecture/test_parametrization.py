@@ -104,13 +104,22 @@ def test_decay_that_keeps_a_sublayer_s_gain_grows_as_the_root_of_the_width_in_hi
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rate"), [("adamw", 1 / 4), ("adam", 1 / 4), ("lion", 1 / 4), ("adafactor", 1 / 2), ("muon", 1 / 2)]
+    ("optimizer", "rate", "decay"),
+    [
+        ("adamw", 1 / 4, 4.0),
+        ("adam", 1 / 4, 4.0),
+        ("lion", 1 / 4, 4.0),
+        ("adafactor", 1 / 2, 2.0),
+        ("muon", 1 / 2, 2.0),
+        ("soap", 1 / 2, 2.0),
+        ("lamb", 1 / 2, 4.0),  # the ratio of norms has the other half
+    ],
 )
 def test_each_optimizer_has_its_own_power_of_the_width_in_the_rate_of_hidden_matrices(
-    optimizer: OptimizerName, rate: float
+    optimizer: OptimizerName, rate: float, decay: float
 ) -> None:
     usual, own = (parametrize(FAMILY.at(width=128, depth=8), BASE, optimizer=name) for name in ("adamw", optimizer))
-    assert (own.rules[MATRIX].lr_factor, own.rules[MATRIX].weight_decay_factor) == (rate, 1 / rate)
+    assert (own.rules[MATRIX].lr_factor, own.rules[MATRIX].weight_decay_factor) == (rate, decay)
     others = {name for name, rule in own.rules.items() if rule.tensor_class is not TensorClass.HIDDEN}
     assert {name: own.rules[name] for name in others} == {name: usual.rules[name] for name in others}
     assert own.multipliers == usual.multipliers
@@ -156,15 +165,16 @@ def test_eps_falls_with_depth_as_gradients_in_a_block_do(exponent: float) -> Non
         assert at_depth[kind] / at_base[kind] == pytest.approx(factors[kind], rel=0.3), kind
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon", "soap", "lamb"])
 @pytest.mark.parametrize("exponent", [0.5, 0.75, 1.0])
 def test_a_matrix_shrinks_at_the_tuned_speed_at_every_width_and_depth(
     exponent: float, optimizer: OptimizerName
 ) -> None:
     for model in (FAMILY.at(width=16), FAMILY.at(depth=32), FAMILY.at(width=128, depth=32)):
         for rule in parametrize(model, BASE, depth_exponent=exponent, optimizer=optimizer).rules.values():
+            ratio = rule.width_mult**-0.5 if optimizer == "lamb" and rule.tensor_class is TensorClass.HIDDEN else 1.0
             if rule.weight_decay_factor:
-                assert rule.lr_factor * rule.weight_decay_factor == pytest.approx(1)
+                assert ratio * rule.lr_factor * rule.weight_decay_factor == pytest.approx(1)
 
 
 def test_width_and_depth_multiply() -> None:

@@ -129,8 +129,10 @@ def test_lower_precisions_learn_like_fp32(corpus: Corpus, numerics: Numerics, pr
         ("lion", {}),
         ("adafactor", {}),
         ("muon", {}),
+        ("lamb", {}),
+        ("soap", {}),
     ],
-    ids=["plain", "random", "bf16", "fp16", "guarded", "lion", "adafactor", "muon"],
+    ids=["plain", "random", "bf16", "fp16", "guarded", "lion", "adafactor", "muon", "lamb", "soap"],
 )
 def test_resuming_from_disk_is_the_uninterrupted_run_under_deterministic_algorithms(
     corpus: Corpus, numerics: Numerics, tmp_path: Path, optimizer: OptimizerName, change: dict[str, Any]
@@ -156,7 +158,7 @@ def test_resuming_from_disk_is_the_uninterrupted_run_under_deterministic_algorit
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon", "lamb", "soap"])
 @pytest.mark.parametrize(("begins", "ends"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_state_of_one_device_resumes_on_the_other(
     corpus: Corpus, numerics: Numerics, optimizer: OptimizerName, begins: str, ends: str

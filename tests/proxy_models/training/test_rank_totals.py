@@ -15,16 +15,22 @@ from torch.multiprocessing.spawn import spawn
 
 from proxy_models.architecture.sharded import whole
 from proxy_models.training.adafactor import Adafactor
+from proxy_models.training.lamb import LAMB
 from proxy_models.training.muon import MuonWithAdamW
+from proxy_models.training.soap import SOAPWithAdamW
 
 STAGES = 2
-TOLERANCE = {"adafactor": 1e-5, "muon": 2e-2}  # Muon's matrices are computed in bf16
+TOLERANCE = {"adafactor": 1e-5, "lamb": 1e-5, "soap": 1e-4, "muon": 2e-2}  # Muon's matrices are computed in bf16
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     group: dict[str, Any] = {"params": parameters, "lr": 0.01, "weight_decay": 0.1}
     if name == "adafactor":
         return Adafactor([group])
+    if name == "lamb":
+        return LAMB([group | {"eps": 1e-12, "adapted": True}], betas=(0.9, 0.95))
+    if name == "soap":
+        return SOAPWithAdamW([group | {"eps": 1e-12, "rotated": True, "stack": False}], betas=(0.9, 0.95))
     return MuonWithAdamW([group | {"orthogonal": True, "stack": False}], betas=(0.9, 0.95))
 
 

@@ -13,7 +13,9 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import build, family_of, load
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.memory import training_memory
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.adafactor import Adafactor
+from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.traced_memory import traced_evaluation, traced_memory
 from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent, Stacked
 from tests.proxy_models.peak_memory import peak_bytes
@@ -57,6 +59,19 @@ def test_adafactor_s_state_is_what_it_keeps(family: Family) -> None:
     optimizer.step()
     kept = sum(value.nbytes for state in optimizer.state.values() for kind, value in state.items() if kind != "step")
     assert traced_memory(member, micro_batch=1, optimizer="adafactor").optimizer == kept
+
+
+@pytest.mark.parametrize("family", [Recurrent(**SIZES), Stacked(**SIZES)])
+def test_soap_s_state_is_what_it_keeps(family: Family) -> None:
+    member = family.member(32, 2)
+    model, table = build(member), family.parametrization(member, member, optimizer="soap")
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=16, optimizer="soap").resolve(1600)
+    optimizer = make_optimizer(model, table, recipe)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = sum(value.nbytes for state in optimizer.state.values() for kind, value in state.items() if kind != "step")
+    assert traced_memory(member, micro_batch=1, optimizer="soap").optimizer == kept
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_th
     assert trainer.train(numerics, loud).source_losses == {}
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon", "lamb", "soap"])
 def test_every_optimizer_learns_and_resumes_bit_for_bit(
     trainer: Trainer,
     numerics: Numerics,
@@ -408,7 +408,7 @@ def test_every_optimizer_learns_and_resumes_bit_for_bit(
     tmp_path: Path,
     assert_same: AssertSame,
 ) -> None:
-    rate = 0.05 if optimizer == "adafactor" else 0.003
+    rate = 0.05 if optimizer in ("adafactor", "lamb") else 0.003
     (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
     uninterrupted = trainer.train(numerics, whole)
     assert uninterrupted.curve.train_loss[-5:].mean() < uninterrupted.curve.train_loss[:5].mean() - 0.3

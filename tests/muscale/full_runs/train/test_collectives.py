@@ -19,8 +19,8 @@ from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
-from proxy_models.training.orthogonal import Orthogonalization
 from proxy_models.training.precision import DTYPES
+from proxy_models.training.whole_matrices import WholeMatrices
 from tests.muscale.collectives import Collectives
 from tests.muscale.fake_ranks import rank_of
 
@@ -149,7 +149,7 @@ def test_a_step_of_muon_sends_its_parts_of_the_matrices_once_and_those_it_orthog
         model = built(parallelism)
         found = counted_in_a_step(model, "muon")
         matrices = [cast(DTensor, p) for p in model.blocks.parameters() if p.ndim == 2]
-        share = Orthogonalization(matrices)
+        share = WholeMatrices(matrices)
     copies = 2 if parallelism.sharding == "hybrid" else 1
     costs = [max(matrix.shape) * min(matrix.shape) ** 2 for matrix in matrices]
     work = [
@@ -172,3 +172,30 @@ def test_a_step_of_adafactor_reduces_twice(parallelism: Parallelism) -> None:
     edges = sum(sum(parameter.shape) for parameter in parameters if parameter.ndim == 2)
     sizes = (edges + len(parameters), len(parameters))  # rows, columns and the parameter's size; the update's size
     assert found.calls == Counter(("all-reduce", torch.float32, FP32 * size) for size in sizes)
+
+
+@pytest.mark.parametrize("parallelism", [Parallelism(), Parallelism(tensor_parallel=2)], ids=["full", "tensor"])
+def test_a_step_of_lamb_reduces_two_norms_of_each_tensor_that_starts_at_random_values_once(
+    parallelism: Parallelism,
+) -> None:
+    with rank_of(0, RANKS):
+        model = built(parallelism)
+        found = counted_in_a_step(model, "lamb")
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert found.calls == Counter([("all-reduce", torch.float32, FP32 * 2 * len(matrices))])
+
+
+@pytest.mark.parametrize("parallelism", [Parallelism(), Parallelism(tensor_parallel=2)], ids=["full", "tensor"])
+def test_a_step_of_soap_sends_its_parts_of_the_matrices_once_and_the_updates_of_those_it_owns_once(
+    parallelism: Parallelism,
+) -> None:
+    with rank_of(0, RANKS):
+        model = built(parallelism)
+        found = counted_in_a_step(model, "soap")
+        by_shape: dict[tuple[int, ...], list[DTensor]] = {}
+        for parameter in model.blocks.parameters():
+            if parameter.ndim == 2:
+                by_shape.setdefault(tuple(parameter.shape), []).append(cast(DTensor, parameter))
+    sent = sum(matrix.to_local().numel() for matrices in by_shape.values() for matrix in matrices)
+    owned = sum(-(-len(matrices) // RANKS) * matrices[0].numel() for matrices in by_shape.values())
+    assert found.calls == Counter(("all-to-all", torch.float32, FP32 * size) for size in (sent, owned))

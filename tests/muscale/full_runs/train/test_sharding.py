@@ -198,7 +198,19 @@ SPREADS: dict[str, tuple[Parallelism, int]] = {
     "tensor": (Parallelism(sharding="none", tensor_parallel=2), 2),
     "tensor, full": (Parallelism(sharding="full", tensor_parallel=2), 4),
 }
-QUICK = {("adafactor", "none"), ("adafactor", "hybrid"), ("adafactor", "tensor, full"), ("lion", "hybrid")}
+ROUNDING = {"soap": 5e-3}
+"""Tolerances above 1e-5. A first gradient of low rank leaves SOAP's eigenbasis undetermined in the null space: rounding decides."""
+QUICK = {
+    ("adafactor", "none"),
+    ("adafactor", "hybrid"),
+    ("adafactor", "tensor, full"),
+    ("lion", "hybrid"),
+    ("lamb", "hybrid"),
+    ("lamb", "tensor, full"),
+    ("soap", "none"),
+    ("soap", "hybrid"),
+    ("soap", "tensor, full"),
+}
 
 
 @pytest.mark.parametrize(
@@ -218,8 +230,9 @@ def test_copies_and_parts_of_parameters_move_as_those_of_one_process(
     parallelism, world_size = SPREADS[spread]
     run = replace(whole, directory=whole.directory.with_name("sharded"), parallelism=parallelism)
     gloo_ranks.train(run, world_size)
-    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
-    np.testing.assert_allclose(norms(run), norms(whole), rtol=1e-4)
+    rtol = ROUNDING.get(optimizer, 1e-5)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
+    np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
@@ -230,6 +243,7 @@ def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
     whole = replace(run, numerics=replace(run.numerics, model=family.member(32, 2), base=family.member(16, 2)))
     train(whole)
     assert losses(whole)[STEPS - 1] < losses(whole)[0] - 0.05
+    rtol = ROUNDING.get(optimizer, 1e-5)
     # Of the five matrices of a stack four ranks have two, two, one and none.
     for sharding, world_size in (("none", 2), ("full", 2), ("full", 4)):
         run = replace(
@@ -238,15 +252,19 @@ def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
             parallelism=Parallelism(sharding=sharding),  # type: ignore[arg-type]
         )
         gloo_ranks.train(run, world_size)
-        np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
-        np.testing.assert_allclose(norms(run), norms(whole), rtol=1e-4)
+        np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
+        np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
     interrupt(run, after=3)
     assert train(run)["resumed_from"] == BATCH * 3
-    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
-def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
-    whole = make_run(tied=True, biases=True)
+@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(
+    make_run: MakeRun, gloo_ranks: GlooRanks, optimizer: OptimizerName
+) -> None:
+    whole = make_run(optimizer, tied=True, biases=True)
+    rtol = ROUNDING.get(optimizer, 1e-5)
     train(whole)
     run = replace(whole, directory=whole.directory.with_name("sharded"))
     hops = [
@@ -258,10 +276,10 @@ def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, g
         interrupt(run, after=3)
         gloo_ranks.train(replace(run, parallelism=parallelism), world_size)
         assert result(run)["resumed_from"] == BATCH * 3
-        np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+        np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
     interrupt(run, after=3)
     assert train(run)["resumed_from"] == BATCH * 3
-    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])

@@ -1,19 +1,18 @@
-"""Newton–Schulz for matrices, also sharded: each matrix is orthogonalised by one rank, with the work balanced over ranks.
+"""Functions of whole matrices that are sharded: each matrix is computed by one rank, its owner.
 
-A step has two exchanges in bf16, the precision of torch's iteration: parts go to the orthogonalising ranks and come back. A rank
-sends and receives its share of the matrices twice, whereas gathering would bring all matrices to every rank.
+A step has two exchanges, in the dtype of the parts: parts go to the owners and results come back. A rank sends and receives its
+share of the matrices twice, whereas gathering would bring all matrices to every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 from proxy_models.architecture.sharded import group_of
 
@@ -23,56 +22,40 @@ if TYPE_CHECKING:
 Part = tuple[slice, ...]
 
 
-def orthogonalized(update: Tensor, *, stack: bool) -> Tensor:
-    """Return an update orthogonalised in bf16: each matrix of a stack, or else the single matrix (outputs, all other dimensions).
+def least_work(matrices: Sequence[Tensor], n_ranks: int) -> list[int]:
+    """Return an owner of each matrix: in descending size, each matrix goes to the rank with the least work."""
+    work, owners = [0] * n_ranks, [0] * len(matrices)
+    sizes = [(matrix.shape[0], matrix.shape[1:].numel()) for matrix in matrices]
+    costs = [max(size) * min(size) ** 2 for size in sizes]  # proportional to the products of a matrix with itself
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        owners[number] = min(range(n_ranks), key=work.__getitem__)
+        work[owners[number]] += costs[number]
+    return owners
 
-    torch's iteration supports a single matrix; the code for stacks repeats its steps.
+
+class WholeMatrices:
+    """Exchanges of the same sharded matrices at every step, among the ranks of their mesh.
+
+    Attributes:
+        group: These ranks.
+        owners: Rank of each matrix in the group.
     """
-    if not stack:
-        coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-        matrix = _zeropower_via_newtonschulz(update.flatten(1), coefficients, DEFAULT_NS_STEPS, EPS)
-        return matrix.reshape(update.shape)
-    matrices, is_tall = update.bfloat16(), update.shape[-2] > update.shape[-1]
-    if is_tall:
-        matrices = matrices.mT
-    matrices = matrices / torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(DEFAULT_NS_STEPS):
-        gram = matrices @ matrices.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C)
-        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=DEFAULT_A)
-    return matrices.mT if is_tall else matrices
 
-
-class Orthogonalization:
-    """Orthogonalises the same sharded matrices at every step, on the ranks of their mesh."""
-
-    def __init__(self, like: Sequence[DTensor]) -> None:
-        """Prepare for matrices with these shapes and placements."""
+    def __init__(
+        self, like: Sequence[DTensor], owners: Callable[[Sequence[Tensor], int], list[int]] = least_work
+    ) -> None:
+        """Prepare for matrices with these shapes and placements, whose owners a function of them and the number of ranks names."""
         self._mesh = like[0].device_mesh
         self._matrices = [(matrix.shape, tuple(matrix.placements)) for matrix in like]
-        self._group = group_of(like[0])
-        self._rank, self._ranks = self._group.rank(), range(self._group.size())
+        self.group = group_of(like[0])
+        self._rank, self._ranks = self.group.rank(), range(self.group.size())
+        self.owners = owners(like, len(self._ranks))
+        self._owned = [[n for n, owner in enumerate(self.owners) if owner == rank] for rank in self._ranks]
 
     @cached_property
     def _places(self) -> list[list[int]]:
         """Coordinates of each of the group's ranks in the mesh."""
-        return [self._mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self._group)]
-
-    @cached_property
-    def owners(self) -> list[int]:
-        """Rank of each matrix: in descending size, each matrix goes to the rank with the least work."""
-        work = [0] * len(self._ranks)
-        owners = [0] * len(self._matrices)
-        sizes = [(shape[0], shape[1:].numel()) for shape, _ in self._matrices]
-        costs = [max(size) * min(size) ** 2 for size in sizes]  # proportional to the iteration's products
-        for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-            owners[number] = min(self._ranks, key=work.__getitem__)
-            work[owners[number]] += costs[number]
-        return owners
-
-    @cached_property
-    def _owned(self) -> list[list[int]]:
-        return [[n for n, owner in enumerate(self.owners) if owner == rank] for rank in self._ranks]
+        return [self._mesh.mesh.eq(rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(self.group)]
 
     @cached_property
     def _parts(self) -> list[list[Part]]:
@@ -100,17 +83,21 @@ class Orthogonalization:
             sources.append({rank for rank in self._ranks if [self._places[rank][dim] for dim in copies] == home})
         return sources
 
-    def __call__(self, updates: Sequence[DTensor]) -> list[Tensor]:
-        """Return this rank's part of each orthogonalised matrix, bf16."""
-        here, parts, ours = [update.to_local().bfloat16() for update in updates], self._parts, self._owned[self._rank]
+    def __call__(self, here: Sequence[Tensor], compute: Callable[[dict[int, Tensor]], None]) -> list[Tensor]:
+        """Return this rank's part of each result.
+
+        Args:
+            here: This rank's part of each matrix, all of one dtype.
+            compute: Function that replaces this rank's whole matrices, by number, by results of the same shape and dtype.
+        """
+        parts, ours = self._parts, self._owned[self._rank]
         given = [[here[n] for n in self._owned[owner] if self._rank in self._sources[n]] for owner in self._ranks]
         taken = [[(n, parts[n][source]) for n in ours if source in self._sources[n]] for source in self._ranks]
         pieces = iter(self._exchanged(given, [[_size(part) for _, part in of] for of in taken], here[0]))
         whole = {n: here[0].new_empty(self._matrices[n][0]) for n in ours}
         for number, part in (one for of in taken for one in of):
             whole[number][part] = next(pieces)
-        for number, matrix in whole.items():
-            whole[number] = orthogonalized(matrix, stack=False)
+        compute(whole)
         given = [[whole[n][parts[n][rank]] for n in ours] for rank in self._ranks]
         taken_back = [[tuple(here[n].shape) for n in self._owned[owner]] for owner in self._ranks]
         pieces = iter(self._exchanged(given, taken_back, here[0]))
@@ -127,7 +114,7 @@ class Orthogonalization:
             torch.cat(flat) if flat else like.new_empty(0),
             [sum(of) for of in sizes],
             [sum(tensor.numel() for tensor in of) for of in given],
-            group=self._group,
+            group=self.group,
         )
         pieces = torch.split(received, [n for of in sizes for n in of])
         return [piece.view(shape) for piece, shape in zip(pieces, (one for of in shapes for one in of), strict=True)]
