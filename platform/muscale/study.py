@@ -430,9 +430,11 @@ class Study(Result):
         forecasts = forecasts or in_time(forecast_scores(plan, of_ladder, settings), self.ledger)
         if (promoted := promotion.recorded_promotion(self.ledger, plan.key)) is None:
             return forecasts
+        trained = promotion.trained_chain(plan, self.config, self._numerics, promoted)
+        directory, resources = self.directory / FULL_RUNS / plan.key, self.config.resources
         with self._display.stage("evaluate"):
             return forecasts.with_measured(
-                final_scores(plan, self.config, self.ledger, self._numerics, promoted, self._measures.final)
+                final_scores(trained, directory, self.ledger, self._measures.final, resources, workers=settings.workers)
             )
 
     @cached_property

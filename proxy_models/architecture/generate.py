@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Cache, Decoder
 from proxy_models.architecture.member import Member
+from proxy_models.architecture.model_ranks import Ranks
 from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 
@@ -36,6 +37,8 @@ def generate(
     n_ids: int | None = None,
 ) -> Tokens:
     """Continue a prompt; if the text becomes longer than the context, the model sees the last tokens.
+
+    The ranks of a sharded model call this together; their prompts may differ.
 
     Args:
         model: A model on any device; dropout is off during generation.
@@ -72,7 +75,7 @@ def generate(
     if not 1 <= (n_ids := vocab_size if n_ids is None else n_ids) <= vocab_size:
         raise ValueError(f"n_ids must lie in 1 to {vocab_size}, got {n_ids}")
     generator = torch.Generator().manual_seed(seed)
-    device, was_training = next(model.parameters()).device, model.training
+    device, was_training, ranks = next(model.parameters()).device, model.training, Ranks.of(model)
     tokens = torch.from_numpy(seen)
     model.eval()
     try:
@@ -80,6 +83,7 @@ def generate(
         for _ in range(n_tokens):
             if len(tokens) > sizes.context_length:
                 cache = Cache()
+            ranks.gather(True)  # another pass follows
             context = tokens[None, -sizes.context_length :].to(device)
             next_logits = model.next_logits(context, cache) if isinstance(model, Decoder) else model(context)[:, -1]
             logits = next_logits[0, :n_ids].double().cpu()
@@ -89,6 +93,8 @@ def generate(
                 break
             if until is not None and until(tokens[len(seen) :].numpy()):
                 break
+        while any(ranks.gather(False)):  # another rank still writes
+            model(tokens[None, :1].to(device))
     finally:
         model.train(was_training)
     return tokens[len(seen) :].numpy().astype(np.uint32)

@@ -6,11 +6,9 @@ trained again. A component that another one can replace therefore looks unimport
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.residual import change_stream
-from proxy_models.evaluation.held_out_loss import HeldOutLosses, HeldOutSequences
+from proxy_models.evaluation.held_out_loss import HeldOutSequences
 from proxy_models.evaluation.measure import Measured, Subject
 from proxy_models.hashing import content_key
 
@@ -61,13 +59,14 @@ class Ablation:
         removals = dict(self._removals(subject))
         held_out = HeldOutSequences(subject)
         whole = held_out.losses()
-        done = _Progress(subject.progress and subject.progress / f"{self.key}.jsonl", whole)
+        done = subject.log(self.key)
         scores = [whole.score(self.name, "", "loss")]
         for name, remove in removals.items():
-            if (without := done.read(name)) is None:
+            if name not in done.found:
                 with remove():
                     without = held_out.losses()
-                done.add(name, without)
+                done.keep({name: {source: means.tolist() for source, means in without.means.items()}})
+            without = replace(whole, means={source: np.array(means) for source, means in done.found[name].items()})
             scores.append((without - whole).score(self.name, name, "loss_increase"))
         return Measured(scores=tuple(scores))
 
@@ -97,28 +96,3 @@ def _zero(columns: slice, _projection: nn.Module, inputs: tuple[Tensor, ...]) ->
     mixed = inputs[0].clone()
     mixed[..., columns] = 0
     return mixed
-
-
-class _Progress:
-    """Losses without components that were measured before an interruption, one line of JSON each."""
-
-    def __init__(self, path: Path | None, whole: HeldOutLosses) -> None:
-        self._path, self._whole = path, whole
-        text = path.read_text() if path and path.exists() else ""
-        lines = text[: text.rfind("\n") + 1]
-        if path and lines != text:  # a kill cut the last line
-            path.write_text(lines)
-        self._found = {line["name"]: line["means"] for line in map(json.loads, lines.splitlines())}
-
-    def read(self, name: str) -> HeldOutLosses | None:
-        """Return the losses without a component, if they were measured."""
-        if name not in self._found:
-            return None
-        return replace(self._whole, means={source: np.array(means) for source, means in self._found[name].items()})
-
-    def add(self, name: str, losses: HeldOutLosses) -> None:
-        """Keep the losses without a component."""
-        if self._path:
-            means = {source: means.tolist() for source, means in losses.means.items()}
-            with self._path.open("a") as file:
-                file.write(json.dumps({"name": name, "means": means}) + "\n")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import ConfigurableTask
 
-_REPLACED = {"acc", "acc_bytes", "bits_per_byte", "brier_score", "bypass"}
+_REPLACED = {"acc", "bits_per_byte", "brier_score", "bypass"}
 """Metrics of lm-eval for which there are scores here; `brier_score` fails on different numbers of choices."""
 
 

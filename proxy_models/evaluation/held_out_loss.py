@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import NATS
@@ -22,6 +23,7 @@ from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.bits_per_byte import bits_per_byte, held_out_bytes
 from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.hashing import content_key
+from proxy_models.training.fsdp import settle
 from proxy_models.training.held_out_passes import pass_losses, unsharded_batch
 
 PASSES = 32
@@ -77,12 +79,18 @@ class HeldOutSequences:
 
     def losses(self) -> HeldOutLosses:
         """Measure the losses of the model as it is now."""
-        device, sizes, means = self._subject.device, {}, {}
+        model, device, sizes, means = self._subject.model, self._subject.device, {}, {}
         for name, held_out in self._sets.items():
             batch = min(self._batch, -(-len(held_out.sequences) // PASSES))
-            passes = pass_losses(self._subject.model, self._loss, held_out.sequences, device=device, batch=batch)
-            sizes[name] = np.array([size for _, size in passes], dtype=np.float64)
-            means[name] = torch.stack([mean for mean, _ in passes]).double().cpu().numpy()
+            passes = torch.split(held_out.sequences, batch)
+
+            def mean_loss(part: Tensor) -> float:
+                ((mean, _),) = pass_losses(model, self._loss, part, device=device, batch=len(part))
+                return float(mean)
+
+            sizes[name] = np.array([len(part) for part in passes], dtype=np.float64)
+            means[name] = np.array([*self._subject.ranks.map(mean_loss, passes)])
+        settle(model)  # the next pass gathers the weights again, as a measure may change them
         return HeldOutLosses(
             weights={name: held_out.weight for name, held_out in self._sets.items()}, sizes=sizes, means=means
         )

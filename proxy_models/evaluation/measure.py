@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from proxy_models.evaluation.request_log import RequestLog
+
 if TYPE_CHECKING:  # readers of scores need no torch
     import torch
     from torch import nn
 
+    from proxy_models.architecture.model_ranks import Ranks
     from proxy_models.data.corpus import Corpus
     from proxy_models.data.tokenizer import Tokenizer
     from proxy_models.training.numerics import Numerics
@@ -76,7 +79,8 @@ class Subject:
     """A model with its weights, as measures see it.
 
     Attributes:
-        model: The model, unsharded, on its device, in the precision of its run, and in evaluation mode.
+        model: The model, whole or sharded over ranks that measure it together, on its device, in the precision of its run, and in
+            evaluation mode.
         numerics: Numerics of its run: member, seed and held-out tokens.
         text: The corpus of its run; None if it is not here, as for a bundle elsewhere.
         tokens: Tokens trained so far.
@@ -96,6 +100,19 @@ class Subject:
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.model.parameters()).device
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The ranks that hold the model."""
+        from proxy_models.architecture.model_ranks import Ranks
+
+        return Ranks.of(self.model)
+
+    def log(self, name: str) -> RequestLog:
+        """Return the results that a measure keeps under a name; rank 0 reads and writes the file."""
+        found = RequestLog(self.progress / f"{name}.jsonl" if self.progress and not self.ranks.rank else None)
+        found.found = self.ranks.from_first(lambda: found.found)
+        return found
 
     @property
     def corpus(self) -> Corpus:

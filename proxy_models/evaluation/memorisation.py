@@ -18,6 +18,7 @@ from proxy_models.data.batches import training_stream
 from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.evaluation.repeated_windows import ReadTokens, Windows, repeated_windows
 from proxy_models.evaluation.scored_model import LogLikelihood, log_likelihoods
+from proxy_models.evaluation.smooth_scores import share_error
 from proxy_models.hashing import content_key
 
 HELD_OUT = "held out"
@@ -31,7 +32,7 @@ class Memorisation:
 
     Scores have names "1 time", "2–3 times", "4–7 times" and so on, and "held out". Metrics:
 
-    - "memorised": the share. Its standard error is half of Wilson's interval at one deviation, which is not 0 at a share of 0 or 1.
+    - "memorised": the share. Its standard error (`share_error`) is not 0 at a share of 0 or 1.
     - "loss": nats per token of the continuations, which shows memorisation before the first window is verbatim.
     - "repetitions": geometric mean of the times that the windows were read, without "held out".
 
@@ -74,18 +75,20 @@ class Memorisation:
         stream = training_stream(corpus, context, numerics.seed, run_tokens=numerics.run_tokens)
         read = stream.starts_before(subject.tokens)
         held_out = (corpus.held_out or corpus).sources.values()
-        ranges = repeated_windows(
-            [
-                *(ReadTokens(files.train, read.get(name, _NONE)) for name, files in corpus.sources.items()),
-                *(ReadTokens(files.validation, None) for files in held_out),
-            ],
-            self.prefix_tokens,
-            self.continuation_tokens,
-            vocab_size=corpus.vocab_size,
-            context_length=context,
-            end_of_document=corpus.end_of_document,
-            n_each=self.n_sequences,
-            seed=self.seed,
+        ranges = subject.ranks.from_first(
+            lambda: repeated_windows(
+                [
+                    *(ReadTokens(files.train, read.get(name, _NONE)) for name, files in corpus.sources.items()),
+                    *(ReadTokens(files.validation, None) for files in held_out),
+                ],
+                self.prefix_tokens,
+                self.continuation_tokens,
+                vocab_size=corpus.vocab_size,
+                context_length=context,
+                end_of_document=corpus.end_of_document,
+                n_each=self.n_sequences,
+                seed=self.seed,
+            )
         )
         at = self.prefix_tokens
         pairs = [(text[:at], text[at:]) for windows in ranges for text in windows.tokens]
@@ -101,9 +104,9 @@ class Memorisation:
         if not n:
             return []
         losses = np.array([-result.nats / result.n_tokens for result in results])
-        share, error = wilson(sum(result.is_greedy for result in results), n)
+        share = sum(result.is_greedy for result in results) / n
         found: list[tuple[str, float, float | None]] = [
-            ("memorised", share, error),
+            ("memorised", share, share_error(share, n)),
             ("loss", float(losses.mean()), float(losses.std(ddof=1)) / math.sqrt(n) if n > 1 else None),
         ]
         if windows.least:
@@ -112,15 +115,6 @@ class Memorisation:
             Score(measure=self.name, name=name, metric=metric, value=value, standard_error=standard_error, n=n)
             for metric, value, standard_error in found
         ]
-
-
-def wilson(count: int, n: int) -> tuple[float, float]:
-    """Return the share count / n and half of Wilson's interval at one standard deviation (Wilson, JASA 22, 1927).
-
-    The half width is close to the binomial standard error, but 1 / (2 · (n + 1)) at a share of 0 or 1.
-    """
-    share = count / n
-    return share, math.sqrt(share * (1 - share) / n + 1 / (4 * n**2)) / (1 + 1 / n)
 
 
 def _name(least: int) -> str:

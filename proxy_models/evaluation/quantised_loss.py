@@ -11,17 +11,19 @@ Embedding, learned positions and readout stay in bf16 unless `tables` is true: r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from proxy_models.architecture.base_shapes import has_inputs_first
 from proxy_models.architecture.parametrization import HIDDEN_MATRICES, MATRICES, TensorClass
+from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.evaluation.held_out_loss import HeldOutSequences
 from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.hashing import content_key
@@ -66,14 +68,15 @@ class QuantisedLoss:
         """Measure the losses; the weights are the same bit for bit afterwards, also after an error.
 
         Raises:
-            ValueError: If the corpus has fewer held-out tokens than the run evaluates.
+            ValueError: If the corpus has fewer held-out tokens than the run evaluates, or ranks share the inputs of a matrix.
         """
         held_out, model = HeldOutSequences(subject), subject.model
-        matrices = _matrices(model, subject.numerics, tables=self.tables)
-        n_params = sum(parameter.numel() for parameter in model.parameters())
         before = held_out.losses()
+        matrices = _matrices(model, subject.numerics, tables=self.tables)
+        whole = _matrices(model, subject.numerics, _without_values, tables=self.tables)
+        n_params = sum(parameter.numel() for parameter in model.parameters())
         scores = [before.score(self.name, "bf16", "loss"), self._memory("bf16", BF16_BYTES * n_params)]
-        n_rest = n_params - sum(rows.numel() for rows in matrices)
+        n_rest = n_params - sum(rows.numel() for rows in whole)
         for bits in self.bits:
             name = f"int{bits}"
             with rounded(matrices, bits, self.group):
@@ -81,7 +84,7 @@ class QuantisedLoss:
             scores += [
                 after.score(self.name, name, "loss"),
                 (after - before).score(self.name, name, "loss_increase"),
-                self._memory(name, BF16_BYTES * n_rest + sum(n_bytes(rows, bits, self.group) for rows in matrices)),
+                self._memory(name, BF16_BYTES * n_rest + sum(n_bytes(rows, bits, self.group) for rows in whole)),
             ]
         return Measured(scores=tuple(scores))
 
@@ -91,14 +94,25 @@ class QuantisedLoss:
         )
 
 
-def _matrices(model: nn.Module, numerics: Numerics, *, tables: bool) -> list[Tensor]:
-    """Return views of the matrices, with one row for each output channel, or each token of a table."""
+def _without_values(weight: Tensor) -> Tensor:
+    return torch.empty(weight.shape, device="meta")
+
+
+def _matrices(
+    model: nn.Module, numerics: Numerics, part: Callable[[Tensor], Tensor] = own, *, tables: bool
+) -> list[Tensor]:
+    """Return views of a part of the matrices, with one row for each output channel, or each token of a table."""
     rules, wanted = numerics.parametrization("adamw").rules, MATRICES if tables else HIDDEN_MATRICES
     found = []
     for name, parameter in model.named_parameters():
         if (tensor_class := rules[name].tensor_class) in wanted:
-            weight = parameter.detach()
+            weight = part(parameter.detach())
             if has_inputs_first(model.get_submodule(name.rpartition(".")[0])):
+                if is_sharded(parameter):
+                    raise ValueError(
+                        f"quantised loss: ranks must not share the inputs of a matrix, which have one scale; {name} of shape "
+                        f"{tuple(parameter.shape)} has them first; measure it in one process"
+                    )
                 found.append(weight.T)
             else:  # (outputs, inputs, kernel), or (matrices, outputs, inputs)
                 found.append(weight.flatten(0, -2) if tensor_class is TensorClass.HIDDEN_STACK else weight.flatten(1))
@@ -122,7 +136,7 @@ def round_to_nearest(rows: Tensor, bits: int, group: int) -> Tensor:
     """Return (outputs, inputs) rounded to 2^bits − 1 levels with bf16 scales; `group` is ignored at 8 bits."""
     n_inputs, highest = rows.shape[1], (1 << (bits - 1)) - 1
     size = _inputs_per_scale(n_inputs, bits, group)
-    groups = F.pad(rows.float(), (0, -n_inputs % size)).reshape(len(rows), -1, size)
+    groups = F.pad(rows.float(), (0, -n_inputs % size)).reshape(len(rows), -(-n_inputs // size), size)
     scales = (groups.abs().amax(dim=-1, keepdim=True) / highest).bfloat16().float()
     levels = (groups / scales.where(scales > 0, 1)).round().clamp(-highest, highest)
     return (levels * scales).flatten(1)[:, :n_inputs].to(rows.dtype)

@@ -29,6 +29,10 @@ class Samples:
 
     name = "samples"
 
+    def __post_init__(self) -> None:
+        if self.n_tokens < 1:
+            raise ValueError(f"samples: n_tokens must be at least 1, got {self.n_tokens}")
+
     @property
     def key(self) -> str:
         """Hash of the settings."""
@@ -36,21 +40,18 @@ class Samples:
 
     def measure(self, subject: Subject) -> Measured:
         """The samples, without scores; raises CorpusError if the corpus has no tokenizer, ValueError as `generate`."""
-        samples = tuple(
-            Sample(
-                prompt=prompt,
-                text=continue_text(
-                    subject.model,
-                    subject.tokenizer,
-                    prompt,
-                    self.n_tokens,
-                    member=subject.numerics.model,
-                    temperature=self.temperature,
-                    seed=self.seed,
-                ),
+
+        def sample(prompt: str) -> Sample:
+            text = continue_text(
+                subject.model,
+                subject.tokenizer,
+                prompt,
+                self.n_tokens,
+                member=subject.numerics.model,
                 temperature=self.temperature,
                 seed=self.seed,
             )
-            for prompt in self.prompts
-        )
+            return Sample(prompt=prompt, text=text, temperature=self.temperature, seed=self.seed)
+
+        samples = tuple(subject.ranks.map(sample, self.prompts))
         return Measured(scores=(), samples=samples)

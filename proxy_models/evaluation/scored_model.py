@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from proxy_models.architecture.model_ranks import Ranks
 from proxy_models.training.device import EVALUATION_BATCH
 
 Ids = NDArray[np.integer[Any]]
@@ -40,7 +41,8 @@ def log_likelihoods(
     """Return the log-likelihood of each continuation after its context, in the order of the pairs.
 
     Texts of like length share a forward pass, the longest first, padded at the right, which a causal model does not see. Of a text
-    longer than the context the last tokens count, as in training a token sees at most `context_length` tokens.
+    longer than the context the last tokens count, as in training a token sees at most `context_length` tokens. The ranks of a sharded
+    model call this together; each rank makes a part of the passes, and gets all results.
 
     Args:
         pairs: Ids of (context, continuation); both have at least one id.
@@ -59,21 +61,22 @@ def log_likelihoods(
             )
     texts = [np.concatenate(pair).astype(np.int64)[-(context_length + 1) :] for pair in pairs]
     order = sorted(range(len(texts)), key=lambda number: (-len(texts[number]), number))
+    batches = [order[first : first + EVALUATION_BATCH] for first in range(0, len(order), EVALUATION_BATCH)]
     found: dict[int, LogLikelihood] = {}
     device, was_training = next(model.parameters()).device, model.training
+
+    def score(numbers: Sequence[int]) -> list[LogLikelihood]:
+        ids = torch.zeros(len(numbers), len(texts[numbers[0]]), dtype=torch.int64)
+        for row, number in enumerate(numbers):
+            ids[row, : len(texts[number])] = torch.from_numpy(texts[number])
+        logits = model(ids[:, :-1].to(device))
+        return [
+            _of_continuation(logits[row], texts[number], len(pairs[number][1])) for row, number in enumerate(numbers)
+        ]
+
     model.eval()
     try:
-        for first in range(0, len(order), EVALUATION_BATCH):
-            numbers = order[first : first + EVALUATION_BATCH]
-            longest = len(texts[numbers[0]])
-            ids = torch.zeros(len(numbers), longest, dtype=torch.int64)
-            for row, number in enumerate(numbers):
-                ids[row, : len(texts[number])] = torch.from_numpy(texts[number])
-            logits = model(ids[:, :-1].to(device))
-            results = [
-                _of_continuation(logits[row], texts[number], len(pairs[number][1]))
-                for row, number in enumerate(numbers)
-            ]
+        for numbers, results in zip(batches, Ranks.of(model).map(score, batches), strict=True):
             found.update(zip(numbers, results, strict=True))
             if on_batch:
                 on_batch(numbers, results)

@@ -45,7 +45,6 @@ def choice_scores(nats: Sequence[float], n_bytes: Sequence[int], right: Sequence
         bits_per_byte: Of the most likely right choice.
         probability: Of all right choices, after a softmax over the choices.
         accuracy: 1.0 if the most likely choice is right.
-        accuracy_by_bytes: 1.0 if the choice with the largest log-likelihood per byte is right.
         chance: Share of right choices.
     """
     likelihoods = np.array(nats)
@@ -55,15 +54,25 @@ def choice_scores(nats: Sequence[float], n_bytes: Sequence[int], right: Sequence
         "bits_per_byte": bits_per_byte(nats[best], n_bytes[best]),
         "probability": float(weights[list(right)].sum() / weights.sum()),
         "accuracy": float(likelihoods.argmax() in right),
-        "accuracy_by_bytes": float((likelihoods / np.maximum(1, n_bytes)).argmax() in right),
         CHANCE: len(right) / len(nats),
     }
 
 
 def mean(values: Sequence[float]) -> Summary:
-    """Return the mean over items; the standard error is the sample's standard deviation over √n."""
-    n = len(values)
-    return float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
+    """Return the mean over items; the standard error is the sample's standard deviation over √n, or `share_error` of 0s and 1s."""
+    n, value = len(values), float(np.mean(values))
+    if n == 1:
+        return value, None
+    return value, share_error(value, n) if {*values} <= {0.0, 1.0} else float(np.std(values, ddof=1) / math.sqrt(n))
+
+
+def share_error(share: float, n: int) -> float:
+    """Return the standard error of a share of n items after adding two items of each kind (Agresti & Coull, Am. Stat. 52, 1998).
+
+    The result is close to the binomial standard error, but not 0 at a share of 0 or 1.
+    """
+    adjusted = (n * share + 2) / (n + 4)
+    return math.sqrt(adjusted * (1 - adjusted) / (n + 4))
 
 
 def ratio(values: Sequence[Bits]) -> Summary:

@@ -80,6 +80,7 @@ class TaskModel:
             seed: Seed of sampled texts.
         """
         self._model = subject.model
+        self._ranks = subject.ranks
         self._member = subject.numerics.model
         self._tokenizer = subject.tokenizer
         self._progress = progress
@@ -97,17 +98,21 @@ class TaskModel:
 
     def generate_until(self, requests: Sequence[Request]) -> list[str]:
         """Return the text after each context; equal requests for sampled text get different texts."""
-        texts, times = [], Counter[str]()
+        keys, times, missing = [], Counter[str](), dict[str, tuple[str, Generation]]()
         for request in requests:
             wanted = Generation.of(request.args[1])
             key = content_key([request.args[0], astuple(wanted)])
             if wanted.temperature > 0:
                 times[key] += 1
                 key = content_key([key, self._seed, times[key]])
+            keys.append(key)
             if key not in self._progress.found:
-                self._progress.keep({key: self._generated(request.args[0], wanted, seed=int(key, 16))})
-            texts.append(self._progress.found[key])
-        return texts
+                missing[key] = request.args[0], wanted
+        missing = self._ranks.from_first(lambda: missing)  # a task's own functions may order items at random
+        texts = self._ranks.map(lambda key: self._generated(*missing[key], seed=int(key, 16)), list(missing))
+        for key, text in zip(missing, texts, strict=True):
+            self._progress.keep({key: text})
+        return [self._progress.found[key] for key in keys]
 
     def continuations(self, texts: Sequence[tuple[str, str]]) -> list[LogLikelihood]:
         """Return the log-likelihood of each continuation after its context.
@@ -139,7 +144,9 @@ class TaskModel:
         length = self._member.context_length
         windows = [[(_key(window), window) for window in _windows(*pair, length)] for pair in pairs]
         known = self._progress.found
-        missing = {key: window for each in windows for key, window in each if key not in known}
+        missing = self._ranks.from_first(
+            lambda: {key: window for each in windows for key, window in each if key not in known}
+        )
         keys = list(missing)
         log_likelihoods(
             self._model,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from proxy_models.evaluation.harness import Item, loaded, scored_items, version
 from proxy_models.evaluation.measure import Measured, Score, Subject
-from proxy_models.evaluation.request_log import RequestLog
 from proxy_models.evaluation.smooth_scores import CONTAMINATED, TASKS, Bits, Summary, mean, ratio
 from proxy_models.evaluation.task_files import TaskFile, read_tasks
 from proxy_models.evaluation.task_model import TaskModel
@@ -82,8 +81,7 @@ class Tasks:
             MissingLibraryError: If lm-evaluation-harness is not installed.
             ValueError: If a task or one of its items can't be used.
         """
-        file = subject.progress / f"{self.name}-{SCORING}.jsonl" if subject.progress else None
-        model = TaskModel(subject, RequestLog(file), seed=self.seed)
+        model = TaskModel(subject, subject.log(f"{self.name}-{SCORING}"), seed=self.seed)
         scores: list[Score] = []
         with loaded(self.files, seed=self.seed) as tasks:
             for name, task in tasks.items():

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from proxy_models.architecture.family import Family, FamilyError
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS, Sharding
 
 
@@ -75,6 +76,23 @@ def units_by_themselves(model: nn.Module, family: Family, *, min_unit_params: in
         and sum(parameter.numel() for parameter in parameters) >= min_unit_params
         and all(uses[parameter] == 1 for parameter in parameters)
     ]
+
+
+def allocate(model: nn.Module, family: Family, member: Member, device: torch.device) -> None:
+    """Give a model on the meta device memory on its device, for a shard if it is sharded; only the family's constants get values."""
+    tied = _tied(model)
+    model.to_empty(device=device)
+    for name, first in tied.items():  # `to_empty` may separate tied parameters
+        module, _, weight = name.rpartition(".")
+        setattr(model.get_submodule(module), weight, model.get_parameter(first))
+    family.write_constants(model, member.d_model, member.n_layers)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return further names of parameters that have several, each with the first name."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
 
 
 def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) -> None:

@@ -22,7 +22,7 @@ from muscale import Plan, StageError, StudyConfig, StudyDirectoryError, StudyFil
 from muscale.bundles.bundle_files import MANIFEST as BUNDLE_MANIFEST
 from muscale.bundles.bundle_files import verify, write_manifest
 from muscale.errors import BundleError
-from muscale.full_runs.checkpoints.evaluate import _subject
+from muscale.full_runs.checkpoints.evaluate import _model
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION, manifest_hash, require_intact
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, alone, read_weights
@@ -138,7 +138,7 @@ def plan_table(folder: Path) -> Target:
 
 
 def prepared_run(folder: Path) -> Target:
-    """What `muscale promote --prepare` writes."""
+    """The file that `muscale promote --prepare` writes."""
     _, config, ledger, plan = planned_study(folder)
     ledger.close()
     file = Path(prepared.prepare(plan, config, numerics_of(config), folder).path)
@@ -255,7 +255,7 @@ def run_record(folder: Path) -> Target:
         save({"model": Decoder(model).state_dict()}, checkpoint_id=checkpoint)
     return Target(
         file,
-        lambda: _subject(RunDescription.read(folder), checkpoint, None, torch.device("cpu"), None),
+        lambda: _model(RunDescription.read(folder), checkpoint, torch.device("cpu")),
         (StageError,),
         [file.read_bytes()],
     )

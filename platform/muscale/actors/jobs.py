@@ -114,11 +114,14 @@ class RunSteps:
     jobs: Mapping[str, Job]
 
     def __call__(self, config: Mapping[str, Any], worker: Trains) -> Iterator[dict[str, Any]]:
-        """A report for each run."""
+        """A report for each run, and before and after each evaluation, so that an interrupted stage can end there."""
         for key in config["runs"]:
             job = self.jobs[key]
             for point in job.evaluated:
+                outcome = worker.reach(point.chain, goes_on=True)
+                yield report(outcome.loss, run=key, segment=None)
                 worker.evaluate(point)
+                yield report(outcome.loss, run=key, segment=None)
             outcome = worker.reach(job.chain)
             yield report(outcome.loss, run=key, segment=outcome.key)
 
@@ -157,12 +160,13 @@ class StageRuns:
         return job
 
     def note(self, job: StemRuns, report: Mapping[str, Any]) -> Next:
-        """Record a run; its Tune trial continues with the next of the stem."""
+        """Record a run that has ended; the Tune trial continues, until the stem ends or the user interrupts the stage."""
         key, left = report["run"], self._left[job]
-        left.remove(key)
-        self._attempts.succeeded(self._jobs[key].label)
-        self._ledger.insert(runs, **self._jobs[key].row(report["segment"]))
-        self._progress.done(self._jobs[key], None if report["diverged"] else report[LOSS])
+        if report["segment"]:
+            left.remove(key)
+            self._attempts.succeeded(self._jobs[key].label)
+            self._ledger.insert(runs, **self._jobs[key].row(report["segment"]))
+            self._progress.done(self._jobs[key], None if report["diverged"] else report[LOSS])
         if left and not self.interrupted:
             return Next.CONTINUE
         del self._left[job]

@@ -32,24 +32,31 @@ from proxy_models.training.trainer import Trainer
 _GRACE_SECONDS = 20.0  # between the first rank's error and another's, where both are one
 
 
-def join(store: Store, rank: int, resources: ResourceSettings) -> DeviceMesh:
-    """Return the mesh of all ranks of a trial once all have joined; each rank has its own device, the first that it sees.
+def join(store: Store, rank: int, ranks: int, *, device: str, seconds: float) -> DeviceMesh:
+    """Return the mesh of all ranks once all have joined; each rank has its own device, the first that it sees.
 
     NCCL reaches GPUs of a node that a process does not see: https://github.com/NVIDIA/nccl (src/transport/p2p.cc).
+
+    Args:
+        device: "cpu" or "cuda".
+        seconds: Time limit of a collective; inf: torch's default.
     """
-    gpu = resources.device == "cuda"
+    gpu = device == "cuda"
     if gpu:
         torch.cuda.set_device(0)  # first: NCCL and the mesh take the current one
-    seconds = 60 * resources.stall_minutes
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         store=store,
         rank=rank,
-        world_size=resources.ranks_per_trial,
+        world_size=ranks,
         timeout=None if math.isinf(seconds) else timedelta(seconds=seconds),
         device_id=torch.device("cuda", 0) if gpu else None,
     )
-    return init_device_mesh(resources.device, (resources.ranks_per_trial,))
+    return init_device_mesh(device, (ranks,))
+
+
+def _join(store: Store, rank: int, resources: ResourceSettings) -> DeviceMesh:
+    return join(store, rank, resources.ranks_per_trial, device=resources.device, seconds=60 * resources.stall_minutes)
 
 
 class Follower:
@@ -63,7 +70,7 @@ class Follower:
 
     def join(self, address: str, port: int, rank: int) -> None:
         """Meet the other ranks at the first one's store."""
-        self._mesh = join(TCPStore(address, port, is_master=False), rank, self._resources)
+        self._mesh = _join(TCPStore(address, port, is_master=False), rank, self._resources)
 
     def train(self, corpus: Path, *args: Any, **kwargs: Any) -> None:
         """Train as `Trainer.train` on the corpus of this folder, for the first rank, which keeps the result."""
@@ -99,7 +106,7 @@ class Followers:
         with self._all_calling(
             [actor.join.remote(address, store.port, rank) for rank, actor in enumerate(self._actors, start=1)]
         ):
-            self.mesh = join(store, 0, resources)
+            self.mesh = _join(store, 0, resources)
 
     @contextmanager
     def training(

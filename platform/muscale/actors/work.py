@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Trains(Protocol):
     """The calls of a job on its worker."""
 
-    def reach(self, chain: Chain) -> Outcome:
-        """Train a chain to its end, as far as the ledger does not know it."""
+    def reach(self, chain: Chain, *, goes_on: bool = False) -> Outcome:
+        """Train a chain to its end, as far as the ledger does not know it; keep its weights if work on them goes on."""
         ...
 
     def evaluate(self, point: Evaluated) -> Outcome:

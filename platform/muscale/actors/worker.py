@@ -25,8 +25,8 @@ from muscale.store.ledger_tables import retrained
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.loaded_model import loaded_model
 from proxy_models.evaluation.measure import Subject
-from proxy_models.evaluation.subject import subject_of
 from proxy_models.files import atomic_write
 from proxy_models.training.attended import attended_length
 from proxy_models.training.averaging import Tail
@@ -120,13 +120,16 @@ class Worker:
         """The weights at the end of a chain that was reached, as measures see them."""
         self._read_corpus(chain.numerics.corpus_key)
         state, recipe = self._state(chain), chain.last.recipe
-        return subject_of(
-            {n.removeprefix(WEIGHT): tensor for n, tensor in state.tensors.items() if n.startswith(WEIGHT)},
-            chain.numerics,
-            multipliers_of(chain.numerics.parametrization(recipe.optimizer), recipe),
-            corpus=self.trainer.corpus,
+        return Subject(
+            model=loaded_model(
+                {n.removeprefix(WEIGHT): tensor for n, tensor in state.tensors.items() if n.startswith(WEIGHT)},
+                chain.numerics,
+                multipliers_of(chain.numerics.parametrization(recipe.optimizer), recipe),
+                device=self.trainer.device,
+            ),
+            numerics=chain.numerics,
+            text=self.trainer.corpus,
             tokens=chain.last.end,
-            device=self.trainer.device,
             progress=self.directory / EVALUATED / chain.key,
         )
 

@@ -28,7 +28,8 @@ def evaluate(
     quantised_bits: Numbers = (),
     ablation: Literal["layers", "heads"] | None = None,
     corpus: Path | None = None,
-    device: str = "cpu",
+    device: str | None = None,
+    workers: Whole | None = None,
     options: Options = Options(),
 ) -> int:
     """Measure the loss of weights and more: task scores, samples, memorisation, the loss of rounded weights or without each layer.
@@ -48,19 +49,21 @@ def evaluate(
         quantised_bits: Measure the loss with weights rounded to so many bits, 8 and 4.
         ablation: Measure the loss without each layer, or without each head of the built-in decoder.
         corpus: Folder of the corpus, if it was moved since the run began.
-        device: "cpu", "cuda" or "cuda:<number>".
+        device: "cpu", which is the default, "cuda" or "cuda:<number>".
+        workers: Ray workers that share the weights of a checkpoint, if the model is too large for one; each takes a CPU, or a GPU.
     """
     given = {
         "--tasks": tasks,
         "--task": task,
-        "--items": items,
+        "--items": items is not None,
         "--prompt": prompt,
         "--memorisation": memorisation,
         "--quantised-bits": quantised_bits,
         "--ablation": ablation,
         "--corpus": corpus,
-        "--device": device != "cpu",
+        "--device": device,
         "--tokens": tokens is not None,
+        "--workers": workers is not None,
     }
     named = [name for name, value in given.items() if value]
     if where.suffix == ".toml":
@@ -76,7 +79,7 @@ def evaluate(
         )
     if options.set:
         raise StudyFileError(f"evaluate: --set is for a study file, a .toml; got {where}")
-    if (task or items) and not tasks:
+    if (task or items is not None) and not tasks:
         raise StudyFileError(f"evaluate: {'--task' if task else '--items'} needs --tasks, the folder of the tasks")
     if tokens is not None and not prompt:
         raise StudyFileError(f"evaluate: --tokens {tokens} needs --prompt, the start of a text")
@@ -86,7 +89,14 @@ def evaluate(
     measures = _measures(tasks, task, items, prompt, n_tokens, quantised_bits, ablation, memorisation=memorisation)
     with result_alone(options.json):
         try:
-            found = evaluate_weights(where, measures, corpus=corpus, device=device, keep_progress=True)
+            found = evaluate_weights(
+                where,
+                measures,
+                corpus=corpus,
+                device=device or "cpu",
+                keep_progress=True,
+                workers=1 if workers is None else workers,
+            )
         except ValueError as error:
             raise StudyFileError(f"evaluate: {error}") from error
     show(found, as_json=options.json)
@@ -113,7 +123,7 @@ def _measures(
     measures: list[Measure] = []
     try:
         if tasks:
-            measures.append(Tasks(folder=tasks, names=names or None, limit=items))
+            measures.append(Tasks(folder=tasks.resolve(), names=names or None, limit=items))
         if prompts:
             measures.append(Samples(prompts=prompts, n_tokens=n_tokens))
         if memorisation:

@@ -43,6 +43,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         problems += _warmup_errors(config)
     problems += _explicit_errors(config)
     problems += _use_case_errors(config)
+    problems += _scores_errors(config)
     problems += _variants_errors(config)
     if not problems:
         problems += budget_errors(config)
@@ -53,6 +54,16 @@ def _use_case_errors(config: StudyTables) -> Iterator[str]:
     """Limits and targets of [use_case] that other tables do not support."""
     if config.use_case:
         yield from config.use_case.cross_field_errors(config.plan, config.scores.tasks if config.scores else ())
+
+
+def _scores_errors(config: StudyTables) -> Iterator[str]:
+    """Workers of [scores] for which [promote] has no GPU each."""
+    promote = config.promote
+    if config.scores and promote.evaluation == "async" and config.scores.workers > 1 and 0 < promote.evaluator_gpus < 1:
+        yield (
+            f"scores.workers: must be 1 with promote.evaluator_gpus = {promote.evaluator_gpus:g}, because workers that share weights "
+            f"need a GPU each; got {config.scores.workers}"
+        )
 
 
 def _trainer_errors(config: StudyTables) -> Iterator[str]:

@@ -23,6 +23,9 @@ class ScoresSettings(StrictTable):
     memorisation: bool = False
     quantised_bits: tuple[Literal[8, 4], ...] = ()  # the loss of each run's end after rounding its weights
     ablation: Literal["layers", "heads"] | None = None  # the loss of each run's end without each part
+    # workers that share the weights of a full run's checkpoint, if the model is too large for one; each has the resources of a worker
+    # of the full run or, with promote.evaluation = "async", the evaluator's
+    workers: PositiveInt = 1
     # signal over noise below which a task is reported, not forecast
     least_signal_to_noise: Annotated[float, Field(ge=0)] = 5.0
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from muscale.actors.trial_retries import MOST_FAILED, MOST_LOST
 from muscale.errors import StageError
 from muscale.progress import Display
 from muscale.proxies import transfer
+from muscale.store.evaluations import Evaluated
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
@@ -35,7 +37,10 @@ class PlantedWorker:
         self._folder = folder
         self._faults: dict[str, Any] = json.loads((folder / FAULTS).read_text())
 
-    def reach(self, chain: Chain) -> Outcome:
+    def evaluate(self, point: Evaluated) -> None:
+        (self._folder / TRAINED / f"{point.chain.key} evaluated").touch(exist_ok=False)
+
+    def reach(self, chain: Chain, *, goes_on: bool = False) -> Outcome:
         attempts = self._folder / TRAINED / chain.key
         with attempts.open("a") as file:
             file.write(".")
@@ -120,6 +125,23 @@ def test_ctrl_c_lets_the_run_under_way_finish(study: Study) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(study, jobs, {job.chain.key: os.getpid() for job in jobs})
     assert sum(attempts(study, jobs)) == 1
+
+
+def test_ctrl_c_begins_no_further_evaluation_and_a_resumed_stage_takes_it(study: Study) -> None:
+    job, *_ = grid(study)
+    half = job.chain.until(job.hyperparameters.whole_batches(job.chain.last.end / 2))
+    job = replace(job, evaluated=tuple(Evaluated(chain=chain, measures=()) for chain in (half, job.chain)))
+    evaluations = [study.directory / TRAINED / f"{chain.key} evaluated" for chain in (half, job.chain)]
+    with pytest.raises(KeyboardInterrupt):
+        finish(study, [job], {half.key: os.getpid()})
+    assert [path.exists() for path in evaluations] == [False, False]
+    with pytest.raises(KeyboardInterrupt):
+        finish(study, [job], {job.chain.key: os.getpid()})
+    assert [path.exists() for path in evaluations] == [True, False]
+    assert study.runs().empty
+    evaluations[0].unlink()
+    finish(study, [job], {})
+    assert [path.exists() for path in evaluations] == [True, True]
 
 
 def test_results_are_entered_in_the_ledger_of_their_study(make_study: Callable[[str], Path]) -> None:

@@ -134,6 +134,8 @@ promote.shard_ranks=2 => promote | shard_ranks | "full"
 promote.precision=fp16 => promote.precision | fp16 | 2
 promote.evaluator_cpus=1.5 => promote | evaluator_cpus | 1.5
 scores.tasks=["a", "a"] => scores | tasks
+scores.workers=0 => scores.workers | 0
+scores.workers=2 ;; promote.evaluation=async ;; promote.evaluator_gpus=0.5 => scores.workers | evaluator_gpus = 0.5 | got 2
 resources.cpus_per_worker=1.5 => resources | cpus_per_worker | 1.5
 resources.ranks_per_trial=3 => resources.ranks_per_trial | 8 sequences | got 3
 transfer.batches=[96, 256, 512, 1024] ;; resources.ranks_per_trial=2 => resources.ranks_per_trial | 3 sequences | 96 tokens | got 2

@@ -17,8 +17,9 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.evaluation import memorisation as module
 from proxy_models.evaluation.measure import Score, Subject
-from proxy_models.evaluation.memorisation import HELD_OUT, Memorisation, wilson
+from proxy_models.evaluation.memorisation import HELD_OUT, Memorisation
 from proxy_models.evaluation.repeated_windows import Windows, repeated_windows
+from proxy_models.evaluation.smooth_scores import share_error
 from tests.proxy_models.evaluation.conftest import assert_unchanged, numerics_of, snapshot, trained
 
 CONFIG = ModelConfig(d_model=64, n_layers=2, context_length=64, head_dim=16)
@@ -75,7 +76,7 @@ def test_a_repeated_string_is_memorised_and_strings_read_once_are_not(memorised:
     assert most["loss"].value < 0.2
     for name in {HELD_OUT, "1 time", "2–3 times"} & found.keys():
         assert found[name]["memorised"].value == 0
-        assert found[name]["memorised"].standard_error == pytest.approx(1 / (2 * (found[name]["memorised"].n + 1)))
+        assert found[name]["memorised"].standard_error == pytest.approx(share_error(0, found[name]["memorised"].n))
         assert found[name]["loss"].value > 2
     assert "repetitions" not in found[HELD_OUT]
     assert found[HELD_OUT]["memorised"].n == 40
@@ -115,11 +116,6 @@ def test_a_window_longer_than_a_sequence_is_refused(memorised: Subject) -> None:
 def test_a_setting_below_1_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Memorisation(**{name: 0})
-
-
-def test_wilson_s_error_is_close_to_the_binomial_one_inside_and_not_0_at_the_ends() -> None:
-    for count, n, share, error in ((5000, 10_000, 0.5, 0.005), (0, 9, 0, 0.05), (9, 9, 1, 0.05)):
-        assert wilson(count, n) == pytest.approx((share, error), rel=1e-3)
 
 
 def test_the_measure_is_picklable_and_its_key_holds_its_settings() -> None:

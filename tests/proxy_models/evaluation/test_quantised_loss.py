@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 
 from proxy_models.architecture.families import build, load
 from proxy_models.data.corpus import Corpus
 from proxy_models.evaluation.held_out_loss import HeldOutLoss, HeldOutLosses, HeldOutSequences
 from proxy_models.evaluation.measure import Subject
 from proxy_models.evaluation.quantised_loss import QuantisedLoss, _matrices, n_bytes, round_to_nearest, rounded
+from proxy_models.training.fsdp import shard
 from tests.proxy_models.evaluation.conftest import assert_unchanged, numerics_of, snapshot
 from tests.proxy_models.families import N_EXPERTS, TRANSFORMERS, Stacked
 
@@ -107,6 +111,20 @@ def test_a_matrix_with_its_inputs_first_is_turned(corpus: Corpus) -> None:
     with rounded(matrices, 8, 128):
         assert torch.equal(weight.detach(), round_to_nearest(before.T, 8, 128).T)
     assert torch.equal(weight.detach(), before)
+
+
+def test_ranks_refuse_a_matrix_whose_inputs_they_would_share(corpus: Corpus) -> None:
+    pytest.importorskip("transformers")
+    family = load("transformers:GPT2Config")(vocab_size=256, context_length=16, **TRANSFORMERS["GPT2Config"])
+    member = family.member(32, 1)
+    subject = Subject(model=build(member).eval(), numerics=numerics_of(member, corpus), text=corpus, tokens=0)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        shard(subject.model, family, init_device_mesh("cpu", (1,)), min_unit_params=0)
+        with pytest.raises(ValueError, match=r"quantised loss.*c_attn\.weight"):
+            QuantisedLoss().measure(subject)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrong", [{"bits": ()}, {"bits": (8, 1)}, {"bits": (16,)}, {"group": 0}])

@@ -34,7 +34,7 @@ from proxy_models.data.tokenizer import TokenizerKind, TokenizerSettings
 from proxy_models.evaluation.contaminated_items import contaminated_items as find_contaminated
 from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.evaluation.request_log import RequestLog
-from proxy_models.evaluation.smooth_scores import choice_scores
+from proxy_models.evaluation.smooth_scores import choice_scores, share_error
 from proxy_models.evaluation.task_model import Generation, TaskModel
 from proxy_models.evaluation.tasks import SCORING, Tasks, task_manifest
 from proxy_models.training.numerics import Numerics
@@ -149,16 +149,18 @@ def test_scores_are_those_of_a_computation_by_hand(folder: Path, corpora: dict[s
                 "bits_per_byte": -likelihoods[best] / math.log(2) / sizes[best],
                 "probability": weights[item["answer"]].sum(),
                 "accuracy": likelihoods.argmax() in item["answer"],
-                "accuracy_by_bytes": (likelihoods / sizes).argmax() in item["answer"],
+                "acc_norm": (likelihoods / [len(choice) for choice in choices]).argmax() in item["answer"],
+                "acc_bytes": (likelihoods / sizes).argmax() in item["answer"],
             }
         )
     for metric in rows[0]:
         values = np.array([row[metric] for row in rows], dtype=float)
         assert found[metric].value == pytest.approx(values.mean(), rel=1e-4)
-        assert found[metric].standard_error == pytest.approx(values.std(ddof=1) / 2, rel=1e-4)
+        is_share = metric.startswith("acc")
+        error = share_error(values.mean(), len(ITEMS)) if is_share else values.std(ddof=1) / math.sqrt(len(ITEMS))
+        assert found[metric].standard_error == pytest.approx(error, rel=1e-4)
         assert found[metric].n == len(ITEMS)
-    assert found["acc_norm"].n == len(ITEMS)
-    assert not {"acc", "acc_bytes", "brier_score"} & set(found)
+    assert not {"acc", "brier_score"} & set(found)
 
 
 def exported(subject: Subject, folder: Path) -> Any:
@@ -200,7 +202,7 @@ def test_lm_eval_by_itself_gives_the_same_numbers_for_the_exported_model(
     choice, shown, spelled = (by_metric(measured, name) for name in names)
     assert choice["accuracy"].value == run["choice"]["acc,none"]
     assert choice["acc_norm"].value == run["choice"]["acc_norm,none"]
-    assert choice["accuracy_by_bytes"].value == run["choice"]["acc_bytes,none"]
+    assert choice["acc_bytes"].value == run["choice"]["acc_bytes,none"]
     assert spelled["exact_match"].value == run["spelled"]["exact_match,none"]
     samples = [
         choice_scores(
@@ -558,5 +560,5 @@ def test_the_documentations_example_runs(tmp_path: Path, corpus: Corpus) -> None
         (tmp_path / f"{name}.yaml").write_text(config)
         (tmp_path / f"{name}.jsonl").write_text(data)
     measured = Tasks(folder=tmp_path).measure(subject_of(corpus))
-    assert {"bits_per_byte", "probability", "accuracy", "accuracy_by_bytes"} <= set(by_metric(measured, "sums"))
+    assert {"bits_per_byte", "probability", "accuracy", "acc_norm"} <= set(by_metric(measured, "sums"))
     assert {"bits_per_byte", "exact_match"} == set(by_metric(measured, "spelled"))

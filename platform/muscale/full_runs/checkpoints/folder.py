@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
@@ -68,12 +68,16 @@ def tokens_of(checkpoint: Path) -> int:
     return int(tokens)
 
 
-def require_intact(checkpoint: Path) -> None:
-    """Check a checkpoint before it is read; raise StageError if it does not exist or does not match the hashes of its manifest."""
+def require_intact(checkpoint: Path, find: Callable[[Path], list[str]] | None = None) -> None:
+    """Check a checkpoint before it is read; raise StageError if it does not exist or does not match the hashes of its manifest.
+
+    Args:
+        find: Finds the damage, by default `find_damage`.
+    """
     tokens_of(checkpoint)
     if not checkpoint.is_dir():
         raise StageError(f"{checkpoint}: no such checkpoint")
-    if damaged := find_damage(checkpoint):
+    if damaged := (find or find_damage)(checkpoint):
         raise StageError(f"{checkpoint}: does not match the hashes of its manifest: {format_names(damaged)}")
 
 

@@ -75,7 +75,7 @@ class Checkpoints(CheckpointFolder):
         """Tokens and path of the newest intact checkpoint, or None; equal on all ranks; each hashes the files that it wrote."""
         self.finish()
         for tokens, path in broadcast_from_rank0(self.found):
-            if not (damaged := _damage_found_by_ranks(path)):
+            if not (damaged := damage_found_by_ranks(path)):
                 return tokens, path
             if rank() == 0:
                 warn_of_damage(path, damaged)
@@ -204,11 +204,12 @@ def read_table(checkpoint: Path) -> Parametrization:
 
 def manifest_hash_by_ranks(checkpoint: Path) -> str | None:
     """Compute `folder.manifest_hash` on all ranks together; each rank hashes the files that it wrote."""
-    damaged = _damage_found_by_ranks(checkpoint)
+    damaged = damage_found_by_ranks(checkpoint)
     return None if damaged else broadcast_from_rank0(lambda: file_sha256(checkpoint / MANIFEST))
 
 
-def _damage_found_by_ranks(checkpoint: Path) -> list[str]:
+def damage_found_by_ranks(checkpoint: Path) -> list[str]:
+    """Find damage as `folder.find_damage` on all ranks together; each rank hashes the files that it wrote."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     found = of_all_ranks(find_damage(checkpoint, rank=rank(), ranks=ranks))
     return sorted({name for names in found for name in names})

@@ -68,7 +68,7 @@ def read_weights(
     reader = RecordReader(checkpoint)
     reader.require_weights(shapes)
     weights = {name: torch.empty_like(shape, device=device) for name, shape in shapes.items()}
-    reader.fill({f"{MODEL}.{name}": tensor for name, tensor in weights.items()})
+    reader.fill_weights(weights)
     return weights
 
 
@@ -121,6 +121,10 @@ class RecordReader(FileSystemReader):
         """Read tensors in place, by their names in the checkpoint; raise StageError if the tensors can't be read."""
         with self._readable(), alone():
             load_sharded(dict(tensors), storage_reader=self)
+
+    def fill_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Read weights in place, by parameter name; ranks read their parts of sharded weights. Raises as `fill`."""
+        self.fill({f"{MODEL}.{name}": tensor.detach() for name, tensor in weights.items()})
 
     def stream(self, shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by their names in the checkpoint, on the CPU; `READ_BYTES`, or one larger tensor, are in memory at a time.

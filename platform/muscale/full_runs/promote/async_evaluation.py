@@ -1,4 +1,4 @@
-"""Asynchronous evaluation of a full run's checkpoints: Ray tasks, one at a time, on reserved resources.
+"""Asynchronous evaluation of a full run's checkpoints: Ray tasks on reserved resources, one checkpoint at a time.
 
 The resources are reserved before the training takes the cluster. Ray Train counts all resources of the nodes, including reserved
 ones, so the training gets no more workers than fit.
@@ -10,10 +10,11 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muscale import json_lines
 from muscale.errors import StageError
@@ -28,6 +29,11 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.evaluation.measure import Measure
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from muscale.actors.rank_tasks import RankTasks
+
 _LOOK_SECONDS = 1.0  # interval between checks for a new checkpoint
 _ROOM_SECONDS = 60.0  # time for others to free the resources (assumed)
 _PATIENCE_SECONDS = 60.0  # time for an evaluation that still runs when the training has ended (assumed)
@@ -38,7 +44,12 @@ Fitting = Callable[[PromoteSettings], PromoteSettings]
 
 @contextmanager
 def async_evaluation_of(
-    run: FullRun, settings: PromoteSettings, resources: ResourceSettings, measures: Sequence[Measure] = ()
+    run: FullRun,
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    measures: Sequence[Measure] = (),
+    *,
+    evaluators: int = 1,
 ) -> Iterator[Fitting]:
     """While a run is trained in the block, evaluate its newest checkpoints, one at a time.
 
@@ -48,6 +59,7 @@ def async_evaluation_of(
     Args:
         resources: Resources of one worker of the training.
         measures: Taken of each evaluated checkpoint in addition to its loss.
+        evaluators: Ranks that share the weights, each with the evaluator's resources.
 
     Yields:
         A function that limits settings to the workers that fit, for one attempt.
@@ -58,7 +70,7 @@ def async_evaluation_of(
     if settings.evaluation == "sync":
         yield lambda settings: settings
         return
-    reservation = _Reservation(settings, measures)
+    reservation = _Reservation(settings, measures, evaluators)
     try:
         reservation.wait()
         reservation.require_room(settings, resources)
@@ -72,42 +84,35 @@ def async_evaluation_of(
         reservation.give_back()
 
 
-def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, package: str) -> dict[str, Any]:
-    """Evaluate a checkpoint in a Ray task, and return the row to record."""
+def evaluate_in_task(
+    checkpoint: Path, options: dict[str, Any], threads: int, package: str, *, mesh: DeviceMesh | None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint in a Ray task, or on the ranks of a mesh, and return the row to record."""
     import torch
 
     from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 
     require_same_package(package)
     torch.set_num_threads(threads)
-    return evaluate_checkpoint(checkpoint, **options).to_dict()
+    return evaluate_checkpoint(checkpoint, **options, mesh=mesh).to_dict()
 
 
 class _Reservation:
-    """Reserved resources on one node, and the tasks on them."""
+    """Reserved resources, each rank's on one node, and the tasks on them."""
 
-    def __init__(self, settings: PromoteSettings, measures: Sequence[Measure] = ()) -> None:
-        import ray
+    def __init__(self, settings: PromoteSettings, measures: Sequence[Measure] = (), ranks: int = 1) -> None:
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.taken = {"CPU": settings.evaluator_cpus} | (
             {"GPU": settings.evaluator_gpus} if settings.evaluator_gpus else {}
         )
-        if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
+        self._amount = f"{ranks} × {format_resources(self.taken)}" if ranks > 1 else format_resources(self.taken)
+        if (room := room_for([node["Resources"] for node in alive_nodes()], self.taken)) < ranks:
             raise StageError(
-                f'promote: evaluation = "async" needs {format_resources(self.taken)} on one node, and no node has this: lower '
-                'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "sync"'
+                f'promote: evaluation = "async" needs {self._amount}, each on one node, and the nodes have room for {room}: lower '
+                'promote.evaluator_cpus, promote.evaluator_gpus or scores.workers, or take evaluation = "sync"'
             )
-        self._group = placement_group([self.taken])
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        self._task: Any = ray.remote(evaluate_in_task).options(
-            num_cpus=settings.evaluator_cpus,
-            num_gpus=settings.evaluator_gpus,
-            max_retries=0,
-            scheduling_strategy=strategy,
-            name="evaluate checkpoint",
-        )
+        self._group = placement_group([self.taken] * ranks)
         self._threads = max(1, int(settings.evaluator_cpus))
         self._options = {
             "device": "cuda" if settings.evaluator_gpus else "cpu",
@@ -119,8 +124,7 @@ class _Reservation:
         """Wait for the reservation; raise StageError if others occupy the resources."""
         if not self._group.wait(_ROOM_SECONDS):
             raise StageError(
-                f'promote: evaluation = "async" needs {format_resources(self.taken)}, which stayed occupied for '
-                f"{_ROOM_SECONDS:.0f} s"
+                f'promote: evaluation = "async" needs {self._amount}, which stayed occupied for {_ROOM_SECONDS:.0f} s'
             )
 
     def room(self, resources: ResourceSettings) -> int:
@@ -128,11 +132,11 @@ class _Reservation:
         from ray.util import placement_group_table
 
         table = placement_group_table(self._group)
-        on = set(table.get("bundles_to_node_id", {}).values())
+        on = Counter(table.get("bundles_to_node_id", {}).values())
         left = []
         for node in alive_nodes():
-            taken = self.taken if node["NodeID"] in on else {}
-            left.append(node["Resources"] | {n: node["Resources"].get(n, 0.0) - amount for n, amount in taken.items()})
+            there, ranks = node["Resources"], on[node["NodeID"]]
+            left.append(there | {n: there.get(n, 0.0) - ranks * amount for n, amount in self.taken.items()})
         return room_for(left, resources.full_run_worker)
 
     def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
@@ -140,7 +144,7 @@ class _Reservation:
         least, room = settings.workers_min or settings.workers, self.room(resources)
         if room < least:
             raise StageError(
-                f'promote: evaluation = "async" reserves {format_resources(self.taken)}, which leaves the cluster room for {room} of '
+                f'promote: evaluation = "async" reserves {self._amount}, which leaves the cluster room for {room} of '
                 f"{least} workers with {resources.cpus_per_worker:g} CPUs each: add nodes, lower promote.workers, "
                 'promote.evaluator_cpus or resources.cpus_per_worker, or take evaluation = "sync"'
             )
@@ -152,9 +156,12 @@ class _Reservation:
         most = max(settings.workers_min, min(settings.workers, self.room(resources)))
         return settings.model_copy(update={"workers": most})
 
-    def submit(self, checkpoint: Path) -> Any:
-        """Start an evaluation, and return Ray's reference to its row."""
-        return self._task.remote(checkpoint, self._options, self._threads, package_fingerprint())
+    def submit(self, checkpoint: Path) -> RankTasks:
+        """Start an evaluation, whose result is its row."""
+        from muscale.actors.rank_tasks import RankTasks
+
+        given = (checkpoint, self._options, self._threads, package_fingerprint())
+        return RankTasks(evaluate_in_task, *given, group=self._group, name="evaluate checkpoint")
 
     def give_back(self) -> None:
         """Free the resources, and end the tasks that use them."""
@@ -168,7 +175,7 @@ class _Reservation:
 class _Evaluator:
     """A thread of the driver that evaluates new checkpoints one by one and records the results."""
 
-    def __init__(self, directory: Path, n_tokens: int, submit: Callable[[Path], Any]) -> None:
+    def __init__(self, directory: Path, n_tokens: int, submit: Callable[[Path], RankTasks]) -> None:
         self._n_tokens, self._submit = n_tokens, submit
         self._file = directory / EVALUATIONS
         self._checkpoints, self._records = CheckpointFolder(directory / CHECKPOINTS), RunRecords(directory)
@@ -202,15 +209,13 @@ class _Evaluator:
         return None if known or (self._records.evaluations()["tokens"] == tokens).any() else path
 
     def _evaluate(self, path: Path) -> None:
-        import ray
-
         try:
-            task = self._submit(path)
-            while not ray.wait([task], timeout=_LOOK_SECONDS)[0]:
+            tasks = self._submit(path)
+            while not tasks.ended(_LOOK_SECONDS):
                 if self._ends.is_set() and time.monotonic() >= self._patience_until:
-                    ray.cancel(task, force=True)
+                    tasks.cancel()
                     return
-            row = ray.get(task)
+            row = tasks.result()
         except Exception as error:  # the training continues after any error
             if path.exists() and not self._ends.is_set():  # else newer checkpoints replaced it, or the run has ended
                 self._failed.add(tokens_of(path))
@@ -226,7 +231,3 @@ class _Evaluator:
         if reason not in self._logged:
             self._logged.add(reason)
             _log.warning("%s", text)
-
-
-def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0.0) >= amount for name, amount in needed.items())

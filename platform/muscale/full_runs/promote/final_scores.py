@@ -1,63 +1,78 @@
-"""Scores of a finished full run: the measures of [scores], taken of its last checkpoint in a Ray task."""
+"""Scores of a finished full run: the measures of [scores], taken of its last checkpoint in Ray tasks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from muscale.actors.cluster import cluster
 from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint, require_same_package
-from muscale.full_runs.promote.promotion import Promotion, trained_chain
-from muscale.layout import FULL_RUNS
-from muscale.plans.planning import Plan
-from muscale.settings.config import StudyConfig
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
+from muscale.ray_connection import require_room
+from muscale.settings.tables import ResourceSettings
 from muscale.store.evaluations import Evaluated, evaluation_key, missing, record, score_table
 from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
 from proxy_models.evaluation.measure import Measure
-from proxy_models.training.numerics import Numerics
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def final_scores(
-    plan: Plan,
-    config: StudyConfig,
+    chain: Chain,
+    directory: Path,
     ledger: Ledger,
-    numerics: Numerics,
-    promotion: Promotion,
     measures: Sequence[Measure],
+    resources: ResourceSettings,
+    *,
+    workers: int = 1,
 ) -> pd.DataFrame:
-    """Return the scores of a plan's finished run, rows of `score_table`; measures that the ledger lacks are taken.
+    """Return the scores of a finished run, rows of `score_table`; measures that the ledger lacks are taken.
 
-    They run on the resources of one of the run's workers.
+    Args:
+        chain: The run as it was trained.
+        directory: Directory of the run.
+        resources: The measures run on the resources of one of the run's workers.
+        workers: Workers that share the weights, each with these resources.
 
     Raises:
-        StageError: If there is no intact checkpoint, or a measure can't be taken.
+        StageError: If there is no room for the workers, the last checkpoint is gone or damaged, or a measure can't be taken.
     """
-    chain = trained_chain(plan, config, numerics, promotion)
-    point = Evaluated(chain=chain, measures=tuple(measures))
-    if left := missing(ledger, [point]):
-        import ray
+    if left := missing(ledger, [Evaluated(chain=chain, measures=tuple(measures))]):
+        from ray.exceptions import RayError
 
-        resources, directory = config.resources, ledger.directory / FULL_RUNS / plan.key
+        from muscale.actors.rank_tasks import RankTasks, reserved
+
+        checkpoint = CheckpointFolder(directory / CHECKPOINTS).path(chain.last.end)
+        where = (checkpoint, resources.device, resources.threads)
+        what = (left[0], ledger.for_worker(), package_fingerprint())
         with cluster(resources):
-            each = resources.full_run_worker
-            task: Any = ray.remote(_measure_in_task).options(
-                num_cpus=each["CPU"], num_gpus=each.get("GPU", 0), max_retries=2, name="evaluate full run"
-            )
-            where = (directory, resources.device, resources.threads)
+            require_room("scores", workers, resources.full_run_worker)
             try:
-                ray.get(task.remote(*where, left[0], ledger.for_worker(), package_fingerprint()))
-            except ray.exceptions.RayError as error:
+                with reserved(resources.full_run_worker, workers) as group:
+                    RankTasks(
+                        _measure_in_task, *where, *what, group=group, name="evaluate full run", max_retries=2
+                    ).result()
+            except RayError as error:
                 raise StageError(f"scores: {last_line(error)}") from error
     return score_table(ledger, {evaluation_key(chain.key, measure) for measure in measures})
 
 
 def _measure_in_task(
-    directory: Path, device: str, threads: int, point: Evaluated, ledger: Ledger, package: str
+    checkpoint: Path,
+    device: str,
+    threads: int,
+    point: Evaluated,
+    ledger: Ledger,
+    package: str,
+    *,
+    mesh: DeviceMesh | None,
 ) -> None:
     """Record each measure when it is taken, so that an interruption loses none."""
     import torch
@@ -66,10 +81,9 @@ def _measure_in_task(
 
     require_same_package(package)
     torch.set_num_threads(threads)
-    subject, path = subject_at(directory, device=device, keep_progress=True)
-    if subject.tokens != point.chain.last.end:
-        raise StageError(f"{path}: the run's last checkpoint, at {point.chain.last.end:,} tokens, is gone or damaged")
+    subject, _ = subject_at(checkpoint, device=device, keep_progress=True, mesh=mesh)
     for measure in point.measures:
         began = time.perf_counter()
         found = measure.measure(subject)
-        record(ledger, point.chain, measure, found, seconds=time.perf_counter() - began)
+        if subject.ranks.rank == 0:
+            record(ledger, point.chain, measure, found, seconds=time.perf_counter() - began)

@@ -37,6 +37,7 @@ def launch(
     name: str,
     worker: Callable[[dict[str, Any]], None] | None = None,
     measures: Sequence[Measure] = (),
+    evaluators: int = 1,
 ) -> dict[str, Any]:
     """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room.
 
@@ -46,6 +47,7 @@ def launch(
         run: Run to train; the driver does not import Lightning.
         worker: Function of each worker; default: `train_worker`.
         measures: For asynchronous evaluation, in addition to the loss.
+        evaluators: Ranks of an asynchronous evaluation.
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
@@ -61,7 +63,7 @@ def launch(
         with cluster(resources):
             require_room("promote", settings.sizes[0], resources.full_run_worker)
             note_taken("promote", settings.sizes[0], resources.full_run_worker)
-            with async_evaluation_of(run, settings, resources, measures) as fitting:
+            with async_evaluation_of(run, settings, resources, measures, evaluators=evaluators) as fitting:
                 _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")

@@ -175,7 +175,8 @@ def promote(
     directory.mkdir(parents=True, exist_ok=True)
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
     with cancellable(ledger):
-        outcome = launch(run, config.promote, config.resources, name=plan.key, measures=measures)
+        evaluators = config.scores.workers if config.scores else 1
+        outcome = launch(run, config.promote, config.resources, name=plan.key, measures=measures, evaluators=evaluators)
     past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,

@@ -34,7 +34,7 @@ from proxy_models.architecture.stage import Stage, edges_of
 from proxy_models.architecture.stage_layout import blocks_of_stages, n_stages, stages_of_rank
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
-from proxy_models.training.fsdp import shard
+from proxy_models.training.fsdp import allocate, shard
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
 from proxy_models.training.pipeline import Pipeline
@@ -251,12 +251,7 @@ def _give_values(
     is_stage: bool = False,
 ) -> None:
     """Move a model without values to the device, and write its constants, multipliers and initial values."""
-    member, tied = numerics.model, _tied(model)
-    model.to_empty(device=device)
-    for name, first in tied.items():  # `to_empty` may separate tied parameters
-        module, _, weight = name.rpartition(".")
-        setattr(model.get_submodule(module), weight, model.get_parameter(first))
-    family_of(member).write_constants(model, member.d_model, member.n_layers)
+    allocate(model, family_of(numerics.model), numerics.model, device)
     parametrization = numerics.parametrization(recipe.optimizer)
     if initial_values:
         initialize(model, parametrization, recipe, seed=numerics.seed, is_stage=is_stage)
@@ -289,13 +284,6 @@ def fitting_micro_batch(
     except ValueError:
         return None
     return min(of_all_ranks(fitting))
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that have several, each with the first name."""
-    first: dict[nn.Parameter, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first[one] for name, one in named if first.setdefault(one, name) != name}
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -122,16 +122,16 @@ def test_a_missing_or_damaged_checkpoint_is_refused(copied: Path) -> None:
     torn.write_bytes(torn.read_bytes()[:-1])
     with pytest.raises(StageError, match=r"tokens=2048:"):
         evaluate_checkpoint(checkpoint(copied, 8))
-    with pytest.raises(StageError, match="no such checkpoint"):
+    with pytest.raises(StageError, match=f"tokens={BATCH * 7}"):
         evaluate_checkpoint(checkpoint(copied, 7))
-    with pytest.raises(StageError, match="neither a full run's directory nor its checkpoint"):
+    with pytest.raises(StageError, match="elsewhere"):
         evaluate_checkpoint(copied / "elsewhere")
     (copied / RUN).unlink()
     with pytest.raises(StageError, match=r"run.json:"):
         evaluate_checkpoint(checkpoint(copied, 4))
     shutil.rmtree(copied / CHECKPOINTS)
     (copied / CHECKPOINTS).mkdir()
-    with pytest.raises(StageError, match="checkpoint yet"):
+    with pytest.raises(StageError, match=str(copied / CHECKPOINTS)):
         evaluate_checkpoint(copied)
 
 

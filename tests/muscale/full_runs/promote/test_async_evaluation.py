@@ -1,4 +1,4 @@
-"""Checkpoints evaluated as tasks of Ray on resources that training can't take: each newest one once, whatever befalls it."""
+"""Checkpoints evaluated as tasks of Ray on resources that training can't take: each newest checkpoint once, also after failures."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_failure_is_reported_once_and_a_pruned_checkpoint_is_none(
     pruned: list[int] = []
 
     def submit(path: Path) -> Any:
-        """As it is reached, the newest one makes way for newer ones."""
+        """Remove the newest checkpoint for a newer one just before its evaluation."""
         if path.name == f"tokens={BATCH * 28}":
             go_on(run, 32)
             Checkpoints(run.directory / CHECKPOINTS, keep_last=1)._drop(BATCH * 32)
@@ -150,9 +150,8 @@ def test_a_failure_is_reported_once_and_a_pruned_checkpoint_is_none(
     assert [row["tokens"] // BATCH for row in recorded(run)] == [18, 32]
     assert pruned == [28]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"the evaluation of {run.directory}/checkpoints/tokens={BATCH * 20} failed, the training continues: " in line
+    assert f"{run.directory}/checkpoints/tokens={BATCH * 20}" in line
     assert "StageError" in line
-    assert "does not match the hashes of its manifest" in line
 
 
 def test_an_interruption_ends_running_evaluations_at_once(run: FullRun) -> None:
@@ -174,16 +173,21 @@ def test_a_cluster_without_room_is_reported_before_training(run: FullRun) -> Non
     all_of_them = int(all_cpus())
     whole = ResourceSettings()
     with all_free():
-        for given, resources, message in (
-            (settings(evaluator_cpus=1000), SMALL, "needs 1000 CPU on one node, and no node has this"),
-            (settings(evaluator_gpus=100), SMALL, "needs 1 CPU and 100 GPU on one node, and no node has this"),
+        for given, resources, evaluators, named in (
+            (settings(evaluator_cpus=1000), SMALL, 1, "1000 CPU.*promote.evaluator_cpus"),
+            (settings(evaluator_gpus=100), SMALL, 1, "1 CPU and 100 GPU.*promote.evaluator_gpus"),
+            (settings(), SMALL, all_of_them + 1, f"{all_of_them + 1} × 1 CPU.*{all_of_them}.*scores.workers"),
             (
                 settings(workers=all_of_them, workers_min=None),
                 whole,
-                f"reserves 1 CPU, which leaves the cluster room for {all_of_them - 1} of {all_of_them} workers with 1 CPUs",
+                1,
+                f"1 CPU.*{all_of_them - 1} of {all_of_them} workers with 1 CPUs.*promote.workers",
             ),
         ):
-            with pytest.raises(StageError, match=message), async_evaluation_of(longer(run), given, resources):
+            with (
+                pytest.raises(StageError, match=named),
+                async_evaluation_of(longer(run), given, resources, evaluators=evaluators),
+            ):
                 pytest.fail("training would begin")
         with async_evaluation_of(longer(run), settings(workers=all_of_them), whole) as fitting:
             assert fitting(settings(workers=all_of_them)).workers == all_of_them - 1, "elastic workers leave it alone"
