@@ -33,7 +33,7 @@ class SequenceShare:
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all positions, in order, from the rank's own; each is (batch, time, heads, head_dim)."""
         states = torch.stack((key, value))
-        every = collectives.all_gather_single_autograd(states, 0, self._group)
+        every = collectives.wait_tensor(collectives.all_gather_single_autograd(states, 0, self._group))  # type: ignore[no-untyped-call]
         # Rank, key or value, batch, chunk, position, ….
         chunks = every.unflatten(0, (self._ranks, 2)).unflatten(3, (2, -1))
         in_order = torch.cat((chunks[:, :, :, 0], chunks[:, :, :, 1].flip(0)))

@@ -130,8 +130,8 @@ class Parallelism:
             node_ranks: Ranks on each node, if known; "hybrid" uses them if `shard_ranks` is None.
         """
         group, stages = self.sequence_ranks, self.pipeline_parallel
+        names = self._names + (" · pipeline_parallel" if stages > 1 else "")
         if world_size % (group * stages):
-            names = self._names + (" · pipeline_parallel" if stages > 1 else "")
             yield f"{names} must divide the {world_size} ranks, got {group * stages}"
             return
         of_stage, shares = world_size // stages, self.data_ranks(world_size)
@@ -144,7 +144,7 @@ class Parallelism:
         if sequences is None:
             return
         if shares > sequences:
-            groups = f" in groups of {group * stages}" if group * stages > 1 else ""
+            groups = f" in groups of {names} = {group * stages}" if group * stages > 1 else ""
             yield f"{world_size} ranks{groups} need a sequence of a batch for each share, got {sequences}"
         elif stages > 1 and (
             sequences % shares

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from proxy_models.architecture import sparse_attention
 from proxy_models.architecture.attention import attend, cuda_kernel
@@ -107,6 +107,17 @@ def test_checkpointing_changes_no_number(dtype: torch.dtype, window: int | None)
         torch.testing.assert_close(again, found[0], rtol=1e-6, atol=1e-9)
 
 
+def check_same_table(ours: BlockMask, theirs: BlockMask) -> None:
+    for here, there in zip(ours.as_tuple(), theirs.as_tuple(), strict=True):
+        if isinstance(here, Tensor):
+            assert isinstance(there, Tensor)
+            assert torch.equal(here, there)
+            assert here.is_contiguous()  # kernels take it for that
+            assert here.dtype == there.dtype
+        elif here is not ours.mask_mod:
+            assert here == there
+
+
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
 @pytest.mark.parametrize("share", [None, 0.0, 0.003, 0.05, 0.5])
 def test_the_table_of_blocks_is_the_one_that_torch_finds_from_the_whole_mask(
@@ -117,14 +128,7 @@ def test_the_table_of_blocks_is_the_one_that_torch_finds_from_the_whole_mask(
         numbers = None if share is None else number_documents((torch.rand(3, time) < share).long() - 1, SEPARATOR)
         ours = visible_blocks(numbers, window, time, CPU)
         theirs = create_block_mask(ours.mask_mod, None if share is None else 3, None, time, time, device="cpu")
-        for here, there in zip(ours.as_tuple(), theirs.as_tuple(), strict=True):
-            if isinstance(here, Tensor):
-                assert isinstance(there, Tensor)
-                assert torch.equal(here, there)
-                assert here.is_contiguous()  # kernels take it for that
-                assert here.dtype == there.dtype
-            elif here is not ours.mask_mod:
-                assert here == there
+        check_same_table(ours, theirs)
 
 
 KINDS = list(product((1, 2), (False, True), (None, 7, 150), (False, True)))
@@ -214,8 +218,7 @@ def test_the_table_of_queries_in_pieces_has_every_visible_block(share: float | N
             assert (ours.to_dense() >= theirs.to_dense()).all()
             if chunk % 128 == 0:
                 assert torch.equal(ours.to_dense(), theirs.to_dense())
-                for here, there in zip(ours.as_tuple()[2:6], theirs.as_tuple()[2:6], strict=True):
-                    assert torch.equal(here, there)
+                check_same_table(ours, theirs)
 
 
 def test_a_gpu_takes_flex_attention_for_every_case_but_small_heads() -> None:
