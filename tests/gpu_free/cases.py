@@ -137,6 +137,7 @@ class Case:
                 SEQUENCES[self.shape],
                 self.optimizer,
                 conditions["world_size"],
+                conditions["world_size"] * conditions["tensor_parallel"],
                 self.checkpointing,
                 compiled=False,
                 again=not whole,
