@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from muscale.plans.layouts import SCHEDULES, Layout, _candidates, fitting_layouts, propose_layout
+from muscale.plans.layouts import SCHEDULES, Layout, _candidates, _schedules, fitting_layouts, propose_layout
 from muscale.plans.step_time import LINKS
+from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
 from proxy_models.architecture.memory import MEMORY_SHARE
@@ -98,3 +99,9 @@ def test_stages_of_a_family_without_an_estimate_of_memory_are_not_considered(mon
         estimated_memory(TINY, micro_batch=1, pipeline=PipelineShare(schedule="1f1b", ranks=2, sequences=8))
     found = _candidates(TINY, 8, 512, 8, None, SCHEDULES)
     assert {parallelism.pipeline_parallel for parallelism in found} == {1}
+
+
+def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
+    assert _schedules(PromoteSettings(pipeline_parallel="auto")) == SCHEDULES
+    assert _schedules(PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble")) == ("zero_bubble",)
+    assert _schedules(PromoteSettings(pipeline_parallel=2)) == ("1f1b",)

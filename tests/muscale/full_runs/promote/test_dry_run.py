@@ -167,7 +167,8 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
 
 
 def test_a_pipeline_counts_in_memory_and_in_the_micro_batch(look: Look) -> None:
-    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2")
+    deep = ("model.n_layers=2", "plan.compute_flops=1e11")
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2", *deep)
     found = look(*on_gpus, "promote.pipeline_parallel=2", 'promote.sharding="zero2"')
     sequences = found.plan.hyperparameters.batch_tokens // found.plan.model.context_length
     assert found.launch.micro_batch == max(1, sequences // 8), (
@@ -179,16 +180,10 @@ def test_a_pipeline_counts_in_memory_and_in_the_micro_batch(look: Look) -> None:
     assert found.memory == training_memory(model, micro_batch=found.launch.micro_batch, **state)
     assert statuses(found)["layout"] == statuses(found)["memory"] == statuses(found)["evaluation"] == "passed"
     assert statuses(found)["communication"] == "passed"
-    on_cpu = look("promote.workers=2", "promote.pipeline_parallel=2")
+    on_cpu = look(*deep, "promote.workers=2", "promote.pipeline_parallel=2")
     assert on_cpu.launch.micro_batch == found.launch.micro_batch
-    deep = look("promote.workers=16", "promote.pipeline_parallel=16")
-    assert statuses(deep)["memory"] == "unknown", "the model has fewer blocks"
-
-
-def test_an_open_pipeline_keeps_a_stated_schedule(look: Look) -> None:
-    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2")
-    chosen = look(*on_gpus, "promote.pipeline_parallel=auto", 'promote.sharding="zero2"')
-    assert "stages" not in next(line.compared for line in chosen.gate.lines if line.name == "layout"), "simplest"
+    too_few = look(*deep, "promote.workers=8", "promote.pipeline_parallel=8")
+    assert statuses(too_few)["memory"] == "unknown", "the model has fewer blocks"
 
 
 def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(look: Look) -> None:
