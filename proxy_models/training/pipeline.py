@@ -18,6 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.sharded import whole
 from proxy_models.architecture.stage import Stage, joined
 from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
@@ -39,8 +40,6 @@ _BACKWARD = (
 )
 """Actions that an evaluation leaves out. torch 2.13 leaves them out itself, but fails where a rank has two neighbouring stages; it
 also fails in DualPipe's pairs of passes, so an evaluation takes the other V."""
-_PER_RANK = 4
-"""Micro-batches for each rank if their size is free; ranks then wait for (P − 1) of (5P − 1) parts of a step under 1F1B."""
 
 
 class Pipeline:
@@ -66,13 +65,13 @@ class Pipeline:
             stages: Stages with values, sharded or not.
             group: The pipeline's ranks, in the order of their first stages.
             stream: What this rank sends for one sequence, (1, time, width), on the meta device.
-            micro_batch: Most sequences of a micro-batch; None: `_PER_RANK` micro-batches for each rank, if a share has as many.
+            micro_batch: Most sequences of a micro-batch; None: the largest of `PipelineShare.sizes`.
         """
         self.stages, self.module = stages, joined(list(stages.values()))
         self._schedule, self._group, self._stream, self._micro_batch = schedule, group, stream, micro_batch
         self._parameters = list(self.module.parameters())
         self._device = self._parameters[0].device
-        self._passes: dict[tuple[int, int, bool], Any] = {}
+        self._passes: dict[bool, tuple[int, int, Any]] = {}
 
     @property
     def rank(self) -> int:
@@ -91,12 +90,10 @@ class Pipeline:
         """Add the gradients of the mean training loss of a share's sequences; return that loss, or 0 on ranks without the last stage.
 
         Raises:
-            ValueError: If the sequences can't be cut into equal micro-batches.
+            ValueError: If the schedule takes no equal micro-batches of so many sequences.
         """
-        n = len(sequences)
-        number = micro_batches(self._schedule, self._group.size(), n, most=self._most(n))
-        if number is None:
-            raise ValueError(f"a pipeline of {self._group.size()} ranks needs equal micro-batches, got {n} sequences")
+        share = PipelineShare(schedule=self._schedule, ranks=self._group.size(), sequences=len(sequences))
+        number = share.micro_batches(self._micro_batch or share.sizes[-1])
         losses: list[Tensor] = []
         self._run(sequences, number, trains=True).step(
             *self._inputs(sequences), **self._named(sequences), losses=losses, return_outputs=False
@@ -107,7 +104,8 @@ class Pipeline:
     def held_out_loss(self, sequences: Tensor) -> Tensor:
         """Return the mean evaluation loss of some sequences, or 0 on ranks without the last stage; all ranks call this."""
         n, fitting = len(sequences), partial(micro_batches, self._schedule, self._group.size())
-        if (number := fitting(n, most=self._most(n))) is None:  # one sequence each, and some more that do not count
+        most = self._micro_batch or max(1, n // self._group.size())
+        if (number := fitting(n, most=most)) is None:  # one sequence each, and some more that do not count
             number = next(more for more in count(n) if fitting(more, most=1))
             sequences = torch.cat([sequences, sequences[:1].expand(number - n, -1)])
         for stage in self.stages.values():
@@ -130,9 +128,6 @@ class Pipeline:
         clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
 
-    def _most(self, n: int) -> int:
-        return self._micro_batch or max(1, n // (_PER_RANK * self._group.size()))
-
     def _inputs(self, sequences: Tensor) -> Iterable[Tensor]:
         return (sequences,) if self._has_first else ()
 
@@ -140,22 +135,26 @@ class Pipeline:
         return {"sequences": sequences} | ({"target": sequences} if self._has_last else {})
 
     def _run(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
-        """Return torch's schedule for so many micro-batches."""
+        """Return torch's schedule for so many micro-batches; the last of each kind is kept, since its buffers take memory."""
         size = len(sequences) // number
-        if (key := (number, size, trains)) not in self._passes:
-            stages = [self._torch_stage(at, sequences[:size], trains=trains) for at in self.stages]
-            schedule = self._schedule if trains or self._schedule != "dualpipe_v" else "zero_bubble_v"
-            passes = _SCHEDULES[schedule](
-                stages if len(stages) > 1 else stages[0],
-                n_microbatches=number,
-                loss_fn=lambda loss, _target: loss.sum() / number,
-                scale_grads=False,
-            )
-            if len(stages) > 1 and not trains:
-                for backward in _BACKWARD:
-                    passes.register_custom_function(backward, _leave_out)
-            self._passes[key] = passes
-        return self._passes[key]
+        if self._passes.get(trains, ())[:2] != (number, size):
+            self._passes.pop(trains, None)
+            self._passes[trains] = number, size, self._schedule_for(sequences[:size], number, trains=trains)
+        return self._passes[trains][2]
+
+    def _schedule_for(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
+        stages = [self._torch_stage(at, sequences, trains=trains) for at in self.stages]
+        schedule = self._schedule if trains or self._schedule != "dualpipe_v" else "zero_bubble_v"
+        passes = _SCHEDULES[schedule](
+            stages if len(stages) > 1 else stages[0],
+            n_microbatches=number,
+            loss_fn=lambda loss, _target: loss.sum() / number,
+            scale_grads=False,
+        )
+        if len(stages) > 1 and not trains:
+            for backward in _BACKWARD:
+                passes.register_custom_function(backward, _leave_out)
+        return passes
 
     def _torch_stage(self, number: int, sequences: Tensor, *, trains: bool) -> pipelining.PipelineStage:
         stage, stream = self.stages[number], self._stream.expand(len(sequences), -1, -1).contiguous()

@@ -277,10 +277,11 @@ def fitting_micro_batch(
         numerics.model,
         precision=numerics.precision,
         optimizer=recipe.optimizer,
-        **parallelism.memory_conditions(grid),
+        **parallelism.memory_conditions(grid, share),
     )
     try:
-        fitting = largest_micro_batch(estimate, share, limit=memory_limit(device))
+        pipeline = parallelism.pipeline(share)
+        fitting = largest_micro_batch(estimate, share, limit=memory_limit(device), pipeline=pipeline)
     except ValueError:
         return None
     return min(of_all_ranks(fitting))
