@@ -52,7 +52,7 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
     )
     cases = [
         (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
-        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of 2 need", "take 8 or 16 workers"),
+        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of tensor_parallel = 2 need", "take 8 or 16 workers"),
         (6, Parallelism(tensor_parallel=4), "tensor_parallel must divide the 6 ranks, got 4", "take 4 or 8 workers"),
         (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
         (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
