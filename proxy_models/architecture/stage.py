@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """What a pass of a model without values shows about its list of blocks.
+    """The two edges of a model's list of blocks, as a pass without values shows them.
 
     Attributes:
         before, after: Names of the parameters outside the blocks that act before the first and after the last block.
-        stream: What a block returns for one sequence, (1, time, width), on the meta device.
+        stream: Output of a block for one sequence, (1, time, width), on the meta device.
     """
 
     before: frozenset[str]
