@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from muscale.plans.cadence import Cadence
@@ -114,15 +114,17 @@ def layout_line(
     sequences: int,
     workers: int,
     parallelism: Parallelism,
+    errors: Sequence[str] = (),
     micro_batch: int = 1,
 ) -> GateLine:
-    """Whether the workers form the layout, they can divide its products, and each of them gets a sequence of every batch.
+    """Whether the workers form the layout, the model can be laid out so, and each worker gets a sequence of every batch.
 
     Uneven shares are only reported: they do not change the loss, but ranks with fewer sequences wait.
 
     Args:
         shared: Sizes that `tensor_parallel` workers share, by name: heads, d_ff, ….
         sequences: Sequences of the smallest batch.
+        errors: `Parallelism.layout_errors` of the model.
         micro_batch: Largest number of sequences of a micro-batch in a pipeline.
     """
     tensor, group, stages = parallelism.tensor_parallel, parallelism.sequence_ranks, parallelism.pipeline_parallel
@@ -141,12 +143,9 @@ def layout_line(
     near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
     if problems and not advice:
         advice.append(f"take {near} workers, or another batch" if near else "use another batch size or another layout")
-    odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
-    if odd:
-        problems += odd
-        advice.append(
-            "use a tensor_parallel that divides them, or another model size, which plan.compute_flops determines"
-        )
+    if errors:
+        problems += errors
+        advice.append("use another layout, or another model size, which plan.compute_flops determines")
     if problems:
         return GateLine(
             name="layout",

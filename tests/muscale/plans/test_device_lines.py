@@ -54,7 +54,6 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
         (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
         (18, Parallelism(tensor_parallel=2), "18 ranks in groups of tensor_parallel = 2 need", "take 8 or 16 workers"),
         (6, Parallelism(tensor_parallel=4), "tensor_parallel must divide the 6 ranks, got 4", "take 4 or 8 workers"),
-        (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
         (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
     ]
     for workers, parallelism, compared, advice in cases:
@@ -62,6 +61,15 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
         assert line.status == "failed"
         assert compared in line.compared
         assert advice in line.advice
+
+
+def test_a_model_that_can_not_be_laid_out_so_closes_the_gate() -> None:
+    model, pipeline = ModelConfig(d_model=64, n_layers=2, tied=True), Parallelism(pipeline_parallel=4)
+    errors = list(pipeline.layout_errors(model))
+    assert len(errors) == 2  # too few blocks, and a tied table
+    line = layout_line({}, sequences=64, workers=4, parallelism=pipeline, errors=errors)
+    assert line.status == "failed"
+    assert all(error in line.compared for error in errors)
 
 
 def test_a_pipeline_s_line_has_its_stages_micro_batches_and_bubble() -> None:

@@ -194,6 +194,7 @@ def dry_run(
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
                 parallelism=settings.parallelism,
+                errors=list(settings.parallelism.layout_errors(model)),
                 micro_batch=worker.micro_batch,
             ),
             precision_line(

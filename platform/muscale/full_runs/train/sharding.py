@@ -270,8 +270,8 @@ def fitting_micro_batch(
     if device.type != "cuda":
         return None
     grid = rank_grid(parallelism)
-    shares = parallelism.data_ranks(math.prod(grid))
-    share = -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // shares)
+    shares = parallelism.data_ranks(math.prod(grid)) * numerics.model.context_length
+    first, share = (-(-tokens // shares) for tokens in (recipe.ramp.first_batch_tokens, recipe.batch_tokens))
     estimate = partial(
         estimated_memory,
         numerics.model,
@@ -280,8 +280,8 @@ def fitting_micro_batch(
         **parallelism.memory_conditions(grid, share),
     )
     try:
-        pipeline = parallelism.pipeline(share)
-        fitting = largest_micro_batch(estimate, share, limit=memory_limit(device), pipeline=pipeline)
+        pipeline = parallelism.pipeline(first)
+        fitting = largest_micro_batch(estimate, first, limit=memory_limit(device), pipeline=pipeline)
     except ValueError:
         return None
     return min(of_all_ranks(fitting))
