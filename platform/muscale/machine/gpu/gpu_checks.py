@@ -72,7 +72,7 @@ def check_gpus(device: Device = "cuda", *, ranks: tuple[int, ...] = (), source: 
             f"doctor --gpu: torch must see a GPU; torch {torch.__version__}, {build}, sees none here; install the driver and "
             "a CUDA build of torch, or leave out --gpu"
         )
-    ranks = ranks or tuple(sorted({1, torch.cuda.device_count()}))
+    ranks = ranks or tuple(sorted({1, max(1, torch.cuda.device_count())}))
     checks: list[Check] = []
     trainings: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="muscale-doctor-") as folder:
