@@ -453,7 +453,9 @@ class _Part:
 
 @cache
 def _with_layers(config: ModelConfig, n_layers: int) -> ModelConfig:
-    return replace(config, n_layers=n_layers)
+    return replace(
+        config, n_layers=n_layers, global_attention_every=None
+    )  # whose memory is that of blocks with a window
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,13 @@ class PipelineShare:
     Attributes:
         ranks: Ranks of the pipeline that have different stages.
         sequences: Sequences of a batch that the pipeline gets.
+        doublings: Number of times that the batch doubles later.
     """
 
     schedule: PipelineSchedule
     ranks: int
     sequences: int
+    doublings: int = 0
 
     @property
     def n_stages(self) -> int:
@@ -50,17 +52,25 @@ class PipelineShare:
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of a micro-batch, ascending: those with 4 micro-batches for each rank, or the smallest if the share has too few.
+        """Sizes of a micro-batch that every batch takes, ascending: those with 4 for each rank, or the smallest if there are too few.
 
         Raises:
-            ValueError: If the share has no micro-batches for the schedule.
+            ValueError: If the share has no micro-batches for the schedule, or no size suits every batch.
         """
         self.micro_batches(self.sequences)  # raises
         sizes = [
             size
             for size in range(1, self.sequences // self.ranks + 1)
-            if micro_batches(self.schedule, self.ranks, self.sequences, most=size) == self.sequences / size
+            if all(
+                micro_batches(self.schedule, self.ranks, share, most=size) == share / size
+                for share in (self.sequences << number for number in range(self.doublings + 1))
+            )
         ]
+        if not sizes:
+            raise ValueError(
+                f'pipeline_schedule = "{self.schedule}" on {self.ranks} ranks has no size of micro-batches for {self.sequences} sequences, '
+                f"doubled {self.doublings} times"
+            )
         return [size for size in sizes if self.sequences // size >= MICRO_BATCHES_PER_RANK * self.ranks] or sizes[:1]
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_made: tuple[object, dict[tuple[int, ...], ProcessGroup]] = None, {}  # the process group, and groups by their ranks
+
+
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return True for a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -90,13 +93,26 @@ def part_of(tensor: DTensor) -> tuple[slice, ...]:
 def group_of(tensor: DTensor) -> ProcessGroup:
     """Return the group of all ranks of the tensor's mesh, which may be a part of the world, as for a stage of a pipeline.
 
-    The ranks of the mesh call this together, and keep the group: for several dimensions of a part, each call makes a group.
+    The ranks of the mesh make the first call together, which may make the group.
     """
     import torch.distributed as dist
 
+    global _made
     mesh = tensor.device_mesh
     if mesh.size() == dist.get_world_size():
         return cast("ProcessGroup", dist.group.WORLD)
     if mesh.ndim == 1:
         return mesh.get_group()
-    return cast("ProcessGroup", dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
+    if _made[0] is not dist.group.WORLD:
+        _made = dist.group.WORLD, {}
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if ranks not in _made[1]:
+        _made[1][ranks] = cast("ProcessGroup", dist.new_group([*ranks], use_local_synchronization=True))
+    return _made[1][ranks]
+
+
+def made_groups() -> list[ProcessGroup]:
+    """Return the groups that `group_of` has made in the current process group."""
+    import torch.distributed as dist
+
+    return [*_made[1].values()] if _made[0] is dist.group.WORLD else []

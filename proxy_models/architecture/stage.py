@@ -40,8 +40,9 @@ def edges_of(member: Member, dtype: torch.dtype = torch.float32) -> Edges:
     """Find the edges of a model that computes in a dtype, by its gradients on fake tensors.
 
     Raises:
-        FamilyError: If the model can't be cut between blocks: a parameter outside of them acts on both sides or is an input of
-            every block, or a block does not return a tensor like its first input; or a pass fails on fake tensors.
+        FamilyError: If the model can't be cut between blocks: a block takes something else than the block before returned, or
+            returns no tensor like its first input; a parameter outside the blocks acts on both sides or is an input of blocks; or
+            a pass fails on fake tensors.
     """
     family = family_of(member)
     name = type(family).__name__
@@ -62,38 +63,46 @@ def _edges(model: nn.Module, family: Family, name: str) -> Edges:
     blocks = list(family.blocks_of(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     outside = {name: parameter for name, parameter in model.named_parameters() if parameter not in inside}
-    entered: list[Any] = []
-    left: list[Tensor] = []
+    inputs: list[list[Any]] = []
+    outputs: list[Any] = []
 
-    def enter(_block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        entered.extend((*inputs, *named.values()))
+    def enter(_block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        inputs.append([*given, *named.values()])
 
-    def leave(_block: nn.Module, _inputs: Any, output: Any) -> Tensor:
-        if not isinstance(output, Tensor) or output.shape != entered[0].shape:
-            raise FamilyError(f"{name}: each block must return a tensor like its first input to be cut into stages")
-        left.append(output.detach().requires_grad_())
-        return left[0]
+    def leave(block: nn.Module, _given: Any, output: Any) -> Any:
+        outputs.append(
+            output.detach().requires_grad_() if block is blocks[-1] and isinstance(output, Tensor) else output
+        )
+        return outputs[-1]
 
-    hooks: list[RemovableHandle] = [
-        blocks[0].register_forward_pre_hook(enter, with_kwargs=True),
-        blocks[-1].register_forward_hook(leave),
-    ]
+    hooks: list[RemovableHandle] = []
+    for block in blocks:
+        hooks += [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
     try:
         tokens = torch.zeros(1, family.context_length + 1, dtype=torch.int64)
         loss = family.training_loss(model, tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    if any(isinstance(given, Tensor) and given.requires_grad for given in entered[1:]):
+    streams = [given[0] for given in inputs]
+    if len(inputs) != len(blocks) or any(
+        one is not other for one, other in zip(outputs[:-1], streams[1:], strict=True)
+    ):
+        raise FamilyError(
+            f"{name}: each block must be called once, with what the block before returned, to be cut into stages"
+        )
+    if not isinstance(outputs[-1], Tensor) or outputs[-1].shape != streams[0].shape:
+        raise FamilyError(f"{name}: each block must return a tensor like its first input to be cut into stages")
+    if any(isinstance(given, Tensor) and given.requires_grad for _, *others in inputs for given in others):
         raise FamilyError(
             f"{name}: only the first input of a block may depend on parameters outside the blocks, since other stages lack them"
         )
-    before, after = (_that_act(on, outside) for on in (entered[0], loss))
+    before, after = (_that_act(on, outside) for on in (streams[0], loss))
     if both := before & after:
         raise FamilyError(
             f"{name}: a parameter outside the blocks must act before or after them, got both for {', '.join(both)}"
         )
-    return Edges(before=before, after=after, stream=left[0])
+    return Edges(before=before, after=after, stream=outputs[-1])
 
 
 def _that_act(on: Tensor, parameters: dict[str, nn.Parameter]) -> frozenset[str]:

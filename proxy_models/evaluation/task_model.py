@@ -108,7 +108,9 @@ class TaskModel:
             keys.append(key)
             if key not in self._progress.found:
                 missing[key] = request.args[0], wanted
-        missing = self._ranks.from_first(lambda: missing)  # a task's own functions may order items at random
+        keys, missing = self._ranks.from_first(
+            lambda: (keys, missing)
+        )  # a task's own functions may draw items at random
         texts = self._ranks.map(lambda key: self._generated(*missing[key], seed=int(key, 16)), list(missing))
         for key, text in zip(missing, texts, strict=True):
             self._progress.keep({key: text})
@@ -144,8 +146,8 @@ class TaskModel:
         length = self._member.context_length
         windows = [[(_key(window), window) for window in _windows(*pair, length)] for pair in pairs]
         known = self._progress.found
-        missing = self._ranks.from_first(
-            lambda: {key: window for each in windows for key, window in each if key not in known}
+        windows, missing = self._ranks.from_first(
+            lambda: (windows, {key: window for each in windows for key, window in each if key not in known})
         )
         keys = list(missing)
         log_likelihoods(

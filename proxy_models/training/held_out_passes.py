@@ -16,7 +16,7 @@ from proxy_models.training.numerics import Numerics
 def _even_parts(sequences: Tensor, batch: int, ranks: int) -> list[Tensor]:
     """Cut sequences so that ranks get shares of the same size; only of the last few sequences some ranks get one and others none.
 
-    A pipeline's ranks need the same number of micro-batches as those beside them, since they gather weights together.
+    Pipelines that gather weights together need the same number of micro-batches.
     """
     even = len(sequences) // ranks * ranks
     parts = [*torch.split(sequences[:even], batch * ranks), sequences[even:]]

@@ -150,6 +150,10 @@ class Stepper:
         If shares differ by a sequence, a rank may have fewer passes; it then runs a pass of weight 0, as all ranks gather weights.
         """
         if self._pipeline:
+            if len(sequences) * self._ranks != of:
+                raise ValueError(
+                    f"a pipeline needs equal shares of a batch, got {len(sequences)} of {of} sequences for {self._ranks}"
+                )
             return self._pipeline.accumulate(sequences)
         largest = -(-of // self._ranks)
         if not self.micro_batch or largest <= self.micro_batch:

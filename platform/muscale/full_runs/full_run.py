@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import SOAP_IN_PIPELINES, Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
@@ -90,9 +90,20 @@ class FullRun:
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
+        if self.parallelism.pipeline_parallel > 1 and any(of.recipe.optimizer == "soap" for of in self.segments):
+            raise ValueError(SOAP_IN_PIPELINES.format(self.parallelism.pipeline_parallel))
         self.numerics.require_length(self.n_tokens)
         if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
             raise ValueError('on_spike needs a guard whose action is "skip"')
+
+    def unfit(self, world_size: int) -> Iterator[str]:
+        """Reasons against a number of ranks, by the batches of all segments; each with rule and value."""
+        context = self.numerics.model.context_length
+        ramps = {(of.recipe.ramp.first_batch_tokens // context, of.recipe.batch_doublings) for of in self.segments}
+        for sequences, doublings in sorted(ramps):
+            yield from self.parallelism.unfit(
+                world_size, sequences=sequences, doublings=doublings, micro_batch=self.micro_batch
+            )
 
     @classmethod
     def of(

@@ -116,6 +116,7 @@ def layout_line(
     parallelism: Parallelism,
     errors: Sequence[str] = (),
     micro_batch: int = 1,
+    doublings: int = 0,
 ) -> GateLine:
     """Whether the workers form the layout, the model can be laid out so, and each worker gets a sequence of every batch.
 
@@ -126,9 +127,10 @@ def layout_line(
         sequences: Sequences of the smallest batch.
         errors: `Parallelism.layout_errors` of the model.
         micro_batch: Largest number of sequences of a micro-batch in a pipeline.
+        doublings: Number of times that the batch doubles.
     """
     tensor, group, stages = parallelism.tensor_parallel, parallelism.sequence_ranks, parallelism.pipeline_parallel
-    problems, advice, in_stages = list(parallelism.unfit(workers, sequences=sequences)), [], ""
+    problems, advice, in_stages = list(parallelism.unfit(workers, sequences=sequences, doublings=doublings)), [], ""
     if not problems:
         try:
             in_stages = _in_stages(parallelism, sequences // parallelism.data_ranks(workers), micro_batch)

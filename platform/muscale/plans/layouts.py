@@ -105,7 +105,7 @@ def fitting_layouts(
     limit = int(MEMORY_SHARE * device.memory_bytes)
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
-    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks, schedules):
+    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer):
         grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
         shares = parallelism.data_ranks(workers)
         first, share = (-(-n // shares) for n in (sequences, batch_tokens // model.context_length))
@@ -216,11 +216,13 @@ def _candidates(
     node_devices: int,
     shard_ranks: int | None,
     schedules: Sequence[PipelineSchedule],
+    optimizer: str,
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0]
     pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], schedules)]
-    if family_of(model).training_memory(model, micro_batch=1) is None:  # the memory of a stage would be unknown
+    # The memory of a stage would be unknown, or its state could not move to another layout.
+    if optimizer == "soap" or family_of(model).training_memory(model, micro_batch=1) is None:
         del pipelines[1:]
     for sharding, degree, (stages, schedule) in product(get_args(Sharding), degrees, pipelines):
         if sharding == "hybrid" and (workers // stages <= node_devices or degree > node_devices):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from muscale.settings.compare import corpus_errors, variant_errors
+from muscale.settings.parallelism import SOAP_IN_PIPELINES
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
-from muscale.settings.promote import PromoteSettings
 from muscale.settings.space_rules import invalid_batches, space_errors, unordered_errors
 from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.architecture.families import family_of, is_imported
@@ -99,14 +99,21 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
             continue
         if promote.open_layout:
             continue
-        reasons = promote.parallelism.unfit(promote.workers, sequences=first // context)
+        reasons = promote.parallelism.unfit(
+            promote.workers,
+            sequences=first // context,
+            doublings=h.batch_doublings,
+            micro_batch=promote.micro_batch,
+        )
         yield from (f"promote.workers: {reason}" for reason in reasons)
 
 
 def _promote_errors(config: StudyTables) -> Iterator[str]:
     """Reasons why [promote] can't train the full run."""
     promote, model = config.promote, config.model
-    yield from _elastic_errors(promote)
+    yield from _elastic_errors(config)
+    if promote.pipeline_parallel not in (1, "auto") and config.hyperparameters.optimizer == "soap":
+        yield f"promote.{SOAP_IN_PIPELINES.format(promote.pipeline_parallel)}"
     if is_imported(model):  # readers do not know a custom family's answers
         family = family_of(model)
         if promote.open_layout and family.step_sizes(model) is None:
@@ -240,12 +247,20 @@ def _rank_errors(config: StudyTables) -> Iterator[str]:
             )
 
 
-def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:
+def _elastic_errors(config: StudyTables) -> Iterator[str]:
     """Reasons why a full run could not continue on promote.workers_min workers."""
+    promote, h = config.promote, config.hyperparameters
     least = promote.workers_min
     if least is None or least == promote.workers or promote.open_layout:
         return
-    yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
+    in_pipelines = promote.parallelism.pipeline_parallel > 1  # which need equal shares
+    reasons = promote.parallelism.unfit(
+        least,
+        sequences=(h.batch_tokens >> h.batch_doublings) // config.model.context_length if in_pipelines else None,
+        doublings=h.batch_doublings,
+        micro_batch=promote.micro_batch,
+    )
+    yield from (f"promote.workers_min: {reason}" for reason in reasons)
     if promote.sharding == "hybrid" and promote.shard_ranks is None:
         yield (
             f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, because a node may '

@@ -15,6 +15,10 @@ from proxy_models.architecture.memory import Checkpointing, Sharding
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
 
+SOAP_IN_PIPELINES = (
+    'pipeline_parallel must be 1 with optimizer = "soap", whose state belongs to all matrices of a shape, got {}'
+)
+
 
 class RankGrid(NamedTuple):
     """Ranks of a run along the four dimensions of its layout; the last index runs fastest.
@@ -122,11 +126,21 @@ class Parallelism:
         if reasons := list(self.layout_errors(model)):
             raise ValueError("; ".join(reasons))
 
-    def unfit(self, world_size: int, *, sequences: int | None = None, node_ranks: int | None = None) -> Iterator[str]:
+    def unfit(
+        self,
+        world_size: int,
+        *,
+        sequences: int | None = None,
+        doublings: int = 0,
+        micro_batch: int | None = None,
+        node_ranks: int | None = None,
+    ) -> Iterator[str]:
         """Reasons against a number of ranks, each with rule and value.
 
         Args:
-            sequences: Sequences in the smallest batch, if known; shares of a batch may differ by one.
+            sequences: Sequences in the smallest batch, if known; shares of a batch may differ by one, but not those of pipelines.
+            doublings: Number of times that the batch doubles.
+            micro_batch: Most sequences of a pipeline's micro-batch; None: any number.
             node_ranks: Ranks on each node, if known; "hybrid" uses them if `shard_ranks` is None.
         """
         group, stages = self.sequence_ranks, self.pipeline_parallel
@@ -146,14 +160,18 @@ class Parallelism:
         if shares > sequences:
             groups = f" in groups of {names} = {group * stages}" if group * stages > 1 else ""
             yield f"{world_size} ranks{groups} need a sequence of a batch for each share, got {sequences}"
-        elif stages > 1 and (
-            sequences % shares
-            or micro_batches(self.pipeline_schedule, stages, sequences // shares, most=sequences) is None
-        ):
-            yield (
-                f'pipeline_parallel = {stages} with pipeline_schedule = "{self.pipeline_schedule}" needs equal micro-batches for '
-                f"each of {shares} shares, at least one for each rank of the pipeline, got {sequences} sequences"
-            )
+        elif stages > 1:
+            of_share = [(sequences << n) // shares for n in range(doublings + 1)]
+            most = micro_batch or max(of_share)
+            if sequences % shares or not all(
+                micro_batches(self.pipeline_schedule, stages, share, most=most) for share in of_share
+            ):
+                yield (
+                    f'pipeline_parallel = {stages} with pipeline_schedule = "{self.pipeline_schedule}" needs equal micro-batches '
+                    f"for each of {shares} shares, at least one for each rank of the pipeline, got {sequences} sequences"
+                    + (f", doubled {doublings} times" if doublings else "")
+                    + (f", and micro_batch = {micro_batch}" if micro_batch else "")
+                )
 
     def sizes(self, least: int, most: int) -> tuple[int, ...]:
         """Numbers of ranks from `least` to `most` that fit the layout."""
@@ -198,11 +216,16 @@ class Parallelism:
         pipeline = self.pipeline(sequences)
         return conditions | {"pipeline": pipeline} if pipeline else conditions
 
-    def pipeline(self, sequences: int) -> PipelineShare | None:
-        """The pipeline that trains on so many sequences of a batch; None if every rank has the whole model."""
+    def pipeline(self, sequences: int, *, doublings: int = 0) -> PipelineShare | None:
+        """The pipeline that trains on so many sequences of the smallest batch; None if every rank has the whole model."""
         if self.pipeline_parallel == 1:
             return None
-        return PipelineShare(schedule=self.pipeline_schedule, ranks=self.pipeline_parallel, sequences=sequences)
+        return PipelineShare(
+            schedule=self.pipeline_schedule,
+            ranks=self.pipeline_parallel,
+            sequences=sequences,
+            doublings=doublings,
+        )
 
     def data_ranks(self, world_size: int) -> int:
         """Number of shares that a batch is cut into; the number of ranks must fit the layout."""

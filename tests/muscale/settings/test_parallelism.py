@@ -12,6 +12,14 @@ from proxy_models.architecture.config import ModelConfig
 from tests.proxy_models.families import Recurrent
 
 
+def test_every_batch_of_a_ramp_needs_micro_batches_for_a_pipeline() -> None:
+    rounds = Parallelism(pipeline_parallel=4, pipeline_schedule="interleaved")
+    assert not list(rounds.unfit(4, sequences=7, micro_batch=1))
+    assert list(rounds.unfit(4, sequences=7, doublings=1, micro_batch=1))  # 14 are not 3 equal rounds
+    assert not list(rounds.unfit(4, sequences=7, doublings=1))
+    assert list(Parallelism(pipeline_parallel=2).unfit(6, sequences=16))  # three unequal shares
+
+
 def test_a_family_without_a_plan_of_its_products_is_sharded_by_data_alone() -> None:
     model = Recurrent(vocab_size=256, context_length=32).member(32, 2)
     Parallelism().require(model)

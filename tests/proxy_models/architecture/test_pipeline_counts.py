@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import training_memory
 from proxy_models.architecture.pipeline_counts import (
     PipelineShare,
     blocks_of_ranks,
@@ -29,6 +31,14 @@ SIZES = [(2, 4), (2, 7), (3, 6), (4, 4), (4, 8), (4, 10), (4, 32), (8, 16), (8, 
 
 
 @pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
+def test_a_stage_may_have_fewer_blocks_than_lie_between_global_ones() -> None:
+    model = ModelConfig(d_model=64, n_layers=12, context_length=64, attention_window=16, global_attention_every=6)
+    pipeline = PipelineShare(schedule="1f1b", ranks=4, sequences=8)
+    local = replace(model, attention_window=None, global_attention_every=None)
+    alike = [training_memory(one, micro_batch=1, pipeline=pipeline) for one in (model, local)]
+    assert alike[0] == alike[1]
+
+
 def test_micro_batches_in_flight_are_those_of_the_order_that_torch_runs(schedule: PipelineSchedule) -> None:
     for ranks, number in SIZES:
         if micro_batches(schedule, ranks, number, most=1) is None:
@@ -83,6 +93,9 @@ def test_a_share_is_cut_into_several_micro_batches_for_each_rank_if_it_is_large_
     assert PipelineShare(schedule="1f1b", ranks=4, sequences=64).sizes == [1, 2, 4]
     assert PipelineShare(schedule="1f1b", ranks=4, sequences=8).sizes == [1], "8 micro-batches are the most"
     assert PipelineShare(schedule="interleaved", ranks=4, sequences=14).sizes == [2], "14 are not 3 equal rounds"
+    assert PipelineShare(schedule="interleaved", ranks=4, sequences=7).sizes == [1]
+    with pytest.raises(ValueError, match="7 sequences"):
+        _ = PipelineShare(schedule="interleaved", ranks=4, sequences=7, doublings=1).sizes
     share = PipelineShare(schedule="1f1b", ranks=4, sequences=64)
     assert [share.micro_batches(most) for most in (1, 3, 4, 64)] == [64, 32, 16, 4]
     with pytest.raises(ValueError, match="4 ranks.* at most 2 sequences.* got 6 sequences"):

@@ -96,6 +96,34 @@ class PositionsForEveryBlock(Recurrent):
         return Reading(self.vocab_size, width, depth)
 
 
+class BetweenBlocks(Recurrent):
+    """Networks that scale the stream between their blocks, by a parameter outside of them."""
+
+    def build(self, width: int, depth: int) -> Network:
+        class Scaling(Network):
+            def forward(self, tokens: Tensor) -> Tensor:
+                stream = self.symbols(tokens)
+                for layer in self.layers:
+                    stream = layer(1.5 * stream, self.branch_multiplier)
+                return cast(Tensor, self.head(self.norm(stream)))
+
+        return Scaling(self.vocab_size, width, depth)
+
+
+class Skipping(Recurrent):
+    """Networks whose last block also reads what the first returned."""
+
+    def build(self, width: int, depth: int) -> Network:
+        class Skip(Network):
+            def forward(self, tokens: Tensor) -> Tensor:
+                first = stream = self.layers[0](self.symbols(tokens), self.branch_multiplier)
+                for layer in self.layers[1:]:
+                    stream = layer(stream, self.branch_multiplier)
+                return cast(Tensor, self.head(self.norm(stream + first)))
+
+        return Skip(self.vocab_size, width, depth)
+
+
 class Tied(Recurrent):
     """Networks whose readout is the table."""
 
@@ -105,7 +133,7 @@ class Tied(Recurrent):
         return network
 
 
-@pytest.mark.parametrize("kind", [PositionsForEveryBlock, Tied])
+@pytest.mark.parametrize("kind", [PositionsForEveryBlock, BetweenBlocks, Skipping, Tied])
 def test_a_model_that_can_not_be_cut_between_blocks_is_refused(kind: type[Family]) -> None:
     family = kind(vocab_size=256, context_length=32)
     with pytest.raises(FamilyError, match=kind.__name__):

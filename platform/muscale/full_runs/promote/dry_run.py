@@ -196,6 +196,7 @@ def dry_run(
                 parallelism=settings.parallelism,
                 errors=list(settings.parallelism.layout_errors(model)),
                 micro_batch=worker.micro_batch,
+                doublings=h.batch_doublings,
             ),
             precision_line(
                 config.shared_numerics(corpus).precision,

@@ -50,13 +50,14 @@ def launch(
         evaluators: Ranks of an asynchronous evaluation.
 
     Raises:
-        StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
-            the workers or for asynchronous evaluation.
+        StageError: If the run diverged, failed for good or more often than `settings.max_failures`, if there is no room for the
+            workers or for asynchronous evaluation, or if the model of a pipeline has no stages.
         PreemptedError: If this process got SIGTERM, or the run's directory a file `preempt`; the workers have saved.
     """
     directory = run.directory
     result = directory / RESULT
     if not result.exists():
+        _require_stages(run)
         directory.mkdir(parents=True, exist_ok=True)
         for previous in (FAILURE, NOTICE, OBEYED):
             (directory / previous).unlink(missing_ok=True)
@@ -68,6 +69,18 @@ def launch(
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
     return dict(json.loads(result.read_text()))
+
+
+def _require_stages(run: FullRun) -> None:
+    """Refuse a pipeline of a model that can't be cut into stages; raise StageError with the reason."""
+    if run.parallelism.pipeline_parallel == 1:
+        return
+    from proxy_models.architecture.stage import edges_of  # imports torch
+
+    try:
+        edges_of(run.numerics.model)
+    except ValueError as error:
+        raise StageError(f"promote: pipeline_parallel = {run.parallelism.pipeline_parallel}: {error}") from error
 
 
 def _train_with_retries(
@@ -104,7 +117,7 @@ def _train_with_retries(
             train_loop_config={"threads": resources.threads, "run": run},
             torch_config=TorchConfig(timeout_s=int(60 * settings.start_timeout_minutes)),
             scaling_config=ScalingConfig(
-                num_workers=_workers(fitting(settings), each),
+                num_workers=_workers(fitting(settings), run, each),
                 use_gpu=resources.gpus_per_worker > 0,
                 resources_per_worker=each,
             ),
@@ -122,13 +135,15 @@ def _train_with_retries(
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
 
 
-def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
+def _workers(settings: PromoteSettings, run: FullRun, each: Mapping[str, float]) -> Any:
     """Number of workers, or a range from which Ray Train chooses by the cluster's resources, also during the run.
 
     Ray would choose any number in the range. If only some numbers are valid, the largest that fits is chosen here at each start; a
     run on fewer workers then grows only at its next start.
     """
     sizes = settings.sizes
+    if settings.parallelism.pipeline_parallel > 1:  # shares must be equal
+        sizes = tuple(size for size in sizes if not any(run.unfit(size)))
     if len(sizes) == 1:
         return sizes[0]
     if sizes == tuple(range(sizes[0], sizes[-1] + 1)) and settings.parallelism.sharding != "hybrid":

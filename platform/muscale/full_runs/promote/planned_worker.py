@@ -88,7 +88,7 @@ class PlannedWorker:
         if settings.micro_batch:
             return settings.micro_batch
         first = self._share(h.batch_tokens >> h.batch_doublings)
-        pipeline = settings.parallelism.pipeline(first)
+        pipeline = settings.parallelism.pipeline(first, doublings=h.batch_doublings)
         with suppress(ValueError):  # a model that can't be traced, or a layout that is not possible
             if self.config.resources.gpus_per_worker and self.device.memory_bytes:
                 from proxy_models.training.traced_memory import estimated_memory  # imports torch

@@ -56,6 +56,8 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
     with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
         if result := broadcast_from_rank0(lambda: finished(run.directory)):
             return result
+        if run.parallelism.pipeline_parallel > 1 and (reasons := list(run.unfit(dist.get_world_size()))):
+            raise StageError(f"promote: {'; '.join(reasons)}")
         run.directory.mkdir(parents=True, exist_ok=True)
         broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
         attempt = broadcast_from_rank0(lambda: Attempt.new(run.directory))

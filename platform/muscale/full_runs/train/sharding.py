@@ -30,6 +30,7 @@ from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import largest_micro_batch
+from proxy_models.architecture.sharded import made_groups
 from proxy_models.architecture.stage import Stage, edges_of
 from proxy_models.architecture.stage_layout import blocks_of_stages, n_stages, stages_of_rank
 from proxy_models.recipes.recipe import Recipe
@@ -84,7 +85,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if batch_idx == 1 and self._roll_call:
             self.barrier()  # with the longer timeout, since ranks may still compile
             of_context = self._context_mesh.get_all_groups() if self._context_mesh else []
-            for group in (None, *self.device_mesh.get_all_groups(), *of_context):
+            for group in (None, *self.device_mesh.get_all_groups(), *of_context, *made_groups()):
                 _set_pg_timeout(self._step_timeout, group)
             self._roll_call.patience = self._step_timeout.total_seconds() / 2
 
@@ -280,7 +281,7 @@ def fitting_micro_batch(
         **parallelism.memory_conditions(grid, share),
     )
     try:
-        pipeline = parallelism.pipeline(first)
+        pipeline = parallelism.pipeline(first, doublings=recipe.batch_doublings)
         fitting = largest_micro_batch(estimate, first, limit=memory_limit(device), pipeline=pipeline)
     except ValueError:
         return None

@@ -16,6 +16,7 @@ import pytest
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
+from muscale.layout import METRICS
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Sharding
@@ -131,6 +132,7 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "adafactor": (layout(sharding="zero2"), 4, {"values": {"optimizer": "adafactor"}}),
     "muon": (layout(sharding="full"), 4, {"values": {"optimizer": "muon"}, "n_layers": 6}),
     "lion, hybrid": (layout(sharding="hybrid", shard_ranks=1), 4, {"values": {"optimizer": "lion"}}),
+    "lamb": (layout(sharding="zero2"), 4, {"values": {"optimizer": "lamb"}}),
     "bf16": (layout(sharding="zero2"), 4, {"numerics": {"precision": "bf16"}}),
     "ramp": (layout(), 2, {"values": {"batch_doublings": 1, "batch_ramp_tokens": BATCH}}),
     "rewinding guard": (
@@ -188,6 +190,17 @@ def test_stages_drop_different_activations_and_a_resumed_run_the_same(make_run: 
     interrupt(run, after=2)
     gloo_ranks.train(run, 2)
     assert figures(run) == first
+
+
+def test_a_run_that_no_pipeline_can_train_is_refused_before_a_step(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
+    with pytest.raises(ValueError, match="soap"):
+        replace(make_run(values={"optimizer": "soap"}), parallelism=layout())
+    run = staged(make_run(), layout(sharding="zero2"))
+    assert not list(run.unfit(4))
+    assert list(run.unfit(6))  # eight sequences over three shares
+    with pytest.raises(Exception, match="8 sequences"):
+        gloo_ranks.train(run, 6)
+    assert not (run.directory / METRICS).exists()
 
 
 def is_killed(rank: int, phase: str, here: int) -> None:
