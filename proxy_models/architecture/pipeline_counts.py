@@ -68,8 +68,8 @@ class PipelineShare:
         ]
         if not sizes:
             raise ValueError(
-                f'pipeline_schedule = "{self.schedule}" on {self.ranks} ranks has no size of micro-batches for {self.sequences} sequences, '
-                f"doubled {self.doublings} times"
+                f'pipeline_schedule = "{self.schedule}" on {self.ranks} ranks has no micro-batches of one size for {self.sequences} '
+                f"sequences, doubled {self.doublings} times"
             )
         return [size for size in sizes if self.sequences // size >= MICRO_BATCHES_PER_RANK * self.ranks] or sizes[:1]
 
