@@ -97,8 +97,16 @@ def test_stages_of_a_family_without_an_estimate_of_memory_are_not_considered(mon
     monkeypatch.setattr(DecoderFamily, "training_memory", lambda *_, **__: None)
     with pytest.raises(ValueError, match="pipeline_parallel = 2"):
         estimated_memory(TINY, micro_batch=1, pipeline=PipelineShare(schedule="1f1b", ranks=2, sequences=8))
-    found = _candidates(TINY, 8, 512, 8, None, SCHEDULES)
+    found = _candidates(TINY, 8, 512, 8, None, SCHEDULES, "adamw")
     assert {parallelism.pipeline_parallel for parallelism in found} == {1}
+
+
+def test_stages_are_not_considered_with_soap() -> None:
+    staged = {
+        name: any(one.pipeline_parallel > 1 for one in _candidates(TINY, 2, 512, 8, None, SCHEDULES, name))
+        for name in ("adamw", "soap")
+    }
+    assert staged == {"adamw": True, "soap": False}
 
 
 def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
