@@ -36,6 +36,7 @@ _LONGEST = (
     "tests/muscale/test_own_family.py",
     "tests/muscale/test_cluster.py",
     "tests/muscale/full_runs/train/test_sharding.py",
+    "tests/muscale/full_runs/train/test_pipelines.py",
     "tests/muscale/search/test_tune_run.py",
     "tests/muscale/pages/test_browser_report.py",
     "tests/muscale/full_runs/train/test_module.py",
