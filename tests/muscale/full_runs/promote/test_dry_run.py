@@ -163,7 +163,7 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     odd = look("promote.workers=8", "promote.tensor_parallel=8")
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]
     assert line.status == "failed"
-    assert "heads over 8" in line.compared
+    assert "tensor_parallel must divide the 2 query heads" in line.compared
 
 
 def test_a_pipeline_counts_in_memory_and_in_the_micro_batch(look: Look) -> None:
