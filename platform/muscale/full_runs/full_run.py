@@ -126,6 +126,8 @@ class FullRun:
             evaluation_tokens=numerics.evaluation_tokens,
         )
         compile_by_default = resources.compile or ("auto" if resources.gpus_per_worker else False)
+        if settings.parallelism.splits_backward:
+            compile_by_default = False
         return cls(
             numerics=numerics,
             segments=segments,

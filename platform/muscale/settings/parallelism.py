@@ -13,7 +13,7 @@ from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
 from proxy_models.architecture.pipeline_counts import PipelineShare
-from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches, n_stages
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule, micro_batches, n_stages
 
 SOAP_IN_PIPELINES = (
     'pipeline_parallel must be 1 with optimizer = "soap", whose state belongs to all matrices of a shape, got {}'
@@ -89,6 +89,11 @@ class Parallelism:
     def sequence_ranks(self) -> int:
         """Ranks of a stage that compute one sequence together."""
         return self.tensor_parallel * self.context_parallel
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes gradients of weights apart, which torch can't do with compiled blocks."""
+        return self.pipeline_parallel > 1 and self.pipeline_schedule in SPLIT_BACKWARD
 
     @property
     def _names(self) -> str:

@@ -66,3 +66,9 @@ def test_what_ranks_that_share_a_sequence_cannot_do_is_refused(
     Parallelism(**layout).require(model)
     with pytest.raises(ValueError, match=rule):
         Parallelism(**layout).require(replace(model, **change))
+
+
+def test_a_schedule_that_splits_backward_passes_is_not_compiled_by_default() -> None:
+    assert Parallelism(pipeline_parallel=2, pipeline_schedule="zero_bubble").splits_backward
+    assert not Parallelism(pipeline_schedule="zero_bubble").splits_backward
+    assert not Parallelism(pipeline_parallel=2).splits_backward
