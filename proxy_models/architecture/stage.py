@@ -67,6 +67,8 @@ def _edges(model: nn.Module, family: Family, name: str) -> Edges:
     outputs: list[Any] = []
 
     def enter(_block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not given:
+            raise FamilyError(f"{name}: the first input of a block must be positional to be cut into stages")
         inputs.append([*given, *named.values()])
 
     def leave(block: nn.Module, _given: Any, output: Any) -> Any:
@@ -97,7 +99,7 @@ def _edges(model: nn.Module, family: Family, name: str) -> Edges:
         raise FamilyError(
             f"{name}: only the first input of a block may depend on parameters outside the blocks, since other stages lack them"
         )
-    before, after = (_that_act(on, outside) for on in (streams[0], loss))
+    before, after = (_with_gradient(on, outside) for on in (streams[0], loss))
     if both := before & after:
         raise FamilyError(
             f"{name}: a parameter outside the blocks must act before or after them, got both for {', '.join(both)}"
@@ -105,8 +107,8 @@ def _edges(model: nn.Module, family: Family, name: str) -> Edges:
     return Edges(before=before, after=after, stream=outputs[-1])
 
 
-def _that_act(on: Tensor, parameters: dict[str, nn.Parameter]) -> frozenset[str]:
-    gradients = torch.autograd.grad(on.sum(), list(parameters.values()), allow_unused=True)
+def _with_gradient(of: Tensor, parameters: dict[str, nn.Parameter]) -> frozenset[str]:
+    gradients = torch.autograd.grad(of.sum(), list(parameters.values()), allow_unused=True)
     return frozenset(name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None)
 
 
@@ -128,7 +130,7 @@ class Stage(nn.Module):
         for number, name in enumerate(names):
             if number not in blocks:
                 other = (
-                    self._entry if number == blocks.start - 1 else _Exit() if number == blocks.stop else _Elsewhere()
+                    self._entry if number == blocks.start - 1 else _Exit() if number == blocks.stop else _OtherBlock()
                 )
                 model.get_submodule(family.blocks).add_module(name, other)
         inside = {parameter for block in family.blocks_of(model) for parameter in block.parameters()}
@@ -162,7 +164,7 @@ class _Entry(nn.Module):
         return self.received
 
 
-class _Elsewhere(nn.Module):
+class _OtherBlock(nn.Module):
     """Any other block of another stage."""
 
     def forward(self, stream: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -168,7 +168,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     """
     model, parallelism, device, size = case.model, case.parallelism, torch.device("cpu"), SEQUENCES[case.shape]
     grid = parallelism.grid(case.ranks)
-    shares = grid.data_ranks
+    shares = grid.replicas * grid.shards
     batch = case.share * shares * model.context_length
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)

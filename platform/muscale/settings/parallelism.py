@@ -31,11 +31,6 @@ class RankGrid(NamedTuple):
     shards: int
     tensor: int
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks over which a stage's gradients are averaged."""
-        return self.replicas * self.shards
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:

@@ -73,7 +73,7 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
         micro_batch=SEQUENCES,
         optimizer=optimizer,
         sharding=parallelism.sharding,
-        world_size=grid.data_ranks,
+        world_size=grid.replicas * grid.shards,
         tensor_parallel=grid.tensor,
     )
     with rank_of(0 if optimizer == "soap" else 5, 8):  # the first rank owns the most matrices
