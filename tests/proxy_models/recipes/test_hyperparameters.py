@@ -248,7 +248,7 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"schedule": "step", "step_factor": 1.0}, r"step_factor must lie in \(0, 1\), got 1.0"),
         ({"schedule": "cosine_cycles", "cycles": 0}, "cycles must be at least 1, got 0"),
         ({"optimizer": "adam", "weight_decay_tau": 0.3}, 'weight_decay_tau is .*: optimizer "adam" would ignore 0.3'),
-        ({"optimizer": "lion", "eps": 1e-8}, 'eps is a setting of adamw and adam and muon: optimizer "lion" would'),
+        ({"optimizer": "lion", "eps": 1e-8}, 'eps is a setting of .*: optimizer "lion" would ignore 1e-08'),
         ({"optimizer": "adafactor", "eps": 1e-8}, 'optimizer "adafactor" would ignore 1e-08'),
         ({"optimizer": "adafactor", "beta1": 0.8}, 'beta1 is .*: optimizer "adafactor" would ignore 0.8'),
         ({"optimizer": "adafactor", "beta2": 0.8}, 'beta2 is .*: optimizer "adafactor" would ignore 0.8'),
