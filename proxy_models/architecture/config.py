@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,10 @@ DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_
 Activation = Literal["swiglu", "gelu", "relu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
+RouterScores = Literal["sigmoid", "softmax"]
+ExpertScheme = Literal["fan_in", "mean_field", "sqrt_gate"]
+ROW_ENTRIES = 8
+"""Entries of a row that the grouped product of a GPU takes at once: 16 bytes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class ModelConfig(Member):
         parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
             section 2) instead of one after the other.
         tied: The readout is the embedding table.
-        biases: True for biases of all matrices but the readout, and of LayerNorm.
+        biases: True for biases of all matrices but the readout and those of experts, and of LayerNorm.
         attention_dropout, mlp_dropout, embedding_dropout: Probabilities of dropping an attention weight, an output of the
             MLP, and an entry of the embedded input.
         stochastic_depth: Probability that the last block is skipped for a sequence. The probability rises linearly from 0 at
@@ -56,6 +60,18 @@ class ModelConfig(Member):
             left out like that of `rope_theta`.
         global_attention_every: With a window, every n-th block attends to all tokens so far (Gemma 3, arXiv 2503.19786, section 2:
             the last of every six); None: no block does. The default is left out like that of `rope_theta`.
+        n_experts: Number of MLPs in a block of which a router chooses some for each token (Shazeer et al., arXiv 1701.06538); None:
+            one MLP for all tokens. The defaults of this and all later fields are left out like that of `rope_theta`.
+        experts_per_token: Number of experts that a token passes; no token is dropped.
+        expert_ratio: Hidden width of an expert over `d_model`; None: `mlp_ratio`. `granularity` is mlp_ratio / expert_ratio
+            (Krajewski et al., arXiv 2402.07871, section 3).
+        n_shared_experts: Experts that every token passes in addition (Dai et al., arXiv 2401.06066, section 3.2), computed as one MLP.
+        first_dense_layers: Number of first blocks that have an MLP of `mlp_ratio` instead of experts.
+        router_scores: "sigmoid" or "softmax" of the router's logits; the scores of a token's experts are divided by their sum.
+        balance_rate: Step by which the bias on each expert's score moves towards equal loads (arXiv 2408.15664); 0: no bias moves.
+        balance_loss: Weight of the loss that balances loads (Fedus et al., arXiv 2101.03961, eq. 4), computed over each pass.
+        router_z_loss: Weight of the mean squared log-sum-exp of the router's logits (Zoph et al., arXiv 2202.08906, eq. 5).
+        expert_scheme: Rule for experts: `proxy_models.architecture.parametrization` describes them.
     """
 
     head_dim: int = 16
@@ -79,6 +95,16 @@ class ModelConfig(Member):
     document_separator: int | None = None
     attention_window: int | None = None
     global_attention_every: int | None = None
+    n_experts: int | None = None
+    experts_per_token: int = 2
+    expert_ratio: float | None = None
+    n_shared_experts: int = 0
+    first_dense_layers: int = 0
+    router_scores: RouterScores = "sigmoid"
+    balance_rate: float = 1e-3
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
+    expert_scheme: ExpertScheme = "fan_in"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +154,37 @@ class ModelConfig(Member):
                 raise ValueError(f"global_attention_every needs an attention_window, got {every} without one")
             if not 2 <= every <= self.n_layers:
                 raise ValueError(f"global_attention_every must lie in 2 to n_layers={self.n_layers}, got {every}")
+        self._require_experts()
+
+    def _require_experts(self) -> None:
+        """Raise ValueError if the fields of a mixture of experts break a rule."""
+        if self.n_experts is None:
+            for field in (field for field in fields(self) if field.name in _OF_EXPERTS):
+                if (value := getattr(self, field.name)) != field.default:
+                    raise ValueError(
+                        f"{field.name} is a setting of a mixture: without n_experts it would ignore {value!r}"
+                    )
+            return
+        if not 1 <= self.experts_per_token <= self.n_experts:
+            raise ValueError(
+                f"experts_per_token must lie in 1 to n_experts={self.n_experts}, got {self.experts_per_token}"
+            )
+        if not 0 <= self.first_dense_layers < self.n_layers:
+            raise ValueError(f"first_dense_layers must lie in 0 to {self.n_layers - 1}, got {self.first_dense_layers}")
+        if self.n_shared_experts < 0:
+            raise ValueError(f"n_shared_experts must not be negative, got {self.n_shared_experts}")
+        hidden = self.d_model * self._expert_ratio
+        if self.d_model % ROW_ENTRIES or hidden <= 0 or hidden % ROW_ENTRIES:
+            raise ValueError(
+                f"d_model and d_model * expert_ratio must be multiples of {ROW_ENTRIES}, so that rows fill 16 bytes in bf16, got "
+                f"{self.d_model} and {hidden:g}"
+            )
+        for name, allowed in (("router_scores", RouterScores), ("expert_scheme", ExpertScheme)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        for name in ("balance_rate", "balance_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
 
     @property
     def n_heads(self) -> int:
@@ -149,6 +206,44 @@ class ModelConfig(Member):
         """Width of the MLP's hidden layer."""
         return int(self.d_model * self.mlp_ratio)
 
+    @property
+    def _expert_ratio(self) -> float:
+        return self.mlp_ratio if self.expert_ratio is None else self.expert_ratio
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert's hidden layer."""
+        return int(self.d_model * self._expert_ratio)
+
+    @property
+    def granularity(self) -> float:
+        """Width of a dense MLP's hidden layer over an expert's."""
+        return self.mlp_ratio / self._expert_ratio
+
+    def is_whole(self, width: int) -> bool:
+        """Return whether MLP and experts have whole widths at this `d_model`, and rows of experts the right size."""
+        rows = (width, width * self._expert_ratio) if self.n_experts else ()
+        return float(width * self.mlp_ratio).is_integer() and not any(row % ROW_ENTRIES for row in rows)
+
+    @property
+    def active_share(self) -> float:
+        """Share of the routed experts that a token passes; 1 without experts."""
+        return self.experts_per_token / self.n_experts if self.n_experts else 1.0
+
+    @property
+    def has_penalty(self) -> bool:
+        """True if routers add terms to the training loss."""
+        return self.balance_loss > 0 or self.router_z_loss > 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether this block has experts."""
+        return self.n_experts is not None and layer >= self.first_dense_layers
+
+    @property
+    def n_sparse_layers(self) -> int:
+        """Number of blocks that have experts."""
+        return sum(self.is_sparse(layer) for layer in range(self.n_layers))
+
     def window_of(self, layer: int) -> int | None:
         """Return the most tokens that a position of this block attends to; None: all tokens so far."""
         every = self.global_attention_every
@@ -162,12 +257,16 @@ class ModelConfig(Member):
 
     @cached_property
     def n_params_by_group(self) -> dict[str, int]:
-        """Parameters of each group: embedding, positions, attention, mlp, norms, readout. A tied table counts as the readout."""
+        """Parameters of each group: embedding, positions, attention, mlp, router, experts, norms, readout.
+
+        A tied table counts as the readout, a shared expert as an MLP.
+        """
         width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
         bias = int(self.biases)
-        n_up = 2 if self.activation == "swiglu" else 1
         attention = 2 * width * (width + bias) + 2 * d_kv * (width + bias)
-        mlp = n_up * self.d_ff * (width + bias) + width * (self.d_ff + bias)
+        mlp = self._n_up * self.d_ff * (width + bias) + width * (self.d_ff + bias)
+        n_sparse, n_experts = self.n_sparse_layers, self.n_experts or 0
+        shared = self.n_shared_experts * self._expert_entries
         norm = width * (2 if self.norm == "layernorm" and self.biases else 1)
         norms_per_block = norm * (1 if self.parallel else 2) + (2 * self.head_dim if self.qk_norm else 0)
         table = self.vocab_size * width
@@ -175,10 +274,22 @@ class ModelConfig(Member):
             "embedding": 0 if self.tied else table,
             "positions": self.context_length * width if self.positions == "learned" else 0,
             "attention": self.n_layers * attention,
-            "mlp": self.n_layers * mlp,
+            "mlp": (self.n_layers - n_sparse) * mlp + n_sparse * shared,
+            "router": n_sparse * n_experts * width,
+            "experts": n_sparse * n_experts * self._expert_entries,
             "norms": self.n_layers * norms_per_block + norm,
             "readout": table,
         }
+
+    @property
+    def _n_up(self) -> int:
+        """Matrices of an MLP that read the stream."""
+        return 2 if self.activation == "swiglu" else 1
+
+    @property
+    def _expert_entries(self) -> int:
+        """Entries of one expert's matrices."""
+        return (self._n_up + 1) * self.d_model * self.expert_width
 
     @property
     def n_params_total(self) -> int:
@@ -186,21 +297,25 @@ class ModelConfig(Member):
 
     @property
     def n_params(self) -> int:
-        """N of the scaling law: all parameters except those that are only looked up.
+        """N of the scaling law: all parameters that a token uses, except those that are only looked up.
 
-        The embedding table and learned positions do not count, since a look-up costs no floating-point operation. The readout is
-        a matrix product and counts, so a tied table counts once. With this N, C = 6·N·D matches the computation (Porian et
-        al., arXiv 2406.19146, section 3.1, show that leaving the readout out bends the law at small sizes).
+        Of the experts only those count that one token passes. The embedding table and learned positions do not count, since a look-up
+        costs no floating-point operation. The readout is a matrix product and counts, so a tied table counts once. With this N,
+        C = 6·N·D matches the computation (Porian et al., arXiv 2406.19146, section 3.1, show that leaving the readout out bends the
+        law at small sizes).
         """
         groups = self.n_params_by_group
-        return self.n_params_total - groups["embedding"] - groups["positions"]
+        idle = groups["experts"] - round(groups["experts"] * self.active_share)
+        return self.n_params_total - groups["embedding"] - groups["positions"] - idle
 
     @property
     def n_matrix_entries(self) -> int:
-        """Entries of the blocks' weight matrices: attention and MLP without their biases and gains."""
-        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
-        n_up = 2 if self.activation == "swiglu" else 1
-        return self.n_layers * (2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff)
+        """Entries of the blocks' weight matrices that a token uses: attention, MLP, router and chosen experts, without biases."""
+        width, d_kv, n_sparse = self.d_model, self.n_kv_heads * self.head_dim, self.n_sparse_layers
+        n_passed = self.experts_per_token + self.n_shared_experts
+        sparse = n_sparse * ((self.n_experts or 0) * width + n_passed * self._expert_entries)
+        dense = (self.n_layers - n_sparse) * (self._n_up + 1) * width * self.d_ff
+        return self.n_layers * 2 * width * (width + d_kv) + dense + sparse
 
     @property
     def train_flops_per_token(self) -> float:
@@ -232,18 +347,12 @@ class ModelConfig(Member):
         return length - n_local / self.n_layers * beyond**2 / length
 
 
+_LATER = [field.name for field in fields(ModelConfig)]
+_LATER = ["rope_theta", *_LATER[_LATER.index("document_separator") :]]
+_OF_EXPERTS = _LATER[_LATER.index("n_experts") + 1 :]
+_LEFT_OUT: dict[str, Any] = {name: override(omit_if_default=True) for name in _LATER}
 # Later fields are left out at their defaults, so that older keys stay the same.
-converter.register_unstructure_hook(
-    ModelConfig,
-    make_dict_unstructure_fn(
-        ModelConfig,
-        converter,
-        rope_theta=override(omit_if_default=True),
-        document_separator=override(omit_if_default=True),
-        attention_window=override(omit_if_default=True),
-        global_attention_every=override(omit_if_default=True),
-    ),
-)
+converter.register_unstructure_hook(ModelConfig, make_dict_unstructure_fn(ModelConfig, converter, **_LEFT_OUT))
 
 
 def as_decoder(member: Member) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The decoder to search on, from top to bottom: positions, norm, attention, MLP, block, model, loss.
+"""The decoder to search on, from top to bottom: positions, norm, attention, block, model, loss.
 
 The decoder computes in `Decoder.compute_dtype`: the embedding is cast to it, and each layer casts its own weights to the dtype of its
 input. Weights, rotary angles and the loss stay fp32.
@@ -20,8 +20,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.experts import BALANCE_BIAS, MixtureOfExperts, Router
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
+from proxy_models.architecture.mlp import MLP
 from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
@@ -165,38 +167,17 @@ class Attention(nn.Module):
         return cast(Tensor, self.output(mixed.flatten(-2)))
 
 
-class MLP(nn.Module):
-    """Two matrices with an activation between them, or SwiGLU's three (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        if config.activation == "swiglu":
-            self.gate = Linear(config.d_model, config.d_ff, bias=config.biases)
-        self.up = Linear(config.d_model, config.d_ff, bias=config.biases)
-        self.down = Linear(config.d_ff, config.d_model, bias=config.biases)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
-        hidden = self.up(x)
-        match self.config.activation:
-            case "swiglu":
-                hidden = F.silu(self.gate(x)) * hidden
-            case "gelu":
-                hidden = F.gelu(hidden)
-            case "relu":
-                hidden = F.relu(hidden)
-            case "relu2":  # squared ReLU (So et al., arXiv 2109.08668, section 3)
-                hidden = F.relu(hidden).square()
-        return F.dropout(self.down(hidden), self.config.mlp_dropout, self.training)
-
-
 class Block(nn.Module):
     """Pre-norm attention and MLP; the depth multiplier scales each sum into the residual stream, or a single sum of both.
 
+    In a mixture of experts the MLP is `MixtureOfExperts`, except in the first dense layers.
+
     Attributes:
         checkpointing: Kind of activation checkpointing.
+        penalty: Terms that the router of the last training pass adds to the loss, if the config has any.
     """
+
+    penalty: Tensor | None = None
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -206,26 +187,45 @@ class Block(nn.Module):
         self.attention = Attention(config, config.window_of(layer))
         if not config.parallel:
             self.mlp_norm = norm_of(config)
-        self.mlp = MLP(config)
+        self.mlp = MixtureOfExperts(config) if config.is_sparse(layer) else MLP(config, config.d_ff, bias=config.biases)
 
     def forward(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         """Map the residual stream (batch, time, width) to the same shape."""
         arguments, is_random = (x, positions, attention_scale, branch), self.training and self.config.is_random
-        return recomputing(self.checkpointing, self._map, *arguments, is_random=is_random)
+        mapped = recomputing(self.checkpointing, self._map, *arguments, is_random=is_random)
+        if not isinstance(mapped, tuple):
+            return mapped
+        x, routed, penalty = mapped
+        if self.training:  # here, since a recomputation would count again
+            router = cast(MixtureOfExperts, self.mlp).router
+            router.routed.add_(routed.detach())
+            self.penalty = penalty if self.config.has_penalty else None
+        return x
 
     def compile_recomputed(self) -> None:
         """Compile what full checkpointing recomputes, and leave the recomputing itself eager."""
         self._map = torch.compile(self._map, dynamic=False)  # type: ignore[method-assign]
 
-    def _map(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
+    def _map(
+        self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         if self.training and self.drop:
             kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
             branch = (branch * kept / (1 - self.drop)).to(x.dtype)
         normed = self.attention_norm(x)
+        attended = self.attention(normed, positions, attention_scale)
         if self.config.parallel:
-            return cast(Tensor, x + branch * (self.attention(normed, positions, attention_scale) + self.mlp(normed)))
-        x = x + branch * self.attention(normed, positions, attention_scale)
-        return cast(Tensor, x + branch * self.mlp(self.mlp_norm(x)))
+            mixed, *of_routing = self._mixed(normed)
+            x = x + branch * (attended + mixed)
+        else:
+            x = x + branch * attended
+            mixed, *of_routing = self._mixed(self.mlp_norm(x))
+            x = x + branch * mixed
+        return (x, *of_routing) if of_routing else x
+
+    def _mixed(self, normed: Tensor) -> tuple[Tensor, ...]:
+        mixed = self.mlp(normed)
+        return mixed if isinstance(mixed, tuple) else (mixed,)
 
 
 class Readout(Linear):
@@ -292,35 +292,50 @@ class Decoder(nn.Module):
 
     @classmethod
     def with_weights(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> Self:
-        """Return a decoder on the CPU that uses these tensors as its parameters, without a copy; its multipliers are 1."""
+        """Return a decoder on the CPU that uses these tensors as its parameters and state, without a copy; its multipliers are 1.
+
+        Raises:
+            ValueError: If the state of a router is missing.
+        """
         with torch.device("meta"):
             decoder = cls(config)
-        decoder.load_state_dict(weights, strict=False, assign=True)
+        decoder.to_empty(device="cpu")
+        for multiplier in decoder.buffers(recurse=False):
+            multiplier.fill_(1)
+        decoder.write_constants()
+        missing = decoder.load_state_dict(weights, strict=False, assign=True).missing_keys
+        if lost := [name for name in missing if name.endswith(BALANCE_BIAS)]:
+            raise ValueError(f"a router's weights need its state, which is missing: {', '.join(lost)}")
         if config.tied:
             decoder.readout.weight = decoder.embedding.weight
-        for name, buffer in list(decoder.named_buffers()):
-            decoder.register_buffer(name, torch.ones_like(buffer, device="cpu"), persistent=False)
-        decoder.write_constants()
         return decoder
 
     @torch.no_grad()
     def write_constants(self) -> None:
-        """Write `constants` into a decoder that was built without values. They are always computed on the CPU."""
+        """Write `constants`, and the first state of routers, into a decoder without values. All are computed on the CPU."""
         for name, value in constants(self.config).items():
             if value is not None:
                 self.get_buffer(name).copy_(value[self.own_heads] if name == "logit_bias" else value)
+        for router in (module for module in self.modules() if isinstance(module, Router)):
+            router.balance_bias.zero_()
+            router.routed.zero_()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
         """Return the logits of the next token at every position; with targets, their mean cross-entropy in nats.
 
-        `regularized` adds the config's label smoothing and z-loss.
+        `regularized` adds the config's label smoothing and z-loss, and what routers add.
         """
         x = self._hidden(tokens, self.positions(tokens))
         if targets is None:
             return cast(Tensor, self.readout(x))
         targets = self._own(targets)
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
-        return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
+        loss = cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
+        if regularized and self.config.has_penalty:
+            for block in (cast(Block, block) for block in self.blocks):
+                if block.penalty is not None:
+                    loss, block.penalty = loss + block.penalty, None
+        return loss
 
     def next_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Return the logits (batch, vocab_size) of the token after `tokens` (batch, time), of which the cache knows the first ones.
@@ -399,5 +414,5 @@ def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 def training_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing and z-loss."""
+    """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing, z-loss and routers' terms."""
     return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:], regularized=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
@@ -23,7 +23,7 @@ from proxy_models.architecture.parametrization import Parametrization, TableOpti
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from proxy_models.architecture.decoder import Block, Decoder
@@ -37,6 +37,7 @@ class DecoderFamily(Family):
     """Decoders that differ from `config` in width and depth; their table and counts are formulas, not comparisons of models."""
 
     branch_ends: ClassVar[tuple[str, ...]] = ("attention.output", "mlp.down")
+    state_buffers: ClassVar[tuple[str, ...]] = ("balance_bias",)
 
     config: ModelConfig
 
@@ -66,6 +67,16 @@ class DecoderFamily(Family):
     def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
         """Write the constants of the config without building another decoder."""
         cast("Decoder", model).write_constants()
+
+    def end_step(
+        self, model: nn.Module, member: Member, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Balance the experts' loads (`proxy_models.architecture.experts.balance`)."""
+        if self.config.n_experts is None:
+            return {}
+        from proxy_models.architecture.experts import balance
+
+        return balance(model, cast(ModelConfig, member), taken=taken, mean=mean)
 
     def compile_block(self, block: nn.Module, *, outside_recomputing: bool) -> None:
         """Compile a block, or under full checkpointing the function that it recomputes."""
@@ -154,7 +165,9 @@ class DecoderFamily(Family):
         }
 
     def sharing_errors(self, member: Member) -> Iterator[str]:
-        """Yield dropout, whose random numbers are the same on ranks that have different heads and positions."""
+        """Yield experts, and dropout, whose random numbers are the same on ranks that have different heads and positions."""
+        if self.config.n_experts is not None:
+            yield "with n_experts, since ranks do not share the products of experts"
         for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
             if getattr(member, name):
                 yield f"with {name}, since ranks would drop the same local heads and positions"
@@ -191,9 +204,9 @@ class DecoderFamily(Family):
         return replace(self.config, d_model=width, n_layers=depth)
 
     def widths(self) -> Iterator[int]:
-        """Return the widths of whole groups of heads at which `mlp_ratio` is exact: the multiples of the smallest."""
+        """Return the widths of whole groups of heads at which MLP and experts have whole widths: the multiples of the smallest."""
         heads = self.config.head_dim * self.config.queries_per_kv
-        step = next(width for width in count(heads, heads) if float(width * self.config.mlp_ratio).is_integer())
+        step = next(width for width in count(heads, heads) if self.config.is_whole(width))
         return count(step, step)
 
     def between(self, least: float, most: float, depth: int) -> list[Member]:

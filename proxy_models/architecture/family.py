@@ -58,6 +58,8 @@ class Family(ABC):
         branch_ends: Last names of the modules in a block whose outputs are multiplied by the branch multiplier; if empty, the
             whole block's output is.
         width_step: Divisor of all widths.
+        state_buffers: Last names of the buffers that `end_step` changes; they must be persistent, and are part of every state and
+            checkpoint. All other buffers stay constant.
         version: Part of every key; change it if the model changes but no file in `source` does.
     """
 
@@ -68,6 +70,7 @@ class Family(ABC):
     blocks: ClassVar[str] = "blocks"
     branch_ends: ClassVar[tuple[str, ...]] = ()
     width_step: ClassVar[int] = 1
+    state_buffers: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[str] = ""
 
     @abstractmethod
@@ -168,6 +171,21 @@ class Family(ABC):
             constants = self.constants(width, depth)
             for name, buffer in buffers.items():
                 buffer.copy_(constants[name])
+
+    def end_step(
+        self, model: nn.Module, member: Member, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Update the buffers `state_buffers` after a step, and return figures for its row; neither may wait for the device.
+
+        Args:
+            model: The model; for a rank of a pipeline, a module with the parameters and buffers of its stages by their names.
+            taken: Whether weights moved. Buffers may move only then; a zero-dimensional tensor if only the device knows.
+            mean: Function that averages a tensor over all ranks; all of them must call it.
+
+        Returns:
+            Zero-dimensional tensors by the name of the figure, on the device.
+        """
+        return {}
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return the modules that ranks gather one at a time: the embeddings outside the blocks, each block, the readout.

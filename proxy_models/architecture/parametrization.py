@@ -11,6 +11,7 @@ With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth expo
 | --------------- | ------------------------ | ------------- | ----------------------------- | ------------------- | ----------- |
 | embedding       | 1                        | 1             | 1                             | 1                   | 1/m         |
 | hidden matrix   | 1/sqrt(fan_in)           | m_L^(a-1) / m | branch m_L^(-a)               | m_L^(1-a)·(m or √m) | 1/(m·m_L^a) |
+| router          | 1/sqrt(fan_in·m)         | m_L^(a-1) / m |                               | m_L^(1-a)·m         | 1/m_L^a     |
 | block norm gain | constant 1               | m_L^(a-1)     |                               | 0                   | 1/(m·m_L^a) |
 | qk-norm gain    | constant 1               | m_L^(a-1)     |                               | 0                   | 1/m_L^a     |
 | final norm gain | constant 1               | 1             |                               | 0                   | 1/m         |
@@ -27,6 +28,20 @@ far from that limit: `TIED_REACH`.
 
 The weight of a convolution counts as the matrix (outputs, inputs · kernel). In a stack (matrices, outputs, inputs), as for experts,
 each matrix follows the rule of a hidden matrix (`TensorClass.HIDDEN_STACK`).
+
+The router of a mixture of experts is a readout of the stream: with initial values and a rate that fall as 1/m, instead of a multiplier
+that does, its logits move alike at every width (Malasnicki et al., arXiv 2508.09752, and Boris Hanin's derivation for arXiv 2601.20205
+come to this rule). Matrices of experts are hidden matrices with the fan-in of one expert; the last matrix of an expert has the width
+multiplier hidden / base hidden. Three schemes (`ModelConfig.expert_scheme`) differ in how an expert's output changes with the number
+and size of experts that a token passes, at a fixed width:
+
+- "fan_in": gates that sum to 1, last matrix 1/sqrt(hidden). The sum of k experts falls as 1/sqrt(k) at the start.
+- "mean_field": the same gates, last matrix 1/sqrt(hidden) · sqrt(base ratio / ratio) with the ratio hidden / width (arXiv 2601.20205,
+  table 1, relative to the base), so that the sum stays as k · hidden stays.
+- "sqrt_gate": square roots of these gates, last matrix 1/sqrt(hidden): the sum keeps its variance for any k; shared and routed experts
+  have half of it each (HyperP, arXiv 2603.28743).
+
+Adam's eps of an expert falls with the number of experts, as its gradient does.
 
 Learned positions count as an embedding. All heads share the gains of qk-norm, which therefore have no width, unlike a block's other
 gains. Both kinds are inside a branch, and their gradients fall alike with the depth (measured here, depth times 8, three seeds: to .12
@@ -90,6 +105,10 @@ RATE_EXPONENT: dict[OptimizerName, float] = {
 _DECAY_EXPONENT = RATE_EXPONENT | {"lamb": 1.0}
 """Exponent of the width in the decay of a hidden matrix. LAMB's ratio of norms, m^-1/2, multiplies the decay too (`lamb`)."""
 
+_ROUTER_RATE_EXPONENT = RATE_EXPONENT | {"muon": 1.0, "soap": 1.0, "adafactor": 0.0, "lamb": 0.0}
+_ROUTER_DECAY_EXPONENT = _ROUTER_RATE_EXPONENT | {"lamb": 1.0}
+"""Exponents of a router. AdamW moves it beside Muon and SOAP; its root mean square falls as 1/m, by which Adafactor and LAMB move."""
+
 
 class TableOptions(TypedDict, total=False):
     """Options of a table, as `parametrization_of` takes them."""
@@ -111,6 +130,7 @@ class TensorClass(StrEnum):
     EMBEDDING = "embedding"
     HIDDEN = "hidden"
     HIDDEN_STACK = "hidden_stack"
+    ROUTER = "router"
     BLOCK_NORM = "block_norm"
     BLOCK_BIAS = "block_bias"
     QK_NORM = "qk_norm"
@@ -120,21 +140,31 @@ class TensorClass(StrEnum):
     TIED = "tied"
 
 
+CARRIED_EXPERTS = ("n_experts", "experts_per_token", "expert_ratio")
+"""Fields of a mixture of experts in which a member may differ from its base."""
 _LISTED = 3  # largest number of differences between two tables that an error lists
 
 HIDDEN_MATRICES = {TensorClass.HIDDEN, TensorClass.HIDDEN_STACK}
-_IN_BLOCK = {*HIDDEN_MATRICES, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
-MATRICES = {*HIDDEN_MATRICES, TensorClass.EMBEDDING, TensorClass.READOUT, TensorClass.TIED}
+_IN_BLOCK = {*HIDDEN_MATRICES, TensorClass.ROUTER, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
+MATRICES = {*HIDDEN_MATRICES, TensorClass.ROUTER, TensorClass.EMBEDDING, TensorClass.READOUT, TensorClass.TIED}
 _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShape:
-    """Shape of one parameter as the rules take it: its class, fan-in (1 for vectors), and width relative to the base."""
+    """Shape of one parameter as the rules take it: its class, fan-in (1 for vectors), and width relative to the base.
+
+    Attributes:
+        width_mult: Fan-in of a hidden matrix, and otherwise width, over the base's.
+        init_factor: Factor on the rule's initial standard deviation.
+        gradient_factor: Size of the gradient relative to the base's, beyond what width and depth change.
+    """
 
     tensor_class: TensorClass
     fan_in: int
     width_mult: float
+    init_factor: float = 1.0
+    gradient_factor: float = 1.0
 
 
 def fan_in_of(name: str, tensor_class: TensorClass, dims: Sequence[int], grows: Sequence[bool]) -> int:
@@ -273,7 +303,8 @@ def tensor_rule(
         **dict.fromkeys(HIDDEN_MATRICES, 1 / math.sqrt(shape.fan_in)),
         TensorClass.READOUT: 1 / math.sqrt(base_fan_in),
         TensorClass.TIED: 1 / math.sqrt(base_fan_in),
-    }.get(tensor_class, 0.0)
+        TensorClass.ROUTER: 1 / math.sqrt(shape.fan_in * (m if scheme == "mup" else 1)),
+    }.get(tensor_class, 0.0) * shape.init_factor
     if scheme == "standard":
         return TensorRule(
             tensor_class=tensor_class,
@@ -283,10 +314,13 @@ def tensor_rule(
             weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
-    is_hidden = tensor_class in HIDDEN_MATRICES
-    width_lr_divisor = m ** RATE_EXPONENT[optimizer] if is_hidden else 1.0
-    width_decay_factor = m ** _DECAY_EXPONENT[optimizer] if is_hidden else 1.0
-    if decay_scaling == "sublayer_gain":
+    is_hidden, is_router = tensor_class in HIDDEN_MATRICES, tensor_class is TensorClass.ROUTER
+    rate_exponents, decay_exponents = (
+        (_ROUTER_RATE_EXPONENT, _ROUTER_DECAY_EXPONENT) if is_router else (RATE_EXPONENT, _DECAY_EXPONENT)
+    )
+    width_lr_divisor = m ** rate_exponents[optimizer] if is_hidden or is_router else 1.0
+    width_decay_factor = m ** decay_exponents[optimizer] if is_hidden or is_router else 1.0
+    if decay_scaling == "sublayer_gain" and is_hidden:
         width_decay_factor = math.sqrt(width_decay_factor)
     depth_lr_factor = depth_mult ** (depth_exponent - 1) if in_block else 1.0
     depth_eps_divisor = depth_mult**depth_exponent if in_block else 1.0
@@ -296,7 +330,7 @@ def tensor_rule(
         init_std=init_std,
         lr_factor=depth_lr_factor / width_lr_divisor,
         weight_decay_factor=width_decay_factor / depth_lr_factor if is_matrix else 0.0,
-        eps_factor=1 / (m * depth_eps_divisor),
+        eps_factor=shape.gradient_factor / ((1 if is_router else m) * depth_eps_divisor),
     )
 
 
@@ -304,12 +338,39 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
     """Yield the name and shape of every parameter of `Decoder`, in its order, without building a decoder."""
     width, m = config.d_model, config.d_model / base.d_model
 
+    def experts(name: str) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.router.weight", shape(TensorClass.ROUTER)
+        stack = TensorShape(
+            tensor_class=TensorClass.HIDDEN_STACK,
+            fan_in=width,
+            width_mult=m,
+            gradient_factor=(base.n_experts or 1) / (config.n_experts or 1),
+        )
+        if config.activation == "swiglu":
+            yield f"{name}.experts.gate", stack
+        yield f"{name}.experts.up", stack
+        hidden, of_base = config.expert_width, base.expert_width
+        ratio = (of_base / base.d_model) / (hidden / width)
+        init_factor = math.sqrt(ratio) if config.expert_scheme == "mean_field" else 1.0
+        yield (
+            f"{name}.experts.down",
+            replace(stack, fan_in=hidden, width_mult=hidden / of_base, init_factor=init_factor),
+        )
+        if config.n_shared_experts:
+            yield from mlp(f"{name}.shared", config.n_shared_experts * hidden, biases=False)
+
+    def mlp(name: str, hidden: int, *, biases: bool) -> Iterator[tuple[str, TensorShape]]:
+        if config.activation == "swiglu":
+            yield from linear(f"{name}.gate", biases=biases)
+        yield from linear(f"{name}.up", biases=biases)
+        yield from linear(f"{name}.down", hidden, biases=biases)
+
     def shape(tensor_class: TensorClass, fan_in: int = width) -> TensorShape:
         return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=m)
 
-    def linear(name: str, fan_in: int = width) -> Iterator[tuple[str, TensorShape]]:
+    def linear(name: str, fan_in: int = width, *, biases: bool = config.biases) -> Iterator[tuple[str, TensorShape]]:
         yield f"{name}.weight", shape(TensorClass.HIDDEN, fan_in)
-        if config.biases:
+        if biases:
             yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS, 1)
 
     def norm(name: str, gain: TensorClass, bias: TensorClass) -> Iterator[tuple[str, TensorShape]]:
@@ -337,10 +398,10 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
         yield from linear(block + "attention.output")
         if not config.parallel:
             yield from norm(block + "mlp_norm", TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS)
-        if config.activation == "swiglu":
-            yield from linear(block + "mlp.gate")
-        yield from linear(block + "mlp.up")
-        yield from linear(block + "mlp.down", fan_in=config.d_ff)
+        if config.is_sparse(layer):
+            yield from experts(block + "mlp")
+        else:
+            yield from mlp(block + "mlp", config.d_ff, biases=config.biases)
     yield from norm("final_norm", TensorClass.FINAL_NORM, TensorClass.FINAL_BIAS)
     if not config.tied:
         yield "readout.weight", shape(TensorClass.READOUT)
@@ -350,13 +411,14 @@ def parametrize(config: ModelConfig, base: ModelConfig, **options: Unpack[TableO
     """Return the table that carries values tuned at `base` to `config`; options as for `parametrization_of`.
 
     Raises:
-        ValueError: If the shapes differ in more than width and depth, the exponent is out of its range, or the optimizer
-            has no rules, or no rule for the decay.
+        ValueError: If the shapes differ in more than width, depth and the experts of a mixture, the exponent is out of its range, or
+            the optimizer has no rules, or no rule for the decay.
     """
+    carried = ("d_model", "n_layers", *(CARRIED_EXPERTS if config.n_experts and base.n_experts else ()))
     for name in (field.name for field in fields(base)):
-        if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
+        if name not in carried and getattr(config, name) != getattr(base, name):
             raise ValueError(
-                f"muP carries across width and depth only: {name} is {getattr(config, name)} "
+                f"muP carries across {', '.join(carried)} only: {name} is {getattr(config, name)} "
                 f"but {getattr(base, name)} in the base"
             )
     return parametrization_of(

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from proxy_models.architecture.memory import Checkpointing
 
+Result = TypeVar("Result")
 _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.muscale.product.default,
+    torch.ops.muscale.grouped_product.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -38,7 +39,7 @@ def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolic
 _selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
-def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments: Any, is_random: bool) -> Tensor:
+def recomputing(kind: Checkpointing, function: Callable[..., Result], *arguments: Any, is_random: bool) -> Result:
     """Call `function`, keeping for its backward pass the activations that `kind` keeps.
 
     Also keep the state of the random numbers if the function draws any (`is_random`).
@@ -48,4 +49,4 @@ def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments
     arguments_of_torch: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
     if kind == "selective":
         arguments_of_torch["context_fn"] = _selective_contexts
-    return cast(Tensor, checkpoint(function, *arguments, **arguments_of_torch))
+    return cast(Result, checkpoint(function, *arguments, **arguments_of_torch))

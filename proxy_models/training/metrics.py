@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,7 @@ class Curve:
         seconds: Wall time since the first step began, at the step's end; on a GPU, which is waited for
             every `window` steps, other steps are but launched then.
         window: Steps over which a time means anything: 1 on the CPU, `WAIT_EVERY` on a GPU.
+        figures: What the family reports of each step (`Family.end_step`), by name.
     """
 
     start: int
@@ -44,6 +46,7 @@ class Curve:
     rate_factor: NDArray[np.float64]
     seconds: NDArray[np.float64]
     window: int = 1
+    figures: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def table(
         self,
@@ -75,6 +78,7 @@ class Curve:
             "rate_factor": self.rate_factor,
             "seconds": self.seconds,
             "tokens_per_second": rate,
+            **self.figures,
         }
         if train_flops_per_token is not None and peak_flops is not None:
             columns["mfu"] = rate * train_flops_per_token / peak_flops
@@ -89,13 +93,18 @@ class Recorder:
         self._start, self._device = start, device
         self.losses: list[Tensor] = []
         self._norms: list[Tensor] = []
+        self._figures: dict[str, list[Tensor]] = {}
         self._steps: list[tuple[int, float, float]] = []
         self._started = time.perf_counter()
 
-    def add(self, tokens: int, loss: Tensor, norm: Tensor, rate_factor: float) -> None:
-        """Count the step that ended at `tokens`."""
+    def add(
+        self, tokens: int, loss: Tensor, norm: Tensor, rate_factor: float, figures: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Count the step that ended at `tokens`; every step has the same further figures."""
         self.losses.append(loss)
         self._norms.append(norm)
+        for name, figure in (figures or {}).items():
+            self._figures.setdefault(name, []).append(figure)
         if len(self.losses) % WAIT_EVERY == 0:
             wait(self._device)
         self._steps.append((tokens, rate_factor, time.perf_counter() - self._started))
@@ -119,4 +128,5 @@ class Recorder:
             rate_factor=np.array(factors),
             seconds=np.array(seconds),
             window=1 if self._device == CPU else WAIT_EVERY,
+            figures={name: torch.stack(of_steps).float().cpu().numpy() for name, of_steps in self._figures.items()},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from proxy_models.architecture.sharded import have_same_values, laid_out
 from proxy_models.files import atomic_write
 
 WEIGHT = "weight/"  # prefix of a weight's name in a state
+BUFFER = "buffer/"  # prefix of the name of a buffer that training changes
 
 
 class StateError(ValueError):
@@ -29,8 +30,8 @@ class TrainState:
     """State of a training after a number of tokens.
 
     Attributes:
-        tensors: Weights, the optimizer's moments, and the state of loss scaling and guard; on the CPU, so that training can
-            continue on any device.
+        tensors: Weights, the buffers that training changes, the optimizer's moments, and the state of loss scaling and guard; on the
+            CPU, so that training can continue on any device.
     """
 
     tokens: int
@@ -82,12 +83,18 @@ class _ErrorKeepingWriter(io.BufferedWriter):
             raise
 
 
-def buffer_check(module: nn.Module) -> Callable[[], None]:
-    """Return a check that the persistent buffers still have their current values, since no state or checkpoint stores them.
+def state_buffers(module: nn.Module, names: Container[str]) -> dict[str, Tensor]:
+    """Return the buffers whose last name is one of these (`Family.state_buffers`), by their whole names."""
+    return {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in names}
 
-    The check raises FamilyError if a buffer has changed, and waits for the device.
+
+def buffer_check(module: nn.Module, changing: Container[str] = ()) -> Callable[[], None]:
+    """Return a check that the persistent buffers still have their current values, since no state stores them.
+
+    `changing` are the last names of buffers that are stored. The check raises FamilyError if another buffer has changed, and waits
+    for the device.
     """
-    kept = module.state_dict(keep_vars=True).keys()
+    kept = module.state_dict(keep_vars=True).keys() - state_buffers(module, changing).keys()
     before = {name: buffer.clone() for name, buffer in module.named_buffers() if name in kept}
 
     def check() -> None:
@@ -96,15 +103,18 @@ def buffer_check(module: nn.Module) -> Callable[[], None]:
         if changed:
             raise FamilyError(
                 f"{type(module).__name__}: buffers must stay constant in a training step; got changes of {', '.join(changed)}; "
-                "make them parameters, or compute them from the input"
+                "make them parameters, compute them from the input, or name them in the family's state_buffers"
             )
 
     return check
 
 
-def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
-    tensors = {}
+def capture(module: nn.Module, optimizer: torch.optim.Optimizer, buffers: Container[str] = ()) -> dict[str, Tensor]:
+    """Return copies of the weights, of the state buffers with these last names, and of the optimizer's state.
+
+    The names are `weight/<name>`, `buffer/<name>` and `<kind>/<name>`.
+    """
+    tensors = {f"{BUFFER}{name}": buffer.clone() for name, buffer in state_buffers(module, buffers).items()}
     for name, parameter in module.named_parameters():
         tensors[f"{WEIGHT}{name}"] = parameter.detach().clone()
         for kind, value in optimizer.state[parameter].items():
@@ -114,17 +124,29 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors without the optimizer's state, also in a guard's snapshot, for training with another optimizer."""
-    return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
+    return {
+        key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] in ("weight", "buffer")
+    }
 
 
 @torch.no_grad()
-def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Write back the tensors of `capture`, on the devices of module and optimizer; the caller's tensors stay unchanged."""
+def restore(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], buffers: Container[str] = ()
+) -> None:
+    """Write back the tensors of `capture`, on the devices of module and optimizer; the caller's tensors stay unchanged.
+
+    Raises:
+        StateError: If the tensors lack a state buffer.
+    """
     fused = {parameter: group.get("fused") for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         states.setdefault(name, {})[kind] = tensor
+    for name, buffer in state_buffers(module, buffers).items():
+        if f"{BUFFER}{name}" not in tensors:
+            raise StateError(f"{name}: the state has no value of this buffer, which training changes")
+        buffer.copy_(tensors[f"{BUFFER}{name}"])
     for name, parameter in module.named_parameters():
         state = states[name]
         parameter.copy_(laid_out(state["weight"], parameter))

@@ -10,7 +10,7 @@ AdamW. Only AdamW's fused kernel can leave out a step, including moments and ste
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ class Stepper:
     Attributes:
         micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
         verdicts: Reasons of refused steps, by step number, as of the last `settle`.
+        figures: What the family reports of the last step (`Family.end_step`), zero-dimensional tensors by name.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Stepper:
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
         self.verdicts: dict[int, Verdict] = {}
+        self.figures: Mapping[str, Tensor] = {}
+        self._family = family_of(numerics.model)
         self.micro_batch, self._mean = micro_batch, mean
-        self._loss = loss or family_of(numerics.model).training_loss
+        self._loss = loss or self._family.training_loss
         self._rank, self._ranks, self._before_part, self._pipeline = rank, ranks, before_part, pipeline
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed
@@ -120,12 +123,12 @@ class Stepper:
         """
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
-            self._good = capture(self.module, self.optimizer)
+            self._good = self.capture()
         if self._random:
             stage = self._pipeline.rank if self._pipeline else 0
             torch.manual_seed(step_seed(self._seed, tokens, self._rank + self._ranks * stage))
         is_first = self._check_buffers is None
-        self._check_buffers = self._check_buffers or buffer_check(self.module)
+        self._check_buffers = self._check_buffers or buffer_check(self.module, self._family.state_buffers)
         loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
         if is_first:  # `memory` checks again; each step would be too often, since the check waits for the device
             self._check_buffers()
@@ -135,14 +138,24 @@ class Stepper:
         taken = guard is None or self._passes(guard, number, loss, norm)
         set_rates(self.optimizer, rate_factor)
         if self._scaler:
-            self._scaler.step(self.optimizer, take=taken)
+            self._scaler.step(self.optimizer, take=bool(taken))
+            taken = taken and bool(torch.isfinite(norm))
             if self._scaler.scale < LEAST_SCALE:
                 reason = f"the gradients overflow fp16 at every loss scale at step {number}"
                 self.verdicts[number] = Divergence(step=number, reason=reason)
-        elif taken:
+        elif taken is not False:
             self.optimizer.step()
         self.optimizer.zero_grad()
+        self.figures = self._family.end_step(self.module, self._numerics.model, taken=taken, mean=self._mean)
         return loss, norm
+
+    def capture(self) -> dict[str, Tensor]:
+        """Return copies of weights, state buffers and moments, as `proxy_models.training.state.capture` names them."""
+        return capture(self.module, self.optimizer, self._family.state_buffers)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Write back what `capture` returned."""
+        restore(self.module, self.optimizer, tensors, self._family.state_buffers)
 
     def _accumulate(self, sequences: Tensor, of: int) -> Tensor:
         """Add the gradients of this rank's part of the mean over `of` sequences, and return that part of the loss.
@@ -173,17 +186,17 @@ class Stepper:
         (self._scaler.scaled(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
-        """Return whether to call the optimizer; for a skipped step AdamW is called with a flag and does nothing."""
+    def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool | Tensor:
+        """Return whether to take the step: as a tensor if AdamW is called in any case, with a flag by which it does nothing."""
         if self._scaler and bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm)):
             return True  # the scaler leaves the step out and reduces the scale
         passes = guard.judge(number, loss, norm)
         if guard.settings.action == "skip" and isinstance(self.optimizer, AdamW) and not self._scaler:
             self.optimizer.found_inf = (~passes).float()  # type: ignore[attr-defined]  # as torch's own loss scaler sets it
-            return True
+            return passes
         self.settle()
         if isinstance(self.verdicts.get(number), Spike) and self._good:
-            restore(self.module, self.optimizer, self._good)
+            self.restore(self._good)
         return number not in self.verdicts
 
     def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
 from proxy_models.training.running_average import RunningAverage
-from proxy_models.training.state import TrainState, capture, restore, without_moments
+from proxy_models.training.state import TrainState, without_moments
 from proxy_models.training.step import Stepper
 from proxy_models.training.warm import WARM_SHARE, WarmModel, WarmModels
 
@@ -185,7 +185,7 @@ class Trainer:
     def _state(self, stepper: Stepper, tokens: int) -> TrainState | None:
         """The state at the end, gathered from all ranks tensor by tensor, for the first of them."""
         tensors = {}
-        for name, tensor in (capture(stepper.module, stepper.optimizer) | stepper.memory()).items():
+        for name, tensor in (stepper.capture() | stepper.memory()).items():
             gathered = whole(tensor)
             if self._rank == 0:
                 tensors[name] = gathered.cpu()
@@ -200,6 +200,8 @@ class Trainer:
         module.zero_grad()  # an exception may have left gradients here
         parametrization = numerics.parametrization(recipe.optimizer)
         initialize(module, parametrization, recipe, seed=numerics.seed)
+        if warm.family.state_buffers:
+            warm.family.write_constants(module, numerics.model.d_model, numerics.model.n_layers)
         optimizer = make_optimizer(module, parametrization, recipe)
         micro_batch, checkpointing = self._fitting(numerics, recipe)
         warm.family.set_checkpointing(module, checkpointing)
@@ -213,7 +215,7 @@ class Trainer:
         if state:
             same = state.parametrization.optimizer == recipe.optimizer
             tensors = state.tensors if same else without_moments(state.tensors)
-            restore(module, optimizer, tensors)
+            stepper.restore(tensors)
             stepper.remember(tensors)
         return stepper
 
@@ -256,7 +258,7 @@ class Trainer:
                 rate_factor=rate_factor,
                 of=batch // numerics.model.context_length,
             )
-            recorder.add(after, loss, norm, rate_factor)
+            recorder.add(after, loss, norm, rate_factor, stepper.figures)
             if average:
                 average.add(tokens)
             if moves:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from proxy_models.architecture.config import Activation, ModelConfig
 from proxy_models.architecture.cross_entropy import sequence_loss
 from proxy_models.architecture.decoder import (
-    MLP,
     Block,
     Decoder,
     Positions,
@@ -23,6 +22,7 @@ from proxy_models.architecture.decoder import (
     rotate,
     training_loss,
 )
+from proxy_models.architecture.mlp import MLP
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.training.optimizer import set_multipliers
 
@@ -190,7 +190,8 @@ def test_activations_are_what_their_names_say() -> None:
         "gelu": lambda h: h * 0.5 * (1 + torch.erf(h / 2**0.5)),
     }
     for activation, plain in plain_activations.items():
-        mlp = MLP(ModelConfig(d_model=64, n_layers=1, activation=activation)).double()
+        config = ModelConfig(d_model=64, n_layers=1, activation=activation)
+        mlp = MLP(config, config.d_ff, bias=False).double()
         torch.testing.assert_close(mlp(x), plain(x @ mlp.up.weight.T) @ mlp.down.weight.T, msg=activation)
 
 

@@ -39,7 +39,6 @@ from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.files import to_disk
 from proxy_models.hashing import file_sha256
 from proxy_models.training.metrics import passes
-from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper
 
 _MEMORY = "memory"  # key of the stepper's memory in a checkpoint
@@ -164,7 +163,7 @@ class Checkpoints(CheckpointFolder):
         saved = reader.names()
         places = stepper.memory()
         if any(name.startswith(f"{_MEMORY}.{GOOD}") for name in saved):
-            places |= {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
+            places |= {f"{GOOD}{name}": tensor for name, tensor in stepper.capture().items()}
         remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
         state: dict[str, Any] = {"model": weights, "optimizer": _by_name(moments), _MEMORY: remembered}
         try:

@@ -1,0 +1,207 @@
+"""Mixture of experts: a router sends each token to a few of many MLPs. No token is dropped.
+
+Shapes do not depend on the routing, so nothing waits for the device and one compiled graph serves every batch. The load is balanced
+without a loss (Wang et al., arXiv 2408.15664): a bias on each expert's score, in the selection only, moves once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.grouped import grouped_product
+from proxy_models.architecture.mlp import MLP, activated
+
+BALANCE_BIAS, ROUTED = "balance_bias", "routed"
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a pass go.
+
+    Attributes:
+        chosen: Experts of each token, (tokens, experts_per_token).
+        gates: Their weights, which sum to 1 (under "sqrt_gate", their squares do), fp32, as `chosen`.
+        load: Tokens of each expert, (n_experts,), int64.
+        entropy: Sum over tokens of the entropy of the normalised scores, nats.
+        penalty: Terms that the router adds to the training loss.
+    """
+
+    chosen: Tensor
+    gates: Tensor
+    load: Tensor
+    entropy: Tensor
+    penalty: Tensor
+
+
+class Router(nn.Module):
+    """Scores of experts for each token, computed in fp32 from a weight in the precision of the tokens.
+
+    The state `balance_bias` is a buffer (n_experts,). `routed` has the load since the last step and, as its last entry, the entropy.
+    """
+
+    balance_bias: Tensor
+    routed: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, n_experts = config, cast(int, config.n_experts)
+        self.weight = nn.Parameter(torch.empty(n_experts, config.d_model))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # torch's own for a linear layer
+        self.register_buffer(BALANCE_BIAS, torch.zeros(n_experts))
+        self.register_buffer(ROUTED, torch.zeros(n_experts + 1), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """Map (tokens, width) to their routing."""
+        config = self.config
+        logits = F.linear(tokens.float(), self.weight.to(tokens.dtype).float())
+        scores = logits.sigmoid() if config.router_scores == "sigmoid" else logits.softmax(-1)
+        chosen = (scores.detach() + self.balance_bias).topk(config.experts_per_token, dim=-1).indices
+        gates = scores.gather(1, chosen)
+        gates = gates / (gates.sum(-1, keepdim=True) + torch.finfo(gates.dtype).tiny)
+        if config.expert_scheme == "sqrt_gate":
+            gates = gates.sqrt()
+        ones = torch.ones_like(chosen).flatten()
+        load = ones.new_zeros(len(self.weight)).index_add(0, chosen.flatten(), ones)
+        shares = scores / scores.sum(-1, keepdim=True)
+        entropy = torch.special.entr(shares.detach()).sum()
+        return Routing(chosen, gates, load, entropy, self._penalty(logits, shares, load))
+
+    def _penalty(self, logits: Tensor, shares: Tensor, load: Tensor) -> Tensor:
+        """Return the z-loss (Zoph et al., arXiv 2202.08906, eq. 5) and the balance loss (Fedus et al., arXiv 2101.03961, eq. 4).
+
+        The latter is n_experts · Σ (share of the load) · (mean share of the scores), 1 at perfect balance.
+        """
+        config, penalty = self.config, logits.new_zeros(())
+        if config.router_z_loss:
+            penalty = penalty + config.router_z_loss * logits.logsumexp(-1).square().mean()
+        if config.balance_loss:
+            balance = len(load) * (load / load.sum() * shares.mean(0)).sum()
+            penalty = penalty + config.balance_loss * balance
+        return penalty
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, stacked: (experts, outputs, inputs)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        n_experts, width, hidden = cast(int, config.n_experts), config.d_model, config.expert_width
+        if config.activation == "swiglu":
+            self.gate = _stack(n_experts, hidden, width)
+        self.up = _stack(n_experts, hidden, width)
+        self.down = _stack(n_experts, width, hidden)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Map rows, sorted by their expert, of which each expert's end at `ends`, (rows, width) to the same shape."""
+        hidden = grouped_product(rows, self.up.to(rows.dtype), ends)
+        gate = grouped_product(rows, self.gate.to(rows.dtype), ends) if self.activation == "swiglu" else None
+        return grouped_product(activated(self.activation, hidden, gate), self.down.to(rows.dtype), ends)
+
+
+def _stack(*shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(shape))
+    return nn.init.normal_(parameter, std=shape[-1] ** -0.5)  # type: ignore[return-value]
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, routed experts and, if any, an MLP that every token passes, as wide as all shared experts together."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router, self.experts = Router(config), Experts(config)
+        if config.n_shared_experts:
+            self.shared = MLP(config, config.n_shared_experts * config.expert_width, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (batch, time, width) to the same shape, and return the entries to add to `Router.routed`, and the penalty."""
+        config, tokens = self.config, x.flatten(0, -2)
+        routing = self.router(tokens)
+        order = routing.chosen.flatten().argsort(stable=True)
+        places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        rows: Tensor = _Sent.apply(tokens, order, places)  # type: ignore[no-untyped-call]
+        rows = self.experts(rows, routing.load.cumsum(0).int())
+        rows = _Permuted.apply(rows, places, order)  # type: ignore[no-untyped-call]
+        rows = rows.view(*routing.chosen.shape, -1)
+        mixed = (rows * routing.gates.to(rows.dtype).unsqueeze(-1)).sum(1).view_as(x)
+        mixed = F.dropout(mixed, config.mlp_dropout, self.training)
+        if config.n_shared_experts:
+            mixed = mixed + self.shared(x)
+            if config.expert_scheme == "sqrt_gate":  # routed and shared experts have equal parts of the variance
+                mixed = mixed * 0.5**0.5
+        routed = torch.cat([routing.load.float(), routing.entropy[None]])
+        return mixed, routed, routing.penalty
+
+
+class _Sent(torch.autograd.Function):
+    """Rows in the order of their experts, each token's row once per chosen expert; the gradient is summed without atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.n_tokens, per_token = len(tokens), len(order) // len(tokens)
+        return tokens[order // per_token]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient[places].view(ctx.n_tokens, -1, gradient.shape[-1]).sum(1), None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, given with its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
+@torch.no_grad()
+def balance(
+    model: nn.Module, config: ModelConfig, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
+) -> Mapping[str, Tensor]:
+    """Move the biases of all routers after a step, and begin to count anew; return figures of the step's routing.
+
+    A bias moves by `balance_rate` towards equal loads, by the sign of mean load - load (arXiv 2408.15664, algorithm 1). Buffers are
+    found by name, since a rank of a pipeline has some of the routers.
+
+    Args:
+        taken: Whether the step was taken; only then do biases move.
+        mean: Function that averages a tensor over ranks, each with other tokens, blocks or both.
+
+    Returns:
+        Zero-dimensional tensors: `router_entropy` (mean over tokens and blocks, nats), `largest_load` (of any expert, over the mean
+        load) and `dead_experts` (number of experts that got no token, in all blocks).
+    """
+    buffers = dict(model.named_buffers())
+    routed = {int(name.split(".")[1]): buffer for name, buffer in buffers.items() if name.endswith(f".{ROUTED}")}
+    like = next(iter(routed.values()), None)
+    if like is None:
+        like = next(model.parameters()).new_zeros(cast(int, config.n_experts) + 1, dtype=torch.float32)
+    of_all = torch.zeros(config.n_layers, len(like), device=like.device)
+    for layer, counted in routed.items():
+        of_all[layer] = counted
+        counted.zero_()
+    of_all = mean(of_all)[config.first_dense_layers :]
+    load = of_all[:, :-1]
+    average = load.mean(dim=1, keepdim=True)
+    moves = (average - load).sign() * config.balance_rate * taken
+    for layer in routed:
+        buffers[f"blocks.{layer}.mlp.router.{BALANCE_BIAS}"] += moves[layer - config.first_dense_layers]
+    return {
+        "router_entropy": of_all[:, -1].sum() * config.experts_per_token / load.sum(),
+        "largest_load": (load / average).max(),
+        "dead_experts": (load == 0).sum().float(),
+    }
