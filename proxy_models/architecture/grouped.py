@@ -54,12 +54,16 @@ def _has_kernel(rows: Tensor) -> bool:
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if not len(rows):  # torch 2.13 refuses the strides of no row
+        return rows.new_empty(0, matrices.shape[2])
     if _has_kernel(rows):
         return torch._grouped_mm(rows, matrices, offs=ends)
     return product_by_loop(rows, matrices, ends)
 
 
 def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    if not len(left):
+        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     if _has_kernel(left):
         return torch._grouped_mm(left.t(), right, offs=ends)
     return outer_by_loop(left, right, ends)

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from proxy_models.architecture.config import DROPPED, Activation, ModelConfig, Norm, Positions
+from proxy_models.architecture.config import (
+    DROPPED,
+    Activation,
+    ExpertScheme,
+    ModelConfig,
+    Norm,
+    Positions,
+    RouterScores,
+)
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.parametrization import parametrize
@@ -23,7 +31,8 @@ def group_of(name: str) -> str:
         return "norms"
     if parts[0] == "position":
         return "positions"
-    return next(part for part in parts if part in ("embedding", "attention", "mlp", "readout"))
+    groups = ("router", "experts", "embedding", "attention", "mlp", "readout")
+    return next(group for group in groups if group in parts)
 
 
 @st.composite
@@ -31,10 +40,23 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     """Any small member of the space of options."""
     queries_per_kv = draw(st.sampled_from([1, 2, 4]))
     chance = st.sampled_from([0.0, 0.3])
+    n_layers = draw(st.integers(1, 3))
+    experts: dict[str, Any] = {}
+    if n_experts := draw(st.sampled_from([None, 1, 4])):
+        experts = {
+            "n_experts": n_experts,
+            "experts_per_token": draw(st.integers(1, n_experts)),
+            "expert_ratio": draw(st.sampled_from([1.0, 2.0])),
+            "n_shared_experts": draw(st.integers(0, 2)),
+            "first_dense_layers": draw(st.integers(0, n_layers - 1)),
+            "router_scores": draw(st.sampled_from(get_args(RouterScores))),
+            "expert_scheme": draw(st.sampled_from(get_args(ExpertScheme))),
+            "balance_loss": draw(chance),
+        }
     return ModelConfig(
         head_dim=8,
         d_model=8 * queries_per_kv * draw(st.integers(1, 3)),
-        n_layers=draw(st.integers(1, 3)),
+        n_layers=n_layers,
         queries_per_kv=queries_per_kv,
         mlp_ratio=draw(st.sampled_from([1.0, 2.75, 4.0])),
         activation=draw(st.sampled_from(get_args(Activation))),
@@ -54,6 +76,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         label_smoothing=draw(chance),
         z_loss=draw(chance),
         **{name: draw(chance) for name in DROPPED},
+        **experts,
     )
 
 
@@ -76,7 +99,8 @@ def test_a_random_decoder_is_counted_right_and_has_its_table(config: ModelConfig
         counted["embedding"] = 0
     assert config.n_params_by_group == counted
     assert config.n_params_total == sum(counted.values())
-    assert config.n_params == config.n_params_total - counted["embedding"] - counted["positions"]
+    idle = counted["experts"] * (1 - config.active_share)
+    assert config.n_params == pytest.approx(config.n_params_total - counted["embedding"] - counted["positions"] - idle)
 
     mup, standard = parametrize(config, config), parametrize(config, config, scheme="standard")
     assert list(mup.rules) == [name for name, _ in model.named_parameters()]

@@ -17,11 +17,12 @@ from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import DTYPES
-from proxy_models.training.state import capture, restore
 from proxy_models.training.step import Stepper, step_seed
 
 MODEL = ModelConfig(d_model=32, n_layers=2, context_length=16, label_smoothing=0.1, z_loss=1e-3)
 NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluation_tokens=0)
+MIXTURE = replace(MODEL, n_experts=4, expert_ratio=1.0, balance_rate=0.05)
+MODELS = pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "experts"])
 RECIPE = Hyperparameters(learning_rate=0.01, batch_tokens=7 * 16).resolve(100 * 7 * 16)
 
 
@@ -46,7 +47,7 @@ def take(one: Stepper, number: int = 0, sequences: Tensor | None = None) -> tupl
 
 
 def weights(one: Stepper) -> dict[str, Tensor]:
-    return capture(one.module, one.optimizer)
+    return one.capture()
 
 
 @pytest.mark.parametrize("changes", [True, False])
@@ -131,11 +132,11 @@ class Faulty:
         return training_loss(module, sequences) * self.scale
 
 
-def guarded(precision: Precision = "fp32", **settings: Any) -> tuple[Stepper, Faulty]:
+def guarded(model: ModelConfig = MODEL, precision: Precision = "fp32", **settings: Any) -> tuple[Stepper, Faulty]:
     """A stepper that has taken 12 quiet steps."""
     fault = Faulty()
     guard = GuardSettings(**{"window": 8, "threshold": 30.0, "max_spikes": 1, "snapshot_every": 5, **settings})
-    one = stepper(replace(NUMERICS, guard=guard, precision=precision), loss=fault)
+    one = stepper(replace(NUMERICS, model=model, base=model, guard=guard, precision=precision), loss=fault)
     for number in range(12):
         take(one, number)
     assert not one.spikes
@@ -146,8 +147,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_a_spike_is_left_out_as_if_it_had_not_been() -> None:
-    one, fault = guarded()
+@MODELS
+def test_a_spike_is_left_out_as_if_it_had_not_been(model: ModelConfig) -> None:
+    one, fault = guarded(model)
     before = weights(one)
     fault.scale = 1000.0
     loss, _ = take(one, 12)
@@ -157,14 +159,15 @@ def test_a_spike_is_left_out_as_if_it_had_not_been() -> None:
     assert all(parameter.grad is None for parameter in one.parameters)
     fault.scale = 1.0
     take(one, 13)
-    untroubled, _ = guarded()
+    untroubled, _ = guarded(model)
     take(untroubled, 13)
     assert same(weights(one), weights(untroubled))
 
 
+@MODELS
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing(precision: Precision) -> None:
-    one, fault = guarded(precision)
+def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing(model: ModelConfig, precision: Precision) -> None:
+    one, fault = guarded(model, precision)
     before = weights(one)
     fault.scale = float("nan")
     take(one, 12)
@@ -173,24 +176,26 @@ def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing(precision: P
     assert same(weights(one), before)
 
 
-def test_rewinding_puts_the_last_snapshot_back() -> None:
-    one, fault = guarded(action="rewind")
+@MODELS
+def test_rewinding_puts_the_last_snapshot_back(model: ModelConfig) -> None:
+    one, fault = guarded(model, action="rewind")
     fault.scale = 1000.0
     take(one, 12)
     assert [spike.action for spike in one.spikes] == ["rewind"]
-    at_snapshot = stepper()
+    at_snapshot = stepper(replace(NUMERICS, model=model, base=model))
     for number in range(10):
         take(at_snapshot, number)
     assert same(weights(one), weights(at_snapshot))
 
 
+@MODELS
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_guarded_stepper_resumes_from_its_state(action: str) -> None:
-    one, fault = guarded(action=action)
-    other, other_fault = guarded(action=action)
+def test_a_guarded_stepper_resumes_from_its_state(model: ModelConfig, action: str) -> None:
+    one, fault = guarded(model, action=action)
+    other, other_fault = guarded(model, action=action)
     for number in range(3):  # what the other must forget
         take(other, 12 + number)
-    restore(other.module, other.optimizer, weights(one))
+    other.restore(weights(one))
     other.remember(one.memory())
     for number, scale in ((12, 1000.0), (13, 1.0), (14, 1000.0)):
         fault.scale = other_fault.scale = scale

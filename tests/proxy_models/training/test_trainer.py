@@ -27,7 +27,7 @@ from proxy_models.recipes.segments import Segment, branch, chain, stem
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.training.state import TrainState
+from proxy_models.training.state import StateError, TrainState
 from proxy_models.training.step import step_seed
 from proxy_models.training.trainer import SegmentResult, Trainer
 from tests.proxy_models.families import Network, Recurrent
@@ -67,6 +67,11 @@ def test_a_family_whose_buffers_change_from_the_third_step_on_is_refused_at_the_
     (segment,) = chain(replace(hyperparameters, schedule="linear"), 4 * BATCH)
     with pytest.raises(FamilyError):
         trainer.train(replace(numerics, model=model, base=model), segment)
+
+
+def with_experts(numerics: Numerics, **change: Any) -> Numerics:
+    model = replace(as_decoder(numerics.model), n_experts=4, expert_ratio=1.0, **change)
+    return replace(numerics, model=model, base=model)
 
 
 def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, ...]) -> list[SegmentResult]:
@@ -153,8 +158,9 @@ def dropping(numerics: Numerics) -> Numerics:
             {"guard": GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=3)},
         ),
         ("linear", {"ramp": True}),
+        ("cosine", {"experts": True}),
     ],
-    ids=["plain", "random", "bf16", "fp16", "guarded", "ramp"],
+    ids=["plain", "random", "bf16", "fp16", "guarded", "ramp", "experts"],
 )
 def test_resuming_from_disk_is_the_uninterrupted_run(
     trainer: Trainer,
@@ -168,6 +174,8 @@ def test_resuming_from_disk_is_the_uninterrupted_run(
 ) -> None:
     if change.pop("random", False):
         numerics = dropping(numerics)
+    if change.pop("experts", False):
+        numerics = with_experts(numerics)
     ramp: dict[str, Any] = {"batch_doublings": 2, "batch_ramp_tokens": 8 * BATCH} if change.pop("ramp", False) else {}
     numerics = replace(numerics, **change)
     # With the guard: so high a rate, and so touchy, that some of the twenty steps are left out.
@@ -285,6 +293,29 @@ def test_an_interrupted_step_leaves_nothing_behind(
     assert_same(trainer.train(numerics, segment), expected)
 
 
+def test_a_curve_of_experts_shows_their_loads_and_the_state_has_the_biases(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 10 * BATCH)
+    result = trainer.train(with_experts(numerics, balance_rate=0.01), segment)
+    assert result.state is not None
+    biases = [tensor for name, tensor in result.state.tensors.items() if name.startswith("buffer/")]
+    assert len(biases) == 2
+    assert all(bias.abs().max() <= 10.5 * 0.01 and bias.any() for bias in biases)
+    table = result.curve.table()
+    assert table["router_entropy"].between(0, np.log(4)).all()
+    assert table["largest_load"].between(1, 2).all()  # of two experts for each token, none has more than all tokens
+    assert table["dead_experts"].between(0, 4).all()
+    assert not set(trainer.train(numerics, segment).curve.table()) & {"router_entropy", "largest_load", "dead_experts"}
+    del result.state.tensors["buffer/blocks.1.mlp.router.balance_bias"]
+    with pytest.raises(StateError, match=r"blocks\.1\.mlp\.router\.balance_bias"):
+        trainer.train(
+            with_experts(numerics, balance_rate=0.01),
+            replace(chain(replace(hyperparameters, schedule="linear"), 20 * BATCH)[0], start=10 * BATCH),
+            result.state,
+        )
+
+
 def test_the_guard_ends_a_run_at_once_and_leaves_a_quiet_one_alone(
     trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
 ) -> None:
@@ -311,9 +342,18 @@ def test_a_state_is_not_changed_by_going_on_from_it(
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
 
 
+@pytest.mark.parametrize("experts", [False, True])
 def test_a_reused_trainer_is_a_fresh_one(
-    family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus, assert_same: AssertSame
+    family: ModelFamily,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    corpus: Corpus,
+    assert_same: AssertSame,
+    experts: bool,
 ) -> None:
+    if experts:
+        numerics = with_experts(numerics, balance_rate=0.05)
+        family = ModelFamily(base=as_decoder(numerics.model))
     segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
     fresh = Trainer(corpus, compile=False).train(numerics, segment, averaged=True)
     used = Trainer(corpus, compile=False)
@@ -399,15 +439,18 @@ def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_th
     assert trainer.train(numerics, loud).source_losses == {}
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon", "lamb", "soap"])
 def test_every_optimizer_learns_and_resumes_bit_for_bit(
     trainer: Trainer,
     numerics: Numerics,
     hyperparameters: Hyperparameters,
     optimizer: OptimizerName,
+    experts: bool,
     tmp_path: Path,
     assert_same: AssertSame,
 ) -> None:
+    numerics = with_experts(numerics) if experts else numerics
     rate = 0.05 if optimizer in ("adafactor", "lamb") else 0.003
     (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
     uninterrupted = trainer.train(numerics, whole)
