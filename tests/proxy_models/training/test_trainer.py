@@ -460,3 +460,48 @@ def test_every_optimizer_learns_and_resumes_bit_for_bit(
     half.state.save(tmp_path / "half.pt")
     resumed = trainer.train(numerics, replace(whole, start=7 * BATCH), TrainState.load(tmp_path / "half.pt"))
     assert_same(resumed, uninterrupted)
+
+
+class AveragingNetwork(Network):
+    """Network that keeps a running mean of its tokens, as a family may with state in buffers."""
+
+    mean: Tensor
+    seen: Tensor
+
+    def __init__(self, vocab_size: int, width: int, depth: int) -> None:
+        super().__init__(vocab_size, width, depth)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.seen.copy_(tokens.float().mean())
+        return super().forward(tokens) * (1 + self.mean)
+
+
+class Averaging(Recurrent):
+    """Family of such networks."""
+
+    state_buffers = ("mean",)
+
+    def build(self, width: int, depth: int) -> Network:
+        return AveragingNetwork(self.vocab_size, width, depth)
+
+    def end_step(self, model: Any, member: Any, *, taken: Any, mean: Any) -> dict[str, Tensor]:
+        model.mean.lerp_(mean(model.seen) / self.vocab_size, 0.1 * float(taken))
+        return {"mean": model.mean.clone()}
+
+
+def test_a_family_s_own_state_in_buffers_is_kept_between_segments(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    model = Averaging(vocab_size=256, context_length=32).member(16, 1)
+    numerics = replace(numerics, model=model, base=model)
+    (whole,) = chain(replace(hyperparameters, schedule="linear"), 12 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    half = trainer.train(numerics, replace(whole, end=5 * BATCH))
+    resumed = trainer.train(numerics, replace(whole, start=5 * BATCH), half.state)
+    assert_same(resumed, uninterrupted)
+    means = np.concatenate([half.curve.figures["mean"], resumed.curve.figures["mean"]])
+    assert np.all(np.diff(means) > 0)
+    assert np.array_equal(means, uninterrupted.curve.figures["mean"])
