@@ -21,7 +21,7 @@ BALANCE_BIAS, ROUTED = "balance_bias", "routed"
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a pass go.
+    """Experts of the tokens of a pass.
 
     Attributes:
         chosen: Experts of each token, (tokens, experts_per_token).

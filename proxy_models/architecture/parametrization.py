@@ -107,7 +107,8 @@ _DECAY_EXPONENT = RATE_EXPONENT | {"lamb": 1.0}
 
 _ROUTER_RATE_EXPONENT = RATE_EXPONENT | {"muon": 1.0, "soap": 1.0, "adafactor": 0.0, "lamb": 0.0}
 _ROUTER_DECAY_EXPONENT = _ROUTER_RATE_EXPONENT | {"lamb": 1.0}
-"""Exponents of a router. AdamW moves it beside Muon and SOAP; its root mean square falls as 1/m, by which Adafactor and LAMB move."""
+"""Exponents of a router. Under Muon and SOAP, AdamW moves it. Its root mean square, which scales updates of Adafactor and LAMB, falls
+as 1/m."""
 
 
 class TableOptions(TypedDict, total=False):
