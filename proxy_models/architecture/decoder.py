@@ -299,9 +299,9 @@ class Decoder(nn.Module):
         """
         with torch.device("meta"):
             decoder = cls(config)
-        decoder.to_empty(device="cpu")
-        for multiplier in decoder.buffers(recurse=False):
-            multiplier.fill_(1)
+        for module in decoder.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.ones_like(buffer, device="cpu"))
         decoder.write_constants()
         missing = decoder.load_state_dict(weights, strict=False, assign=True).missing_keys
         if lost := [name for name in missing if name.endswith(BALANCE_BIAS)]:

@@ -118,14 +118,19 @@ def is_imported(member: Member) -> bool:
 
 
 def with_weights(member: Member, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a member on the CPU with these parameter values; a decoder uses the tensors themselves, other families copy them."""
+    """Return a member on the CPU with these values (`Family.stored`); a decoder uses the tensors themselves, other families copy them.
+
+    Raises:
+        ValueError: If the state of a router is missing.
+        KeyError: If another tensor is missing.
+    """
     if isinstance(member, ModelConfig):
         from proxy_models.architecture.decoder import Decoder
 
         return Decoder.with_weights(member, weights)
     model = build(member)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
+    for name, tensor in family_of(member).stored(model).items():
+        tensor.data.copy_(weights[name])
     return model
 
 
@@ -140,6 +145,14 @@ def parameter_shapes(member: Member) -> dict[str, Tensor]:
 
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in build(member).named_parameters()}
+
+
+def weight_shapes(member: Member) -> dict[str, Tensor]:
+    """Return what a member's stored weights consist of (`Family.stored`), on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: tensor.detach() for name, tensor in family_of(member).stored(build(member)).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import count
@@ -278,6 +278,10 @@ class Family(ABC):
         """Return the residual blocks of a model."""
         return model.get_submodule(self.blocks).children()
 
+    def stored(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what stored weights consist of, by name: parameters, a tied table once, and the buffers `state_buffers`."""
+        return {**dict(model.named_parameters()), **state_buffers(model, self.state_buffers)}
+
     def member(self, width: int, depth: int) -> Member:
         """Return the member of this width and depth, counted on the meta device.
 
@@ -359,6 +363,11 @@ class Family(ABC):
 
 
 _SIZES = ("vocab_size", "context_length")
+
+
+def state_buffers(module: nn.Module, names: Container[str]) -> dict[str, Tensor]:
+    """Return the buffers whose last name is one of these (`Family.state_buffers`), by their whole names."""
+    return {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in names}
 
 
 def qualified_name(family: type[Family]) -> str:

@@ -21,10 +21,10 @@ from proxy_models.training.precision import DTYPES
 def loaded_model(
     weights: Mapping[str, Tensor], numerics: Numerics, multipliers: ForwardMultipliers, *, device: torch.device
 ) -> nn.Module:
-    """Return a model with these weights, by parameter name, as measures see it: in its run's precision, without dropout.
+    """Return a model with these weights, by the names of `Family.stored`, as measures see it: in its run's precision, without dropout.
 
     Raises:
-        FamilyError, KeyError, RuntimeError: If the weights are those of another model.
+        FamilyError, KeyError, RuntimeError, ValueError: If the weights are those of another model.
     """
     model = with_weights(numerics.model, weights).to(device)
     set_multipliers(model, multipliers)
@@ -38,7 +38,7 @@ def sharded_model(
     """Return a model as `loaded_model` does, sharded over all ranks, which call this together.
 
     Args:
-        fill: Writes a rank's part of the weights, by parameter name.
+        fill: Writes a rank's part of the weights, by the names of `Family.stored`.
         mesh: Mesh of all ranks, with one dimension.
     """
     member, family = numerics.model, family_of(numerics.model)
@@ -48,7 +48,7 @@ def sharded_model(
     shard(model, family, mesh)
     allocate(model, family, member, torch.device(mesh.device_type))
     set_multipliers(model, multipliers)
-    fill(dict(model.named_parameters()))
+    fill(family.stored(model))
     if isinstance(model, Decoder):
         register_fsdp_forward_method(model, "next_logits")  # which then gathers the weights
     return model.eval()

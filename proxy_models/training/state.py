@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.family import FamilyError
+from proxy_models.architecture.family import FamilyError, state_buffers
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.architecture.sharded import have_same_values, laid_out
 from proxy_models.files import atomic_write
@@ -37,6 +37,16 @@ class TrainState:
     tokens: int
     parametrization: Parametrization
     tensors: dict[str, Tensor]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights and buffers by their names in the model."""
+        return {
+            key.removeprefix(prefix): tensor
+            for prefix in (WEIGHT, BUFFER)
+            for key, tensor in self.tensors.items()
+            if key.startswith(prefix)
+        }
 
     def save(self, path: Path) -> None:
         """Write the state to `path` atomically; raise OSError if the disk is full or not writable."""
@@ -81,11 +91,6 @@ class _ErrorKeepingWriter(io.BufferedWriter):
         except OSError as error:
             self.error = error
             raise
-
-
-def state_buffers(module: nn.Module, names: Container[str]) -> dict[str, Tensor]:
-    """Return the buffers whose last name is one of these (`Family.state_buffers`), by their whole names."""
-    return {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in names}
 
 
 def buffer_check(module: nn.Module, changing: Container[str] = ()) -> Callable[[], None]:

@@ -144,7 +144,8 @@ class Trainer:
         with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
             warm = self._warm.get(numerics.model, compiled=compiled, precision=numerics.precision)
             stepper = self._prepare(warm, numerics, segment, state)
-            average = RunningAverage(stepper.parameters, begins=begins) if averaged else None
+            weights = warm.family.stored(warm.module).values()
+            average = RunningAverage(weights, begins=begins) if averaged else None
             batch = evaluation_batch(self.device, stepper.micro_batch)
             recorder = Recorder(segment.start, self.device)
             divergence = self._walk(numerics, segment, stepper, average, recorder, on_step, moves)

@@ -33,7 +33,7 @@ from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import datasheet_flops
 from proxy_models.training.optimizer import multipliers_of
-from proxy_models.training.state import WEIGHT, StateError, TrainState
+from proxy_models.training.state import StateError, TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Worker:
         state, recipe = self._state(chain), chain.last.recipe
         return Subject(
             model=loaded_model(
-                {n.removeprefix(WEIGHT): tensor for n, tensor in state.tensors.items() if n.startswith(WEIGHT)},
+                state.weights,
                 chain.numerics,
                 multipliers_of(chain.numerics.parametrization(recipe.optimizer), recipe),
                 device=self.trainer.device,

@@ -1,7 +1,7 @@
 """The bundle: everything of a finished full run in one directory that is readable without the study or its ledger.
 
     README.md                model card
-    weights.safetensors      by parameter name; averaged.safetensors next to it, if an average was requested
+    weights.safetensors      by name, with the state of routers; averaged.safetensors next to it, if an average was requested
                              above 5 GB in several files, with weights.safetensors.index.json; likewise the others
     optimizer.safetensors    moments as <kind>/<parameter>; the memory of loss scaling and of the guard as memory/<name>
     model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
@@ -37,7 +37,7 @@ from muscale.settings.own_model import announce
 from proxy_models.architecture.causal_lm import CausalLM
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.families import import_family, parameter_shapes, with_weights
+from proxy_models.architecture.families import import_family, weight_shapes, with_weights
 from proxy_models.architecture.llama import NotLlamaError, write_llama
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
@@ -48,7 +48,7 @@ from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.tensor_files import TensorFiles
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import set_multipliers
-from proxy_models.training.state import TrainState
+from proxy_models.training.state import BUFFER, WEIGHT, TrainState
 from scaling.presentation import Result
 
 T = TypeVar("T")
@@ -165,11 +165,15 @@ class Bundle(Result):
 
         The state leaves out the guard's last snapshot; the guard takes a new one when training continues.
         """
-        weights = {f"weight/{name}": tensor for name, tensor in self._tensors(WEIGHTS).items()}
+        table = self._read_as(PARAMETRIZATION, Parametrization.from_dict)
+        weights = {
+            f"{WEIGHT if name in table.rules else BUFFER}{name}": tensor
+            for name, tensor in self._tensors(WEIGHTS).items()
+        }
         rest = {name.removeprefix(MEMORY): tensor for name, tensor in self._tensors(OPTIMIZER).items()}
         return TrainState(
             tokens=self._read_as(SCHEDULE, lambda segments: int(segments[-1]["end"])),
-            parametrization=self._read_as(PARAMETRIZATION, Parametrization.from_dict),
+            parametrization=table,
             tensors=weights | rest,
         )
 
@@ -287,13 +291,11 @@ class Bundle(Result):
             raise BundleError(
                 f"{weights.path}: weights of another model: {found:,} of them, the model has {model.n_params_total:,}"
             )
-        shapes = self._read_as(
-            MODEL, lambda _: {name: tuple(one.shape) for name, one in parameter_shapes(model).items()}
-        )
+        shapes = self._read_as(MODEL, lambda _: {name: tuple(one.shape) for name, one in weight_shapes(model).items()})
         if odd := sorted(n for n in shapes | weights.shapes if shapes.get(n) != weights.shapes.get(n)):
+            stored, wanted = (of.get(odd[0], "not there") for of in (weights.shapes, shapes))
             raise BundleError(
-                f"{weights.path}: weights of another model: {odd[0]} is {weights.shapes.get(odd[0])}, the model's is "
-                f"{shapes.get(odd[0])}"
+                f"{weights.path}: weights of another model: {odd[0]} is {stored}, the model's is {wanted}"
             )
         return weights
 

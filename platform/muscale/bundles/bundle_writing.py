@@ -28,7 +28,7 @@ from muscale.full_runs.checkpoints.save import read_table
 from muscale.full_runs.checkpoints.stored_weights import MEMORY, MODEL, MOMENTS, READ_BYTES, RecordReader, read_weights
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.store.lineage import Chain
-from proxy_models.architecture.families import family_of, is_imported, parameter_shapes, with_weights
+from proxy_models.architecture.families import family_of, is_imported, weight_shapes, with_weights
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import Corpus
@@ -112,7 +112,7 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
 
 def _write_weights(run: FinishedRun, checkpoint: Path, path: Path) -> float:
     """Write the weights as they are read, and return their validation loss, checked against the run's."""
-    reader, shapes = RecordReader(checkpoint), parameter_shapes(run.chain.numerics.model)
+    reader, shapes = RecordReader(checkpoint), weight_shapes(run.chain.numerics.model)
     reader.require_weights(shapes)
     stored = reader.stream({f"{MODEL}.{name}": shape for name, shape in shapes.items()})
     write_tensors(path, shapes, ((name.removeprefix(f"{MODEL}."), tensor) for name, tensor in stored))
@@ -162,7 +162,7 @@ def _average(run: FinishedRun, checkpoints: CheckpointFolder, k: int, path: Path
             f"{checkpoints.folder}: an average of {k} checkpoints needs {k} complete ones, got {len(found)}; a run "
             "keeps the newest promote.keep_last"
         )
-    shapes = parameter_shapes(run.chain.numerics.model)
+    shapes = weight_shapes(run.chain.numerics.model)
     write_tensors(path, shapes, _averaged([checkpoint for _, checkpoint in found], shapes))
     return {"averaged_loss": _loss_of(run, path), "checkpoints": [tokens for tokens, _ in found]}
 

@@ -65,6 +65,7 @@ from tests.proxy_models.families import TRANSFORMERS, Recurrent
 
 BATCH, STEPS = 256, 24
 NUMBERS: dict[str, Any] = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
+EXPERTS: dict[str, Any] = {"n_experts": 8, "expert_ratio": 0.5, "balance_rate": 0.05}
 WRITTEN = {
     *(parts.CARD, parts.WEIGHTS, parts.OPTIMIZER, parts.MODEL, parts.PARAMETRIZATION, parts.SCHEDULE, parts.STUDY),
     *(parts.DATA, parts.ENVIRONMENT, parts.LOCK, parts.SEEDS, parts.METRICS, parts.FORECAST, parts.LINEAGE, parts.RUNS),
@@ -202,9 +203,10 @@ def test_its_weights_are_the_run_s_and_give_its_loss_without_the_study(case: Cas
     [
         ({"tied": True}, {"optimizer": "muon"}, None),
         ({"norm": "layernorm", "biases": True}, {"optimizer": "lion"}, GuardSettings(action="rewind", window=8)),
+        (EXPERTS, {"optimizer": "muon"}, GuardSettings(action="rewind", window=8)),
         ({"qk_norm": True}, {"swap_optimizer": "adafactor", "swap_fraction": 0.5, "swap_learning_rate": 0.01}, None),
     ],
-    ids=["tied, Muon", "Lion, guard", "swapped to Adafactor"],
+    ids=["tied, Muon", "Lion, guard", "experts, Muon, guard", "swapped to Adafactor"],
 )
 def test_every_optimizer_and_variant_comes_back(
     options: dict[str, Any], hyperparameters: dict[str, Any], guard: GuardSettings | None, tmp_path: Path
@@ -280,6 +282,24 @@ def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> Non
     with pytest.raises(StageError, match=r"\b3\b.*\b2\b"):
         write_bundle(run, case.bundle.with_name("more"), average=3)
     assert not case.bundle.with_name("more").exists()
+
+
+def test_the_state_of_routers_is_kept_and_averaged_and_a_bundle_without_it_is_refused(tmp_path: Path) -> None:
+    run = finish(tmp_path, options=EXPERTS)
+    bundle = write_bundle(run, tmp_path / "bundle", average=2)
+    name = "blocks.1.mlp.router.balance_bias"
+    newest = [tokens for tokens, _ in Checkpoints(run.directory / CHECKPOINTS).intact()][:2]
+    last, before = (resumed_at(run, tokens).module.get_buffer(name) for tokens in newest)
+    assert last.abs().max() > 0
+    torch.testing.assert_close(bundle.decoder().get_buffer(name), last)
+    torch.testing.assert_close(bundle.decoder(averaged=True).get_buffer(name), (last + before) / 2)
+    torch.testing.assert_close(bundle.train_state().tensors[f"buffer/{name}"], last)
+    weights = load_file(bundle.path / parts.WEIGHTS)
+    del weights[name]
+    save_file(weights, bundle.path / parts.WEIGHTS)
+    tamper(bundle.path, parts.WEIGHTS, (bundle.path / parts.WEIGHTS).read_bytes())
+    with pytest.raises(BundleError, match=name):
+        load_bundle(bundle.path)
 
 
 def _weights_at(run: FinishedRun, tokens: int) -> dict[str, Tensor]:

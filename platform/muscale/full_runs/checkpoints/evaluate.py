@@ -22,7 +22,7 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, damage_found_by_ranks
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 from muscale.layout import EVALUATED, RUN
-from proxy_models.architecture.families import import_family, parameter_shapes
+from proxy_models.architecture.families import import_family, weight_shapes
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.sources import CorpusError
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
@@ -142,7 +142,7 @@ def _model(run: RunDescription, checkpoint: Path, where: torch.device | DeviceMe
     except ValueError as error:
         raise StageError(f"{checkpoint}: {error}") from error
     try:
-        shapes = parameter_shapes(member)
+        shapes = weight_shapes(member)
         if isinstance(where, torch.device):
             weights = read_weights(checkpoint, shapes, device=where)
             return loaded_model(weights, run.numerics, run.multipliers, device=where)

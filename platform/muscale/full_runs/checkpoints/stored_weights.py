@@ -59,7 +59,7 @@ def read_weights(
     """A checkpoint's weights by name, written at any world size; nothing else is read.
 
     Args:
-        shapes: Shapes and dtypes by parameter name; tensors on the meta device suffice.
+        shapes: Shapes and dtypes by name, as `weight_shapes` returns them; tensors on the meta device suffice.
         device: Device of the weights; other devices than the CPU receive them in parts.
 
     Raises:
@@ -123,7 +123,7 @@ class RecordReader(FileSystemReader):
             load_sharded(dict(tensors), storage_reader=self)
 
     def fill_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Read weights in place, by parameter name; ranks read their parts of sharded weights. Raises as `fill`."""
+        """Read weights in place, by name; ranks read their parts of sharded weights. Raises as `fill`."""
         self.fill({f"{MODEL}.{name}": tensor.detach() for name, tensor in weights.items()})
 
     def stream(self, shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
