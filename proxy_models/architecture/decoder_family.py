@@ -190,6 +190,13 @@ class DecoderFamily(Family):
         if tensor_ranks > 1 and model.positions == "learned":
             yield f"be 1 with learned positions and tensor_parallel = {tensor_ranks}, which shards them by position"
 
+    def stage_errors(self, member: Member) -> Iterator[str]:
+        """Yield a tied table, and terms of routers, which the last stage does not have."""
+        yield from super().stage_errors(member)
+        for name in ("balance_loss", "router_z_loss"):
+            if value := getattr(member, name):
+                yield f"with {name} = {value:g}, since routers of other stages add nothing to the loss of the last"
+
     def share_sequences(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Share positions as `shared_sequences` describes."""
         from proxy_models.architecture.shared_sequences import SequenceShare

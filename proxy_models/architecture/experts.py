@@ -190,14 +190,15 @@ def balance(
     like = next(iter(routed.values()), None)
     if like is None:
         like = next(model.parameters()).new_zeros(cast(int, config.n_experts) + 1, dtype=torch.float32)
-    of_all = torch.zeros(config.n_layers, len(like), device=like.device)
+    of_all = torch.zeros(config.n_layers, len(like), device=like.device, dtype=torch.float64)
     for layer, counted in routed.items():
         of_all[layer] = counted
         counted.zero_()
     of_all = mean(of_all)[config.first_dense_layers :]
     load = of_all[:, :-1]
     average = load.mean(dim=1, keepdim=True)
-    moves = (average - load).sign() * config.balance_rate * taken
+    # Rounded, since a load that equals the mean must do so after a division by any number of ranks.
+    moves = (1 - load / average).round(decimals=9).sign() * config.balance_rate * taken
     for layer in routed:
         buffers[f"blocks.{layer}.mlp.router.{BALANCE_BIAS}"] += moves[layer - config.first_dense_layers]
     return {

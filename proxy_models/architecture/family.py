@@ -272,6 +272,11 @@ class Family(ABC):
         """Make the ranks of a mesh share every sequence; for families whose `context_rules` allow it."""
         raise NotImplementedError(f"{type(self).__name__} does not define how ranks share a sequence")
 
+    def stage_errors(self, member: Member) -> Iterator[str]:
+        """Yield reasons why the member can't be cut into the stages of a pipeline, which follow "pipeline_parallel must be 1"."""
+        if self.is_tied(member):
+            yield "for a tied table, which the first and last stage use"
+
     # Methods that follow from the methods above
 
     def blocks_of(self, model: nn.Module) -> Iterable[nn.Module]:

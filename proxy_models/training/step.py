@@ -175,8 +175,13 @@ class Stepper:
         shares = []
         for number in range(passes):
             self._before_part(number == passes - 1)
-            part, weight = (parts[number], 1.0) if number < len(parts) else (sequences[:1], 0.0)
-            shares.append(self._backward(part, weight * len(part) * self._ranks / of))
+            if number < len(parts):
+                shares.append(self._backward(parts[number], len(parts[number]) * self._ranks / of))
+                continue
+            counted = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+            shares.append(self._backward(sequences[:1], 0.0))
+            for buffer, before in counted:
+                buffer.copy_(before)  # what a family counts in a pass, such as loads of experts
         return torch.stack(shares).sum()
 
     def _backward(self, sequences: Tensor, share: float) -> Tensor:

@@ -68,15 +68,17 @@ class Steps:
         optimizer: Of the run.
         guarded: Whether spikes are left out.
         compiled: Whether each block is compiled.
+        experts: Whether the model is a mixture of experts.
     """
 
     layout: str = "full"
     optimizer: OptimizerName = "adamw"
     guarded: bool = False
     compiled: bool = False
+    experts: bool = False
 
     def __str__(self) -> str:
-        options = (("guarded", self.guarded), ("compiled", self.compiled))
+        options = (("guarded", self.guarded), ("compiled", self.compiled), ("experts", self.experts))
         return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
 
 
@@ -87,6 +89,7 @@ CASES = (
     *(Steps(layout=layout, optimizer="lamb") for layout in ("full", "hybrid")),
     *(Steps(layout=layout, optimizer="muon") for layout in ("full", "hybrid")),
     *(Steps(layout=layout, compiled=True) for layout in LAYOUTS),
+    Steps(optimizer="muon", compiled=True, experts=True),
 )
 
 
@@ -194,7 +197,9 @@ def _corpus() -> Corpus:
 
 def run_of(case: Steps, directory: Path) -> FullRun:
     """The run whose steps are taken; two passes a step."""
-    model = ModelConfig(d_model=256, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64)
+    model = ModelConfig(
+        d_model=256, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64, n_experts=8 if case.experts else None
+    )
     parallelism: Parallelism = LAYOUTS[case.layout]
     batch = 4 * parallelism.data_ranks(RANKS) * model.context_length
     corpus = _corpus()

@@ -14,7 +14,9 @@ from tests.gpu_free.host_waits import STEPS, Steps, taken
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("steps", [Steps(guarded=True), Steps(layout="tensor", compiled=True)], ids=str)
+@pytest.mark.parametrize(
+    "steps", [Steps(guarded=True), Steps(layout="tensor", compiled=True), Steps(guarded=True, experts=True)], ids=str
+)
 def test_no_step_waits_and_compiled_blocks_are_one_graph(steps: Steps) -> None:
     found = taken(steps)
     assert not found.in_steps

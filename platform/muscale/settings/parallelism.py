@@ -104,8 +104,8 @@ class Parallelism:
                     f'pipeline_parallel = {self.pipeline_parallel} with pipeline_schedule = "{self.pipeline_schedule}" needs a '
                     f"block for each of {stages} stages, got n_layers={model.n_layers}"
                 )
-            if family.is_tied(model):
-                yield f"pipeline_parallel must be 1 for a tied table, which the first and last stage use, got {self.pipeline_parallel}"
+            for reason in family.stage_errors(model):
+                yield f"pipeline_parallel must be 1 {reason}, got {self.pipeline_parallel}"
         if (n := self.context_parallel) > 1:
             yield from (
                 f"context_parallel must {rule}, got {n}"

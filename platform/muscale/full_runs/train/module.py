@@ -37,6 +37,7 @@ from muscale.full_runs.train.sharding import build_model, build_pipeline, fittin
 from muscale.full_runs.train.step_log import StepLog, StepTaken
 from muscale.layout import METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
+from proxy_models.architecture.families import family_of
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -264,7 +265,16 @@ class FullRunModule(L.LightningModule):
         loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
         self._profile.after(number)
         self.tokens = before + batch
-        self.step_log.add(before, self.tokens, number, began=began, rate_factor=rate_factor, loss=loss, norm=norm)
+        self.step_log.add(
+            before,
+            self.tokens,
+            number,
+            began=began,
+            rate_factor=rate_factor,
+            loss=loss,
+            norm=norm,
+            figures=self._stepper.figures,
+        )
 
     def _read(self) -> bool:
         """Read and record the figures of the steps taken; False if the last step does not count. Raise StageError on divergence."""
@@ -330,9 +340,10 @@ class FullRunModule(L.LightningModule):
         self.step_log.start_clock(broadcast_from_rank0(lambda: go_back(self.run.directory, start)))
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
-            parametrization = self.run.numerics.parametrization(recipe.optimizer)
+            parametrization, member = self.run.numerics.parametrization(recipe.optimizer), self.run.numerics.model
             stages = self._pipeline.stages.values() if self._pipeline else ()
             for model in [stage.model for stage in stages] or [self.configured]:
+                family_of(member).write_constants(model, member.d_model, member.n_layers)
                 initialize(model, parametrization, recipe, seed=self.run.numerics.seed, is_stage=bool(stages))
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class StepTaken:
     rate_factor: float
     loss: Tensor
     norm: Tensor
+    figures: Mapping[str, Tensor]  # `Family.end_step`
     step_seconds: float
     seconds: float  # from the run's start to the step's end
 
@@ -80,7 +82,16 @@ class StepLog:
         return len(self._taken)
 
     def add(
-        self, before: int, after: int, number: int, *, began: float, rate_factor: float, loss: Tensor, norm: Tensor
+        self,
+        before: int,
+        after: int,
+        number: int,
+        *,
+        began: float,
+        rate_factor: float,
+        loss: Tensor,
+        norm: Tensor,
+        figures: Mapping[str, Tensor],
     ) -> None:
         """Keep the figures of a step that began at the time `began` of `time.perf_counter`."""
         ended = time.perf_counter()
@@ -92,6 +103,7 @@ class StepLog:
                 rate_factor=rate_factor,
                 loss=loss,
                 norm=norm,
+                figures=figures,
                 step_seconds=ended - began,
                 seconds=ended - self._started,
             )
@@ -101,12 +113,12 @@ class StepLog:
         """Yield each step taken, its row, and a verdict if it failed a check; waits for the device."""
         taken, self._taken = self._taken, []
         began = time.perf_counter()
-        figures = (
-            torch.stack([figure.float() for one in taken for figure in (one.loss, one.norm)]).tolist() if taken else []
-        )
+        tensors = [tensor.float() for one in taken for tensor in (one.loss, one.norm, *one.figures.values())]
+        numbers = iter(torch.stack(tensors).tolist() if taken else [])
         stepper.settle()
         waited = (time.perf_counter() - began) / max(len(taken), 1)
-        for count, (one, loss, norm) in enumerate(zip(taken, figures[::2], figures[1::2], strict=True), start=1):
+        for count, one in enumerate(taken, start=1):
+            loss, norm, *figures = islice(numbers, 2 + len(one.figures))
             verdict, seconds = stepper.verdicts.get(one.number), one.step_seconds + waited
             if not isinstance(verdict, Divergence) and not math.isfinite(loss):
                 reason = f"the training loss is {loss} at step {one.number}"
@@ -117,6 +129,7 @@ class StepLog:
                 "train_loss": loss,
                 "grad_norm": norm,
                 "rate_factor": one.rate_factor,
+                **dict(zip(one.figures, figures, strict=True)),
                 "left_out": verdict is not None,
                 "step_seconds": seconds,
                 "tokens_per_second": rate,
