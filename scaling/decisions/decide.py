@@ -10,6 +10,8 @@
         memory=[MemoryLimit.serving("H100 SXM")]                       … within a memory
         deadline=Budget.of_days(30, "H100 SXM", 512)                   … in time
         sizes=configs                                                  … among shapes that can be built
+        max_sparsity=64                                                … under a law of experts, with at most this total/active
+    decide(fit, budget, sparsity=8)                                    … under a law of experts, at this total/active
 
 The answer prints the decision, its intervals, and its assumptions.
 
@@ -33,6 +35,7 @@ from scaling.decisions.limits import Limits, as_number
 from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
 from scaling.presentation import counted
@@ -72,6 +75,8 @@ def decide(
         limits: data, memory, time, and the sizes that can be built.
         tokens_per_param: D/N, stated rather than decided; with `Limits.sizes`, the nearest size is taken. This needs a budget.
         tolerance: width of the band of near-optimal sizes, as a share of the loss.
+        columns: the law's further columns. The sparsity of a law of experts is decided unless it is given here: it is the largest
+            within the memory for all parameters, `Limits.max_sparsity` and the range of the fitted runs.
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
@@ -96,6 +101,8 @@ def decide(
                 f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
             )
         require_positive("tokens_per_param", tokens_per_param)
+    if fit and SPARSITY in point.form.columns and limits.max_sparsity is None and SPARSITY not in columns:
+        limits = replace(limits, max_sparsity=float(fit.rows[SPARSITY].max()))
     spending = limits.spending(point.form, served_tokens, serving_price, columns)
     values = _stacked(point)
     if budget is None:
@@ -104,10 +111,14 @@ def decide(
         given = budget if isinstance(budget, Budget) else Budget(compute_flops=as_number("budget", budget))
     if tokens_per_param is not None:
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
-    elif (
-        fit and (limits.choices is None or len(limits.choices) > 1) and (doubt := fit.unidentified(given.compute_flops))
-    ):
-        raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")
+    elif fit and (limits.choices is None or len(limits.choices) > 1):
+        least, most = fit.n_tokens_range
+        if least == most:
+            raise ScalingError(
+                f"all runs have {most:.4g} tokens, so they do not show the best D/N: set tokens_per_param=…, or add runs of two lengths"
+            )
+        if doubt := fit.unidentified(given.compute_flops):
+            raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")
     case = _Case(
         law=law,
         spending=spending,
@@ -123,6 +134,7 @@ def decide(
         n_params=case.n_params,
         n_tokens=case.n_tokens,
         loss=float(case.answer["loss"]),
+        sparsity=case.columns.get(SPARSITY),
         served_tokens=served_tokens,
         serving_price=serving_price,
         unique_tokens=limits.unique_tokens,
@@ -201,10 +213,17 @@ class _Case:
         return float(self.answer["n_tokens"])
 
     @cached_property
+    def columns(self) -> dict[str, float]:
+        """The law's further columns of the answer; unique tokens excepted."""
+        if SPARSITY not in self.spending.form.columns:
+            return dict(self.spending.columns)
+        return {**self.spending.columns, SPARSITY: float(self.spending.sparsity(self.n_params))}
+
+    @cached_property
     def forecast(self) -> Forecast | None:
         if self.fit is None or not self.fit.has_forecast:
             return None
-        return self.fit.forecast(self.n_params, self.n_tokens, self.level)
+        return self.fit.forecast(self.n_params, self.n_tokens, self.level, **self.columns)
 
     def intervals(self, loss: float | None) -> pd.DataFrame | None:
         """Intervals of the decision for a budget, or for a loss to reach; None for a law alone."""
@@ -245,8 +264,11 @@ class _Case:
             epochs = spending.max_tokens / spending.unique_tokens
             yield f"data: all {spending.unique_tokens:.4g} unique tokens are used, {epochs:.3g} times each"
         tightest = min(self.limits.memory, key=lambda limit: limit.max_params, default=None)
-        if tightest is not None and self.n_params >= tightest.max_params * (1 - 1e-6):
+        total = self.n_params * self.columns.get(SPARSITY, 1.0)
+        if tightest is not None and total >= tightest.max_params * (1 - 1e-6):
             yield f"memory of {tightest}"
+        if SPARSITY not in spending.columns and self.columns.get(SPARSITY, 0.0) >= spending.max_sparsity * (1 - 1e-6):
+            yield f"sparsity: at most {spending.max_sparsity:.4g}"
         training = FLOPS_PER_PARAM_TOKEN * self.n_params * self.n_tokens
         if self.limits.deadline is not None and training >= self.limits.deadline.compute_flops * (1 - 1e-6):
             yield f"the deadline: {self.limits.deadline.terms or self.limits.deadline.worth}"
@@ -256,7 +278,7 @@ class _Case:
         fit, spending, (low, high) = self.fit, self.spending, SANE_RATIO
         ratio = self.n_tokens / self.n_params
         if fit and self.forecast is None:
-            yield from (*fit.warnings, *fit.unsupported_reasons(self.n_params, self.n_tokens))
+            yield from (*fit.warnings, *fit.unsupported_reasons(self.n_params, self.n_tokens, **self.columns))
         if fit is None and not low <= ratio <= high:
             yield f"{ratio:.3g} tokens per parameter: no known ladder reaches that ratio"
         if UNIQUE in spending.form.columns and (epochs := self.n_tokens / spending.unique_tokens) > 1:
@@ -292,6 +314,8 @@ class _Case:
         if self.limits.memory:
             yield from (f"memory of {limit}" for limit in self.limits.memory)
             yield "memory holds every parameter, also those that N may not count"
+        if SPARSITY in spending.form.columns:
+            yield "N counts the parameters that a token uses; experts that it does not use cost memory but no compute"
         if self.forecast:
             yield "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
         elif self.fit:

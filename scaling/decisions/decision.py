@@ -20,6 +20,7 @@ class Decision(Result):
     Attributes:
         law: the law behind the decision; it states what N counts, and the unit of the loss.
         loss: loss by the law at (N, D), in its unit.
+        sparsity: total over active parameters, None under a law without this column.
         served_tokens: tokens served over the model's life.
         serving_price: price of a FLOP of serving, in FLOPs of training.
         unique_tokens: unique tokens in the corpus, None if not given.
@@ -44,6 +45,7 @@ class Decision(Result):
     n_params: float
     n_tokens: float
     loss: float
+    sparsity: float | None
     served_tokens: float
     serving_price: float
     unique_tokens: float | None
@@ -65,6 +67,11 @@ class Decision(Result):
     def tokens_per_param(self) -> float:
         """D / N."""
         return self.n_tokens / self.n_params
+
+    @property
+    def n_params_total(self) -> float:
+        """Parameters with all experts: sparsity · N."""
+        return self.n_params * (self.sparsity or 1.0)
 
     @property
     def epochs(self) -> float | None:
@@ -99,7 +106,16 @@ class Decision(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready numbers, cost, band, intervals, and assumptions."""
-        numbers = ("n_params", "n_tokens", "loss", "training_flops", "serving_flops", "epochs", "target_loss")
+        numbers = (
+            "n_params",
+            "n_tokens",
+            "loss",
+            *(("sparsity", "n_params_total") if self.sparsity else ()),
+            "training_flops",
+            "serving_flops",
+            "epochs",
+            "target_loss",
+        )
         cost = ("gpu_hours", "dollars", "days")
         rest = ("size_by_fit", "forecast", "limits", "warnings", "assumptions")
         return (
@@ -115,6 +131,7 @@ class Decision(Result):
         rows = {
             "decided": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens "
             f"({self.tokens_per_param:.4g} per parameter)"
+            + ("" if self.sparsity is None else f", {self.n_params_total:.4g} in all (sparsity {self.sparsity:.4g})")
             + ("" if self.config is None or isinstance(self.config, float | int) else f": {self.config}"),
             "loss": f"{self.loss:.4f} {self.law.loss_unit}"
             + (" by the law" if self.forecast is None else f", {self.forecast.law_loss:.4f} by the one form fitted")

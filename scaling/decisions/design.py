@@ -9,7 +9,6 @@ v = sigma² + (1 %·h)², with sigma the residual of the fit and h the decades o
 not exact, a run informs less about the target the further below the target it lies.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,7 +22,7 @@ from scaling.fits.ensemble import Ensemble
 from scaling.fits.identification import LEAST_NOISE
 from scaling.fits.law_prior import precision
 from scaling.forms.law import compute_flops
-from scaling.forms.powers import JointPowers
+from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import noise_weights
 
 MISFIT_PER_DECADE = 0.01
@@ -44,7 +43,7 @@ class Design:
         target_flops: compute of the target; for several targets the geometric mean.
     """
 
-    law: JointPowers
+    law: Problem
     theta: Array
     covariance: Array
     target: Array
@@ -52,19 +51,22 @@ class Design:
     target_flops: float
 
     @classmethod
-    def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
-        """Build the design from the forecast's fits, their rows (n_params, n_tokens, loss), and one or several targets."""
-        law = JointPowers.at(
-            rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
+    def of(
+        cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike
+    ) -> "Design":
+        """Build the design from the forecast's fits, their rows (the form's columns and loss), and one or several targets."""
+        form = ensemble.form
+        law = form.problem(
+            {name: rows[name].to_numpy() for name in form.columns}, np.log(rows["loss"].to_numpy(np.float64))
         )
-        theta = _theta(ensemble, law)
+        theta = law.coordinates(next(iter(ensemble.variants.values())).parameters)
         jacobian = law.linearise(theta[None])[1][0]
-        prior = precision()
+        prior = precision(form=form)[np.ix_(law.free, law.free)]
         blank = cls(
             law=law,
             theta=theta,
             covariance=prior,
-            target=gradient_of(law, theta, n_params, n_tokens),
+            target=gradient_of(law, theta, n_params, n_tokens, **columns),
             noise=max(ensemble.residual, LEAST_NOISE),
             target_flops=float(np.exp(np.log(compute_flops(n_params, n_tokens)).mean())),
         )
@@ -94,10 +96,16 @@ class Design:
         return replace(self, covariance=(covariance + covariance.T) / 2)
 
     def greedy(
-        self, n_params: Array, n_tokens: Array, cost: Array, affordable: float, criterion: Criterion = "variance"
+        self,
+        n_params: Array,
+        n_tokens: Array,
+        cost: Array,
+        affordable: float,
+        criterion: Criterion = "variance",
+        **columns: Array,
     ) -> Iterator[tuple[int, "Design"]]:
         """Choose among K runs one by one while a run is affordable; yield its index, and the design with that run."""
-        gradient = gradient_of(self.law, self.theta, n_params, n_tokens)
+        gradient = gradient_of(self.law, self.theta, n_params, n_tokens, **columns)
         noise_variance = self.noise_variance(compute_flops(n_params, n_tokens))
         design, left, open_ = self, affordable, np.ones(len(cost), dtype=bool)
         while (payable := open_ & (cost <= left * (1 + 1e-12))).any():
@@ -108,20 +116,9 @@ class Design:
             yield best, design
 
 
-def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
-    """Parameters of the base fit in the coordinates of the form bound to the rows."""
-    E, A, B, alpha, beta, g = next(iter(ensemble.variants.values())).parameters.values()
-    log_n, log_d = law.terms.centre
-    return np.array(
-        [math.log(E), math.log(A) - alpha * log_n, math.log(B) - beta * log_d, *map(math.log, (alpha, beta, g))]
-    )
-
-
-def gradient_of(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """Gradients of the log loss by theta at other (N, D), [K, P]."""
-    x, y = (
-        np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
-        for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)
-    )
-    elsewhere = replace(law, terms=replace(law.terms, x=x, y=y))
+def gradient_of(law: Problem, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+    """Gradients of the log loss by theta at other points, [K, P]."""
+    given = {"n_params": n_params, "n_tokens": n_tokens, **columns}
+    points = np.broadcast_arrays(*(np.atleast_1d(np.asarray(values, np.float64)) for values in given.values()))
+    elsewhere = law.elsewhere(dict(zip(given, points, strict=True)))
     return np.asarray(elsewhere.linearise(theta[None])[1][0])

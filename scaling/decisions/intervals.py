@@ -10,7 +10,6 @@ from scaling.arrays import Array
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
-from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
 from scaling.forms.spending import QUANTITIES, Spending
 from scaling.quantiles import tails
@@ -35,7 +34,7 @@ def by_forecast(
         loss: loss to be reached, or None for a budget.
         forecast: forecast of the decision, at the level of the intervals.
     """
-    each = replace(spending, form=Joint())
+    each = replace(spending, form=ensemble.form)
 
     def chosen(those: Values, count: int) -> Array:
         budgets = np.full(count, answer["total_flops"]) if loss is None else each.least_budget(those, loss, count)
@@ -45,7 +44,7 @@ def by_forecast(
     sizes, tokens = np.exp(decided + ensemble.moves(chosen)).T
     if spending.sizes is not None:
         sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
-    sizes = np.minimum(sizes, spending.max_params)
+    sizes = np.minimum(sizes, spending.max_active_params)
     if loss is None:
         tokens = spending.tokens(sizes, answer["total_flops"])
     ends = np.array(tails(forecast.level))

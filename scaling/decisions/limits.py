@@ -10,6 +10,7 @@ import numpy as np
 
 from scaling.decisions.accelerators import Accelerator, Budget, accelerator, require_positive
 from scaling.errors import ScalingError
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import Form
 from scaling.forms.spending import UNIQUE, Spending
 from scaling.presentation import Result
@@ -93,8 +94,10 @@ class Limits:
     Attributes:
         unique_tokens: unique tokens in the corpus. Under a law without repeats each token is seen once, so D is at most this number.
         max_epochs: maximum number of times that each token is seen, for a law with the column `unique_tokens`.
-        memory: limits that the model must fit into.
-        sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        memory: limits that the model must fit into, with all experts.
+        max_sparsity: most total over active parameters, for a law of experts.
+        sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts) and, for a law of
+            experts, `sparsity`.
         deadline: limit of the training alone, without serving: `Budget.of_days`.
 
     Raises:
@@ -104,6 +107,7 @@ class Limits:
     unique_tokens: float | None = None
     max_epochs: float | None = None
     memory: Iterable[MemoryLimit] = ()
+    max_sparsity: float | None = None
     sizes: Iterable[Any] | None = None
     deadline: Budget | None = None
 
@@ -111,6 +115,8 @@ class Limits:
         for name in ("unique_tokens", "max_epochs"):
             if (value := getattr(self, name)) is not None:
                 require_positive(name, value)
+        if self.max_sparsity is not None and not 1 <= self.max_sparsity < math.inf:
+            raise ValueError(f"max_sparsity must be finite and at least 1, got {self.max_sparsity!r}")
         if self.max_epochs is not None and self.unique_tokens is None:
             raise ValueError(f"max_epochs needs unique_tokens, got max_epochs={self.max_epochs!r} alone")
         object.__setattr__(self, "memory", tuple(self.memory))
@@ -132,21 +138,24 @@ class Limits:
         """Return the uses of compute within these limits, under a form with its further columns.
 
         Raises:
-            ValueError: the form knows no repeats and `max_epochs` is given, or a column is missing or unknown.
+            ValueError: the form knows no repeats and `max_epochs` is given, or no experts and `max_sparsity` is given, or a column
+                is missing or unknown, or nothing limits the sparsity.
             ScalingError: no allowed size fits into the memory.
         """
         repeats = UNIQUE in form.columns
         if self.max_epochs is not None and not repeats:
             raise ValueError(f"max_epochs needs a law of {UNIQUE}, got {form.name}, in which each token is seen once")
         expected = {*form.columns} - {"n_params", "n_tokens", UNIQUE}
-        if expected != {*columns}:
+        sparsities = self._sparsities(form, columns)
+        if expected - {SPARSITY} != {*columns} - ({SPARSITY} & expected):
             named = ", ".join(sorted(expected)) or "no further columns"
             raise ValueError(f"{form.name} needs {named}, got {', '.join(columns) or 'none'}")
         most = min((limit.max_params for limit in self.memory), default=math.inf)
         choices = self.choices
-        fitting = None if choices is None else np.array(sorted(size for size in choices if size <= most))
+        least = sparsities or dict.fromkeys(choices or (), columns.get(SPARSITY, 1.0))
+        fitting = None if choices is None else np.array(sorted(size for size in choices if size * least[size] <= most))
         if choices and fitting is not None and not fitting.size:
-            smallest = min(choices)
+            smallest = min(size * least[size] for size in choices)
             raise ScalingError(
                 f"sizes must fit the {most:.4g} parameters of the memory limit, got {smallest:.4g} as the smallest"
             )
@@ -158,10 +167,34 @@ class Limits:
             unique_tokens=unique,
             max_tokens=unique * (self.max_epochs or math.inf) if repeats else unique,
             max_params=most,
+            max_sparsity=self.max_sparsity or math.inf,
             max_training_flops=self.deadline.compute_flops if self.deadline else math.inf,
             sizes=fitting,
+            sparsities=np.array([sparsities[size] for size in fitting]) if sparsities and fitting is not None else None,
             columns=columns,
         )
+
+    def _sparsities(self, form: Form, columns: Mapping[str, float]) -> dict[float, float] | None:
+        """Sparsity of each configuration, or None if they state none; raises ValueError if nothing limits it."""
+        if SPARSITY not in form.columns:
+            if self.max_sparsity is not None:
+                raise ValueError(
+                    f"max_sparsity needs a law of {SPARSITY}, got {form.name}, in which every model is dense"
+                )
+            return None
+        if SPARSITY in columns:
+            if not columns[SPARSITY] >= 1:
+                raise ValueError(f"{SPARSITY} must be at least 1, 1 for a dense model, got {columns[SPARSITY]!r}")
+            return None
+        stated = {size: getattr(choice, SPARSITY, None) for size, choice in (self.choices or {}).items()}
+        if stated and None not in stated.values():
+            return {size: as_number(SPARSITY, value) for size, value in stated.items()}
+        if self.max_sparsity is None and not self.memory:
+            raise ValueError(
+                f"{form.name}: further experts always lower the loss, so a limit must be given: {SPARSITY}=…, "
+                "Limits(max_sparsity=…) or Limits(memory=…)"
+            )
+        return None
 
 
 def as_number(name: str, value: Any) -> float:

@@ -7,7 +7,7 @@ On public pools it reached a given error with about half of the FLOPs of a rando
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -97,37 +97,44 @@ def next_runs(
     n_runs: int = 4,
     width: float | None = None,
     level: float = 0.9,
+    **columns: float,
 ) -> NextRuns:
     """Choose the runs that shrink the variance of one forecast most.
 
     Args:
         affordable_flops: most FLOPs that the runs may cost together.
-        candidates: one row per possible run: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is chosen at
-            most once. By default `candidate_runs`.
+        candidates: one row per possible run: the law's columns, such as `n_params` and `n_tokens`, and `cost_flops` if it is not
+            6·N·D; each is chosen at most once. By default `candidate_runs`.
         width: stop as soon as the expected full width of the interval over the forecast is at most this, and the
             forecast would be supported.
+        columns: the law's further columns at the target, such as `sparsity`.
 
     Raises:
         ValueError: an argument breaks its rule.
-        ScalingError: the fit is of a law that depends on more than N and D.
+        ScalingError: forecasts were not tested for the columns of the law.
     """
     require_positive("affordable_flops", affordable_flops)
     if n_runs < 1:
         raise ValueError(f"n_runs must be at least 1, got {n_runs}")
     if width is not None:
         require_positive("width", width)
-    now = fit.forecast(n_params, n_tokens, level)
+    target = {"n_params": n_params, "n_tokens": n_tokens, **columns}
+    now = fit.forecast(**target, level=level)
     if candidates is None:
-        candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops)
-    require_columns(candidates, ("n_params", "n_tokens"))
-    size, tokens = numbers(candidates, "n_params"), numbers(candidates, "n_tokens")
-    cost = numbers(candidates, "cost_flops") if "cost_flops" in candidates else compute_flops(size, tokens)
+        candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops, **columns)
+    require_columns(candidates, (*target,))
+    points = pd.DataFrame({name: numbers(candidates, name) for name in target})
+    cost = (
+        numbers(candidates, "cost_flops")
+        if "cost_flops" in candidates
+        else compute_flops(points["n_params"], points["n_tokens"])
+    )
 
     ensemble = fit.ensemble
-    design = Design.of(ensemble, fit.rows, n_params, n_tokens)
+    design = Design.of(ensemble, fit.rows, **target)
     rows = fit.rows
-    helps = _bring_support(rows, size, tokens, n_params, n_tokens)
-    picks = _picks(design, size, tokens, cost, affordable_flops, helps)
+    helps = _bring_support(rows, points, target)
+    picks = _picks(design, points, cost, affordable_flops, helps)
     before = design.variance
     chosen: list[int] = []
     records: list[dict[str, float]] = []
@@ -141,10 +148,10 @@ def next_runs(
             stopped = "no affordable candidate is left"
             break
         index, design = pick
-        then = _with_run(rows, size[index], tokens[index])
+        then = _with_runs(rows, points.iloc[[index]])
         share = design.variance / before
-        after, floor = (float(log_scale(_Later.of(ensemble, left, then), n_params, n_tokens)) for left in (share, 0.0))
-        later = tuple(unsupported(then, ensemble, n_params, n_tokens).values())
+        after, floor = (float(log_scale(_Later.of(ensemble, left, then), **target)) for left in (share, 0.0))
+        later = tuple(unsupported(then, ensemble, **target).values())
         telling = after**2 <= (1 - WORTH) * scale**2 or len(later) < len(reasons)
         if not telling and not few_runs(rows) and not (helps[index] and len(chosen) < 2):
             stopped = (
@@ -160,47 +167,60 @@ def next_runs(
     return NextRuns(runs=pd.concat([runs, extra], axis=1), now=now, stopped=stopped, reasons=reasons)
 
 
-def _bring_support(
-    rows: pd.DataFrame, size: Array, tokens: Array, n_params: float, n_tokens: float
-) -> NDArray[np.bool_]:
+def _bring_support(rows: pd.DataFrame, points: pd.DataFrame, target: Mapping[str, float]) -> NDArray[np.bool_]:
     """Mask [K] of the candidates of which two runs would leave fewer reasons about the range of the runs."""
     beside_number = {"few runs"}
-    now = unsupported(rows, None, n_params, n_tokens).keys() - beside_number
+    now = unsupported(rows, None, **target).keys() - beside_number
     if not now:
-        return np.zeros(len(size), dtype=bool)
-    pairs = (_with_run(_with_run(rows, n, d), n, d) for n, d in zip(size, tokens, strict=True))
-    return np.array([unsupported(pair, None, n_params, n_tokens).keys() - beside_number < now for pair in pairs])
+        return np.zeros(len(points), dtype=bool)
+    pairs = (_with_runs(rows, points.iloc[[number, number]]) for number in range(len(points)))
+    return np.array([unsupported(pair, None, **target).keys() - beside_number < now for pair in pairs])
 
 
 def _picks(
-    design: Design, size: Array, tokens: Array, cost: Array, affordable: float, helps: NDArray[np.bool_]
+    design: Design, points: pd.DataFrame, cost: Array, affordable: float, helps: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Design]]:
     """Choose greedily; the first two runs are among those that bring support, as two runs extend a supported range."""
     first = np.flatnonzero(helps & (cost <= affordable / 2))
     taken: list[int] = []
-    for index, after in itertools.islice(design.greedy(size[first], tokens[first], cost[first], affordable), 2):
+
+    def chosen(design: Design, among: NDArray[np.intp], affordable: float) -> Iterator[tuple[int, Design]]:
+        columns = {name: points[name].to_numpy()[among] for name in points}
+        return design.greedy(cost=cost[among], affordable=affordable, **columns)
+
+    for index, after in itertools.islice(chosen(design, first, affordable), 2):
         taken.append(int(first[index]))
         design = after
         yield taken[-1], design
-    left = np.setdiff1d(np.arange(len(size)), taken)
-    for index, after in design.greedy(size[left], tokens[left], cost[left], affordable - cost[taken].sum()):
+    left = np.setdiff1d(np.arange(len(points)), taken)
+    for index, after in chosen(design, left, affordable - cost[taken].sum()):
         yield int(left[index]), after
 
 
 def candidate_runs(
-    fit: ScalingFit, n_params: float, n_tokens: float, *, affordable_flops: float, per_decade: int = 6
+    fit: ScalingFit,
+    n_params: float,
+    n_tokens: float,
+    *,
+    affordable_flops: float,
+    per_decade: int = 6,
+    **columns: float,
 ) -> pd.DataFrame:
     """Return possible runs: sizes from the smallest fitted to the target's, each with several D/N in the fit's range.
+
+    Under a law of experts each also has several sparsities, over the fit's range and up to the target's. If all runs of the fit have
+    one length, so have the candidates.
 
     Args:
         fit: fit of the finished runs; D/N extends over the fit's range and up to twice above, but not below 2 and not
             above 500 unless the target's does: extreme runs seem the most informative, but there the form fails first.
         n_params, n_tokens: the target; no candidate has more compute than the target, or less than the smallest run.
         affordable_flops: most FLOPs that one run may cost.
-        per_decade: number of sizes in each decade; D/N has half as many values in each decade.
+        per_decade: number of sizes in each decade; D/N and sparsity have half as many values in each decade.
+        columns: the law's further columns at the target.
 
     Returns:
-        Columns n_params, n_tokens, cost_flops.
+        Columns n_params, n_tokens, the further columns, cost_flops.
 
     Raises:
         ValueError: a number is not finite and above 0.
@@ -214,10 +234,18 @@ def candidate_runs(
     sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
     low, high = np.clip([low, high * RATIO_MARGIN], least, most)
     ratios = _spaced(low, high, per_decade / 2)
-    size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, ratios, indexing="ij"))
-    cost = compute_flops(size, size * ratio)
+    further = {
+        name: _spaced(min(value, fit.rows[name].min()), max(value, fit.rows[name].max()), per_decade / 2)
+        for name, value in columns.items()
+    }
+    one_length = fit.n_tokens_range[0] == fit.n_tokens_range[1]
+    grids = np.meshgrid(sizes, [1.0] if one_length else ratios, *further.values(), indexing="ij")
+    size, ratio, *others = (grid.ravel() for grid in grids)
+    tokens = np.full_like(size, n_tokens) if one_length else size * ratio
+    cost = compute_flops(size, tokens)
     fits = (cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))) & (cost >= fit.compute_range[0])
-    return pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "cost_flops": cost})[fits].reset_index(drop=True)
+    found = {"n_params": size, "n_tokens": tokens, **dict(zip(further, others, strict=True)), "cost_flops": cost}
+    return pd.DataFrame(found)[fits].reset_index(drop=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -233,8 +261,8 @@ class _Later(Ensemble):
         then = {"n_runs": rows["stem"].nunique(), "largest_flops": largest}
         return cls(**(fits | {"refits": lambda: now.draws, "share": share} | then))
 
-    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)
+    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+        return super().draw_spread(n_params, n_tokens, **columns) * math.sqrt(self.share)
 
 
 def _full_width(scale: float, level: float) -> float:
@@ -242,9 +270,9 @@ def _full_width(scale: float, level: float) -> float:
     return 2 * math.sinh(interval_factor(level) * scale)
 
 
-def _with_run(rows: pd.DataFrame, n_params: float, n_tokens: float) -> pd.DataFrame:
-    """Return the rows with one more run, whose loss is unknown."""
-    added = pd.DataFrame({"n_params": [n_params], "n_tokens": [n_tokens], "stem": [f"next {len(rows)}"]})
+def _with_runs(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with further runs, whose losses are unknown."""
+    added = points.assign(stem=[f"next {len(rows) + number}" for number in range(len(points))])
     return pd.concat([rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
 
 

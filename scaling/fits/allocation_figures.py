@@ -26,7 +26,6 @@ from scaling.drawing import (
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Form, Law, compute_flops
-from scaling.forms.powers import Joint
 from scaling.forms.problem import Values
 from scaling.forms.spending import Spending
 from scaling.quantiles import tails
@@ -121,7 +120,7 @@ def allocation_data(
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
     best = law.frontier(flops, **columns)
     if isinstance(fits, Ensemble):
-        moves = fits.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, columns)))
+        moves = fits.moves(lambda values, _: np.log(best_sizes(fits.form, values, flops, columns)))
         drawn = best["n_params"].to_numpy() * np.exp(moves)
     else:
         drawn = best_sizes(law.form, law.form.stacked(fits), flops, columns)

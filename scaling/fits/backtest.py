@@ -1,4 +1,4 @@
-"""Backtest of a ladder on its largest runs: fit the runs below a cut, and compare with the runs above.
+"""Backtest of a ladder on its largest or sparsest runs: fit the runs below a cut, and compare with the runs above.
 
 A backtest shows how far to trust a forecast; do not use it to choose a form. A form chosen by its held-out error is chosen in
 hindsight, and its interval would be too narrow.
@@ -23,14 +23,17 @@ from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.law_figures import backtest_data, draw_backtest
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_runs, require_convention
+from scaling.fits.sparsity import with_sparsity
 from scaling.fits.support import unsupported
-from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla, forecast_form
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, TableLayout
 
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
+COMPUTE = "compute_flops"
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
 """Bootstrap draws of each fit: enough for a standard deviation, from which intervals are computed."""
@@ -43,16 +46,18 @@ class Backtest(JsonResult):
     """Forecasts of runs that the fit had not seen.
 
     Attributes:
-        predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
-            predicted, log_error (of the prediction), and for each level low_… and high_…; reasons (short names, for `forecast`
-            only; empty if the forecast is supported) and supported.
+        predictions: a row for each cut, method and held-out run: cut, method, the forecast's columns, compute_flops, loss, predicted,
+            log_error (of the prediction), and for each level low_… and high_…; reasons (short names, for `forecast` only; empty if
+            the forecast is supported) and supported.
         too_few: cuts with too few runs below them for a fit, and why.
+        along: column that the cuts divide.
     """
 
     predictions: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
     too_few: dict[float, str]
     n_params_convention: str
     loss_unit: str
+    along: str = COMPUTE
 
     def table(self) -> pd.DataFrame:
         """Table with a row for each cut and method.
@@ -94,7 +99,9 @@ class Backtest(JsonResult):
     def __str__(self) -> str:
         table = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
         units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
-        return "\n".join([table, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
+        return "\n".join(
+            [table, *(f"{self.along} below the largest/{cut:g}: {why}" for cut, why in self.too_few.items()), units]
+        )
 
 
 def backtest(
@@ -103,22 +110,26 @@ def backtest(
     n_params_convention: str,
     cuts: Sequence[float] = (10, 30),
     forms: Sequence[Form] | Form = FORMS_COMPARED,
+    along: str = COMPUTE,
     seed: int = 0,
     columns: Mapping[str, str] = NO_COLUMNS,
     **options: Any,
 ) -> Backtest:
     """Fit the runs with C < Cmax/cut, and predict the runs above.
 
+    The default forecast is that of N and D. If a form has further columns that forecasts were tested for, it is that form's.
+
     The interval of a form by itself comes from its bootstrap with residual noise, as is usual.
 
     Args:
-        cuts: factors of compute: for each, runs below Cmax/cut are fitted.
+        cuts: factors of `along`: for each, runs below the largest/cut are fitted.
+        along: `compute_flops`, or a further column of a form, such as `sparsity`.
         forms: one or several forms to compare with the default forecast; the runs must have their further columns.
         columns: as for `fit`.
         options: further options of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:
-        ValueError: the runs can't be fitted at all, a column is missing, or a cut is not above 1.
+        ValueError: the runs can't be fitted at all, a column is missing, `along` is no such column, or a cut is not above 1.
         TypeError: an option is unknown, or one of `forms` is no form.
     """
     if fixed := {"form", "n_bootstrap"} & set(options):
@@ -129,20 +140,24 @@ def backtest(
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")
+    if along not in (COMPUTE, *names):
+        raise ValueError(f"along must be one of {', '.join([COMPUTE, *names])}, got {along!r}")
+    base = next((form for form in forms if names and forecast_form(form) and {*names} <= {*form.columns}), Chinchilla())
     options = {"n_params_convention": n_params_convention, **options}
     with naming(runs):
+        if SPARSITY in names:
+            table = with_sparsity(table)
         require_columns(table, ("n_params", "n_tokens", "loss", *names))
-        checked = fit(table, n_bootstrap=2, **options)
+        checked = fit(table, form=base, n_bootstrap=2, **options)
         every = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
     options["loss_unit"] = checked.loss_unit  # losses in bits are in nats by now
-    flops = compute_flops(every["n_params"], every["n_tokens"])
+    divided = compute_flops(every["n_params"], every["n_tokens"]) if along == COMPUTE else every[along]
     tables, too_few = [], {}
     for cut in cuts:
-        below = flops < flops.max() / cut
+        below = divided < divided.max() / cut
         try:
-            tables += [
-                table.assign(cut=cut) for table in _predictions(every[below], every[~below], forms, seed, options)
-            ]
+            predicted = _predictions(every[below], every[~below], base, forms, seed, options)
+            tables += [each.assign(cut=cut) for each in predicted]
         except TooFewRunsError as error:
             too_few[cut] = str(error)
     first = ["cut", "method"]
@@ -152,23 +167,30 @@ def backtest(
         too_few=too_few,
         n_params_convention=n_params_convention,
         loss_unit=checked.loss_unit,
+        along=along,
     )
 
 
 def _predictions(
-    known: pd.DataFrame, unknown: pd.DataFrame, forms: Sequence[Form], seed: int, options: dict[str, Any]
+    known: pd.DataFrame,
+    unknown: pd.DataFrame,
+    base: Form,
+    forms: Sequence[Form],
+    seed: int,
+    options: dict[str, Any],
 ) -> Iterator[pd.DataFrame]:
-    held_out = unknown[["n_params", "n_tokens", "loss"]].assign(
+    held_out = unknown[[*base.columns, "loss"]].assign(
         compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
     )
-    at = held_out["n_params"].to_numpy(), held_out["n_tokens"].to_numpy()
+    at = {name: held_out[name].to_numpy() for name in base.columns}
     fits = {
         form: fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options)
-        for form in dict.fromkeys((Chinchilla(), *forms))
+        for form in dict.fromkeys((base, *forms))
     }
-    own = fits[Chinchilla()]
-    reasons = [", ".join(unsupported(known, own.ensemble, n, d)) for n, d in zip(*at, strict=True)]
-    yield _table(held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, reasons)
+    fits_of = fits[base].ensemble
+    targets = (dict(zip(at, values, strict=True)) for values in zip(*at.values(), strict=True))
+    reasons = [", ".join(unsupported(known, fits_of, **target)) for target in targets]
+    yield _table(held_out, DEFAULT, fits_of.log_loss(**at), log_scale(fits_of, **at), interval_factor, reasons)
     for form in forms:
         result, rows = fits[form], {name: unknown[name].to_numpy() for name in form.columns}
         scale = np.hypot(_spread(result, rows), result.residual_std)

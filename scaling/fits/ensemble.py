@@ -1,8 +1,9 @@
 """Several fits of one ladder, whose mean is the forecast, and refits under other runs and priors, whose spread is its uncertainty.
 
-Each fit is of the joint form under weak priors. The fits differ in the robust loss, in the rows that they keep, and in whether
-compute weighs the rows: no single fit is best on every public ladder (measured on the ladders of `tests/benchmarks/forecast.py`;
-the figures are in tests/benchmarks/RESULTS.md), and to choose one by its held-out error would be hindsight.
+Each fit is of the joint form, or of its version with experts, under weak priors. The fits differ in the robust loss, in the rows that
+they keep, and in whether compute weighs the rows: no single fit is best on every public ladder (measured on the ladders of
+`tests/benchmarks/forecast.py`; the figures are in tests/benchmarks/RESULTS.md), and to choose one by its held-out error would be
+hindsight.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.law_prior import PRIOR, precision, shifts
+from scaling.forms import Joint
 from scaling.forms.law import NATS, Form, Law, compute_flops
-from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
 from scaling.minimizers.newton import NormalPrior, minimize
@@ -62,9 +63,14 @@ class Ensemble:
     n_runs: int
     largest_flops: float
 
+    @property
+    def form(self) -> Form:
+        """Form of every fit."""
+        return next(iter(self.variants.values())).form
+
     @cached_property
     def draws(self) -> Array:
-        """Refits of the base under resampled stems and drawn prior means: parameters in the form's order, [n_draws, 6]."""
+        """Refits of the base under resampled stems and drawn prior means: parameters in the form's order, [n_draws, P]."""
         return self.refits()
 
     @cached_property
@@ -79,49 +85,51 @@ class Ensemble:
         every pair of variant and draw; infinite if a fit has no such quantity.
 
         Args:
-            log_of: function from J sets of the joint form's parameters, [J, 1] each, and J to the logarithm, [J, …].
+            log_of: function from J sets of the form's parameters, [J, 1] each, and J to the logarithm, [J, …].
         """
         laws = np.array([[*law.parameters.values()] for law in self.variants.values()])
         every = np.vstack([laws, self.draws])
-        logs = log_of(Joint().stacked(every), len(every))
+        logs = log_of(self.form.stacked(every), len(every))
         fits, draws = logs[: len(laws)], logs[len(laws) :]
         with np.errstate(invalid="ignore"):
             centre = np.nanmean(np.where(np.isfinite(fits), fits, np.nan), axis=0)
             moved = (fits - centre)[:, None] + self.widening * (draws - fits[0])
         return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
 
-    def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """Forecast log loss, of the broadcast shape."""
-        return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
+    def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+        """Forecast log loss, of the broadcast shape of the columns."""
+        return np.asarray(np.log(self.law.loss(n_params, n_tokens, **columns)))
 
-    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
         """Standard deviation of log loss over the draws."""
-        n_params, n_tokens = np.broadcast_arrays(np.asarray(n_params, np.float64), np.asarray(n_tokens, np.float64))
-        values = dict(zip(Joint.parameters, self.draws.T[(...,) + (None,) * n_params.ndim], strict=True))
-        rows = Joint().columns_of({"n_params": n_params, "n_tokens": n_tokens})
-        return np.asarray(np.log(Joint().loss(values, rows)).std(axis=0))
+        given = {"n_params": n_params, "n_tokens": n_tokens, **columns}
+        found = dict(zip(given, np.broadcast_arrays(*given.values()), strict=True))
+        values = dict(zip(self.form.parameters, self.draws.T[(...,) + (None,) * found["n_params"].ndim], strict=True))
+        return np.asarray(np.log(self.form.loss(values, self.form.columns_of(found))).std(axis=0))
 
 
 def fit_ensemble(
-    rows: pd.DataFrame, *, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
+    rows: pd.DataFrame, *, form: Form | None = None, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
 ) -> Ensemble:
     """Fit every variant.
 
     Args:
-        rows: n_params, n_tokens, loss, stem; with a column `noise` rows are weighted by 1/noise².
+        rows: the form's columns, loss, stem; with a column `noise` rows are weighted by 1/noise².
+        form: one of `FORECAST_FORMS`; the joint form by default.
         n_params_convention, loss_unit: what N counts, and the unit of the loss.
 
     Raises:
-        ScalingError: the rows have too few distinct (N, D) for the joint form.
+        ScalingError: the rows have too few distinct points for the form.
     """
-    points, wanted = len(rows[["n_params", "n_tokens"]].drop_duplicates()), len(Joint.parameters) + 1
+    fits = BaseFits.of(rows, form or Joint(), n_params_convention=n_params_convention, loss_unit=loss_unit)
+    points, wanted = len(rows[[*fits.form.columns]].drop_duplicates()), len(fits.problem.lower) + 1
     if points < wanted:
         raise ScalingError(
-            f"a forecast's fits have {wanted - 1} parameters: need at least {wanted} distinct (N, D), got {points}"
+            f"a forecast's fits have {wanted - 1} parameters: need at least {wanted} distinct "
+            f"({', '.join(fits.form.columns)}), got {points}"
         )
     n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
     log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
-    fits = BaseFits.of(rows, n_params_convention=n_params_convention, loss_unit=loss_unit)
     weights = fits.weights
     usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
     base, sigma = fits.adaptive()
@@ -156,8 +164,9 @@ def fit_ensemble(
 
 @dataclass(frozen=True)
 class BaseFits:
-    """Fits of the joint form to one ladder under the prior, with row weights of mean one."""
+    """Fits of a forecast's form to one ladder under the prior, with row weights of mean one."""
 
+    form: Form
     problem: Problem
     log_loss: Array
     weights: Array
@@ -165,18 +174,22 @@ class BaseFits:
     loss_unit: str
 
     @classmethod
-    def of(cls, rows: pd.DataFrame, *, n_params_convention: str = "", loss_unit: str = NATS) -> BaseFits:
-        """Bind rows with n_params, n_tokens, loss and possibly `noise`, which weighs them."""
+    def of(cls, rows: pd.DataFrame, form: Form, *, n_params_convention: str = "", loss_unit: str = NATS) -> BaseFits:
+        """Bind rows with the form's columns, loss and possibly `noise`, which weighs them."""
         log_loss = np.log(rows["loss"].to_numpy())
-        columns = {name: rows[name].to_numpy() for name in Joint().columns}
-        return cls(Joint().problem(columns, log_loss), log_loss, noise_weights(rows), n_params_convention, loss_unit)
+        columns = {name: rows[name].to_numpy() for name in form.columns}
+        problem = form.problem(columns, log_loss)
+        return cls(form, problem, log_loss, noise_weights(rows), n_params_convention, loss_unit)
 
     def prior(self, variance: float, shift: Array | float = 0.0) -> NormalPrior:
         """Prior in the units of an objective whose residuals have this variance, with the mean moved by `shift`, [P] or [J, P]."""
         centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
         centres["E"] += float(self.log_loss.min())
-        mean = np.array([centres.get(name, 0.0) for name in Joint.parameters])
-        return NormalPrior(mean=mean + shift, precision=variance * precision())
+        mean = np.array([centres.get(name, 0.0) for name in self.form.parameters])
+        free = self.problem.free
+        return NormalPrior(
+            mean=(mean + shift)[..., free], precision=variance * precision(form=self.form)[np.ix_(free, free)]
+        )
 
     def adaptive(self) -> tuple[Array, float]:
         """Huber's fit and the scale of its residuals, found alternately."""
@@ -199,9 +212,9 @@ class BaseFits:
         return minimize(self.problem, self.log_loss, weights, starts, deltas, self.prior(variance))[0]
 
     def redrawn(self, base: Array, sigma: float, stems: NDArray[np.int64], seed: int) -> Array:
-        """Parameters of the base fit under resampled stems [K], each with a drawn prior mean, [N_DRAWS, 6]."""
+        """Parameters of the base fit under resampled stems [K], each with a drawn prior mean, [N_DRAWS, P]."""
         resampled = self.weights * stem_weights(stems, N_DRAWS, seed)
-        moved = self.prior(sigma**2, shifts(N_DRAWS, seed))
+        moved = self.prior(sigma**2, shifts(N_DRAWS, seed, self.form))
         draws, _ = refit(self.problem, self.log_loss, resampled, base, (TUNING * sigma,), moved)
         return self.problem.natural(draws)
 
@@ -210,9 +223,9 @@ class BaseFits:
         return np.asarray(self.problem.log_loss(theta[None])[0] - self.log_loss)
 
     def law(self, theta: Array) -> Law:
-        numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
+        numbers = dict(zip(self.form.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
         return Law(
-            form=Joint(), parameters=numbers, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
+            form=self.form, parameters=numbers, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
         )
 
 

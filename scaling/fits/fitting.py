@@ -21,7 +21,9 @@ from scaling.errors import TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
-from scaling.forms import ALL_FORMS, Chinchilla, Joint
+from scaling.fits.sparsity import with_sparsity
+from scaling.forms import ALL_FORMS, Chinchilla, forecast_form
+from scaling.forms.experts import OF_TOKENS, SPARSITY
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
@@ -29,6 +31,8 @@ from scaling.minimizers.starts import minima, multistart, require_loss, threshol
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
+MIN_SPARSITIES = 2
+"""Distinct sparsities below which active and total parameters cannot be separated."""
 MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
 """Standard deviations of log residuals, by the median. The 12 public ladders of finished runs have .2–1.23 %; the three ladders of
 losses in mid-schedule have 2.1–5.4 %, and forecasts fail there."""
@@ -150,6 +154,8 @@ def select(
     """Select the rows to fit and the rows to leave out (see `fit`); raise if too few remain for the form."""
     table = read_runs(runs, columns)
     with naming(runs):
+        if SPARSITY in form.columns:
+            table = with_sparsity(table)
         checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
         _require_points(checked, form)
     return checked
@@ -158,16 +164,20 @@ def select(
 def _require_points(checked: Runs, form: Form) -> None:
     """Raise TooFewRunsError, with every missing level and point, unless the rows determine the form and a forecast."""
     rows, lacking = checked.rows, []
-    for column in ("n_params", "n_tokens"):
-        if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
+    experts = SPARSITY in form.columns
+    needed = {"n_params": MIN_LEVELS, "n_tokens": MIN_LEVELS, **({SPARSITY: MIN_SPARSITIES} if experts else {})}
+    for column, least in needed.items():
+        levels = len(np.unique(rows[column].to_numpy()))
+        if levels < least and not (experts and column == "n_tokens" and levels == 1):
             lacking.append(
-                f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, got {levels}"
+                f"need at least {least} distinct values of {column} to separate E, coefficient and exponent, got {levels}"
             )
-    columns = [rows[name].to_numpy() for name in form.columns]
+    columns = {name: rows[name].to_numpy() for name in form.columns}
     # A form meets as many points as it has parameters exactly, without a residual; a forecast's fits have one parameter more.
-    points = len(np.unique(np.stack(columns), axis=1).T)
-    fitted = (form, Joint()) if {*form.columns} == {*Joint().columns} else (form,)
-    n_parameters = max(len(each.parameters) for each in fitted)
+    points = len(np.unique(np.stack([*columns.values()]), axis=1).T)
+    log_loss = np.log(rows["loss"].to_numpy())
+    fitted = [form, *filter(None, [forecast_form(form)])]
+    n_parameters = max((len(each.problem(columns, log_loss).lower) for each in fitted if len(rows)), default=0)
     if points <= n_parameters:
         lacking.append(
             f"need at least {n_parameters + 1} distinct ({', '.join(form.columns)}) for {n_parameters} parameters, got {points}"
@@ -199,12 +209,17 @@ def _fit_warnings(
     draws: Array,
     draws_converged: NDArray[np.bool_],
 ) -> list[str]:
-    warnings = []
+    warnings, names = [], [*form.parameters]
+    if len(problem.lower) < len(names):
+        names = [name for name in names if name not in OF_TOKENS]
+        warnings.append(
+            "n_tokens has one value: E includes the loss due to few tokens, {} and {} are arbitrary".format(*OF_TOKENS)
+        )
     if not converged:
         warnings.append("the minimum was not reached to full precision")
     if (share := 1 - draws_converged.mean()) > 0.05:
         warnings.append(f"{share:.0%} of the bootstrap refits did not converge")
-    for i, name in enumerate(form.parameters):
+    for i, name in enumerate(names):
         stuck = (draws[:, i] <= problem.lower[i]) | (draws[:, i] >= problem.upper[i])
         if theta[i] <= problem.lower[i] or theta[i] >= problem.upper[i]:
             warnings.append(f"{name} lies on its bound: the runs do not determine it")

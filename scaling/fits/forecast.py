@@ -24,8 +24,8 @@ left out. Without it they held 82 % between 1.5 and 2 decades and 62 % beyond (m
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,6 +64,7 @@ class Forecast(JsonResult):
         reasons: why the forecast is unsupported (`scaling.fits.support`); empty if it is supported.
         law_loss: loss by the fitted law alone, for comparison.
         n_params_convention, loss_unit: what N counts, and the unit of the losses, as in the fit.
+        columns: the law's further columns, such as the sparsity.
     """
 
     n_params: float
@@ -78,6 +79,7 @@ class Forecast(JsonResult):
     law_loss: float | None = None
     n_params_convention: str = ""
     loss_unit: str = NATS
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def supported(self) -> bool:
@@ -101,7 +103,8 @@ class Forecast(JsonResult):
             {
                 "loss": f"{self.loss:.4f} {self.loss_unit}, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
                 "at": f"{self.n_params:.4g} parameters ({counted(self.n_params_convention)}), {self.n_tokens:.4g} tokens, "
-                f"{self.compute_flops:.3g} FLOPs",
+                f"{self.compute_flops:.3g} FLOPs"
+                + "".join(f", {name} {value:.4g}" for name, value in self.columns.items()),
                 **({} if self.law_loss is None else {"law": f"{self.law_loss:.4f} by the fitted form alone"}),
                 "extrapolation": f"{self.extrapolation:.3g}× the largest fitted compute",
                 "status": "supported" if self.supported else "unsupported: " + "; ".join(self.reasons),
@@ -110,7 +113,14 @@ class Forecast(JsonResult):
 
 
 def forecast(
-    law: Law, ensemble: Ensemble, n_params: float, n_tokens: float, *, level: float, reasons: Sequence[str]
+    law: Law,
+    ensemble: Ensemble,
+    n_params: float,
+    n_tokens: float,
+    *,
+    level: float,
+    reasons: Sequence[str],
+    columns: Mapping[str, float],
 ) -> Forecast:
     """Make the forecast of `ScalingFit.forecast`.
 
@@ -119,9 +129,10 @@ def forecast(
         ensemble: the fits behind the forecast.
         level: nominal coverage of the interval.
         reasons: why the forecast is unsupported (`scaling.fits.support`).
+        columns: the law's further columns.
     """
-    loss = math.exp(ensemble.log_loss(n_params, n_tokens))
-    scale = float(log_scale(ensemble, n_params, n_tokens))
+    loss = math.exp(ensemble.log_loss(n_params, n_tokens, **columns))
+    scale = float(log_scale(ensemble, n_params, n_tokens, **columns))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
         n_params=float(n_params),
@@ -133,17 +144,18 @@ def forecast(
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / ensemble.largest_flops,
         reasons=tuple(reasons),
-        law_loss=float(law.loss(n_params, n_tokens)),
+        law_loss=float(law.loss(n_params, n_tokens, **columns)),
         n_params_convention=law.n_params_convention,
         loss_unit=law.loss_unit,
+        columns={name: float(value) for name, value in columns.items()},
     )
 
 
-def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """Scale s of the log error at (N, D), of their shape, by the formula at the head of this file."""
+def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+    """Scale s of the log error, of the broadcast shape of the columns, by the formula at the head of this file."""
     decades = np.log10(compute_flops(n_params, n_tokens) / ensemble.largest_flops)
     form = (FLOOR**2 + ensemble.residual**2) * np.maximum(decades, NEAR_DECADES) ** (2 * GROWTH)
-    variance = form + ensemble.draw_spread(n_params, n_tokens) ** 2
+    variance = form + ensemble.draw_spread(n_params, n_tokens, **columns) ** 2
     return np.asarray(np.sqrt(variance * ensemble.n_runs / max(ensemble.n_runs - 3, 1)))
 
 

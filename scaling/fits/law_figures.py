@@ -48,7 +48,7 @@ def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS
 
 
 def frontier_data(
-    runs: pd.DataFrame, ensemble: Ensemble, target: Forecast | None = None, level: float = 0.9
+    runs: pd.DataFrame, ensemble: Ensemble, target: Forecast | None = None, level: float = 0.9, **columns: float
 ) -> pd.DataFrame:
     """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high except for runs.
 
@@ -59,9 +59,11 @@ def frontier_data(
         target: a forecast to show; the figure extends to its compute, and to 10 times the largest run's.
     """
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
-    frontier = ensemble.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
-    at = frontier["n_params"], frontier["n_tokens"]
-    loss, reach = np.exp(ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(ensemble, *at))
+    frontier = ensemble.law.frontier(
+        np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64), **columns
+    )
+    at = {"n_params": frontier["n_params"], "n_tokens": frontier["n_tokens"], **columns}
+    loss, reach = np.exp(ensemble.log_loss(**at)), np.exp(interval_factor(level) * log_scale(ensemble, **at))
     frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
     parts = [runs[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run"), frontier]
     if target is not None:

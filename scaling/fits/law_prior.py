@@ -11,26 +11,36 @@ from __future__ import annotations
 import numpy as np
 
 from scaling.arrays import Array
+from scaling.forms.law import Form
 from scaling.forms.powers import Joint
 
-PRIOR = {"E": (0.7, 0.6), "alpha": (0.3, 0.35), "beta": (0.27, 0.4), "g": (0.46, 0.45)}
+PRIOR = {
+    "E": (0.7, 0.6),
+    "alpha": (0.3, 0.35),
+    "beta": (0.27, 0.4),
+    "g": (0.46, 0.45),
+    "alpha_total": (0.2, 0.35),
+    "h": (1.0, 0.7),
+}
 """Centre (E: as a share of the least loss) and standard deviation of the logarithm.
 
 The centres are close to those of nine families of finished public ladders (.73, .30, .27, .47 by `tests/benchmarks/prior.py`). The
 deviations are above the families' (.18, .26, .36, .36), most for E, whose share is near .3 in ladders of the smallest models.
 """
 
-
-def precision(unknown: float = 0.0) -> Array:
-    """Precision of the joint form's theta, [6, 6]; A and B have the precision `unknown`."""
-    return np.diag([PRIOR[name][1] ** -2 if name in PRIOR else unknown for name in Joint.parameters])
+_JOINT = Joint()
 
 
-def shifts(n_draws: int, seed: int) -> Array:
-    """Shifts of the prior's mean, drawn from the prior's spread, [n_draws, 6].
+def precision(unknown: float = 0.0, form: Form = _JOINT) -> Array:
+    """Precision of the theta of a forecast's form, [P, P]; A and B have the precision `unknown`."""
+    return np.diag([PRIOR[name][1] ** -2 if name in PRIOR else unknown for name in form.parameters])
+
+
+def shifts(n_draws: int, seed: int, form: Form = _JOINT) -> Array:
+    """Shifts of the prior's mean, drawn from the prior's spread, [n_draws, P].
 
     Each refit to resampled runs also has a drawn prior mean: refits under one mean would leave out the uncertainty of the prior
     (randomise, then optimise: Bardsley et al. 2014, SIAM J. Sci. Comput. 36, A1895).
     """
-    deviations = np.array([PRIOR[name][1] if name in PRIOR else 0.0 for name in Joint.parameters])
+    deviations = np.array([PRIOR[name][1] if name in PRIOR else 0.0 for name in form.parameters])
     return np.asarray(deviations * np.random.default_rng([seed, 1]).standard_normal((n_draws, len(deviations))))

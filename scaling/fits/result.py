@@ -23,6 +23,7 @@ from scaling.fits.runs import UNIT_ASSUMED
 from scaling.fits.size_figures import draw_sizes, sizes_data
 from scaling.fits.spread_figures import draw_parameters, draw_variants, parameters_data, variants_data
 from scaling.fits.support import unsupported
+from scaling.forms import forecast_form
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.quantiles import tails
@@ -125,15 +126,15 @@ class ScalingFit(JsonResult):
         """Fits behind a forecast: of the same rows, and the same whatever form the law has.
 
         Raises:
-            ScalingError: the law depends on more than N and D.
+            ScalingError: forecasts were not tested for the columns of the law.
         """
-        if not self.has_forecast:
+        if (form := forecast_form(self.law.form)) is None:
             raise ScalingError(
-                f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
+                f"forecasts are tested for laws of n_params and n_tokens, and of their sparsity; {self.law.form.name} depends on "
                 f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
             )
         return fit_ensemble(
-            self.rows, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
+            self.rows, form=form, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
         )
 
     @property
@@ -143,26 +144,27 @@ class ScalingFit(JsonResult):
 
     @property
     def has_forecast(self) -> bool:
-        """True if the law depends on N and D alone; forecasts were tested for such laws only."""
-        return {*self.law.form.columns} == {"n_params", "n_tokens"}
+        """True if forecasts were tested for laws with these columns: N and D, or N, D and the sparsity."""
+        return forecast_form(self.law.form) is not None
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
         """Loss by the law alone, in `loss_unit`, of the broadcast shape of the columns."""
         return self.law.loss(n_params, n_tokens, **columns)
 
-    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9) -> Forecast:
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, **columns: float) -> Forecast:
         """Forecast the loss of one run by several fits, with an interval that allows for the form's error (`scaling.fits.forecast`).
 
         Raises:
-            ValueError: N or D is not finite and positive, or `level` not between 0 and 1.
-            ScalingError: the law depends on more than N and D.
+            ValueError: a column is missing or unknown to the law, or not finite and positive, or `level` is not between 0 and 1.
+            ScalingError: forecasts were not tested for the columns of the law.
         """
-        reasons = self.unsupported_reasons(n_params, n_tokens)
-        return forecast(self.law, self.ensemble, n_params, n_tokens, level=level, reasons=reasons)
+        reasons = self.unsupported_reasons(n_params, n_tokens, **columns)
+        return forecast(self.law, self.ensemble, n_params, n_tokens, level=level, reasons=reasons, columns=columns)
 
-    def unsupported_reasons(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
+    def unsupported_reasons(self, n_params: float, n_tokens: float, **columns: float) -> tuple[str, ...]:
         """Reasons why a forecast at (N, D) is unsupported (`scaling.fits.support`); they do not depend on the fitted form."""
-        return tuple(unsupported(self.rows, self.ensemble if self.has_forecast else None, n_params, n_tokens).values())
+        ensemble = self.ensemble if self.has_forecast else None
+        return tuple(unsupported(self.rows, ensemble, n_params, n_tokens, **columns).values())
 
     def residuals(self) -> pd.DataFrame:
         """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""
@@ -196,9 +198,9 @@ class ScalingFit(JsonResult):
         """Predicted against actual loss, and the residuals against compute."""
         return draw_fit(fit_data(self.residuals()), self.n_params_convention, self.loss_unit)
 
-    def plot_frontier(self, target: Forecast | None = None) -> Figure:
+    def plot_frontier(self, target: Forecast | None = None, **columns: float) -> Figure:
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
-        return draw_frontier(frontier_data(self.residuals(), self.ensemble, target), self.loss_unit)
+        return draw_frontier(frontier_data(self.residuals(), self.ensemble, target, **columns), self.loss_unit)
 
     def plot_contours(self, target: Forecast | None = None, **columns: float) -> Figure:
         """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute."""

@@ -11,7 +11,6 @@ from scaling.drawing import BAND, COLOURS, STAR, Figure, add, blank, loss_title,
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import NATS, Law
-from scaling.forms.powers import Joint
 
 COEFFICIENTS = ("A", "B")
 """Parameters left out of the pairs, since their exponents almost determine them."""
@@ -82,13 +81,13 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
     The series are variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), law (the
     fitted law), forecast.
     """
-    at = target.n_params, target.n_tokens
-    rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
+    at = {"n_params": target.n_params, "n_tokens": target.n_tokens, **target.columns}
+    rows = [(name, "variant", law.loss(**at)) for name, law in ensemble.variants.items()]
     base = next(iter(ensemble.variants))
-    draws = dict(zip(Joint.parameters, ensemble.draws.T, strict=True))
-    drawn = Joint().loss(draws, Joint().columns_of({"n_params": at[0], "n_tokens": at[1]}))
+    form = ensemble.form
+    drawn = form.loss(dict(zip(form.parameters, ensemble.draws.T, strict=True)), form.columns_of(at))
     rows += [(f"{base}, resampled", "draw", loss) for loss in drawn]
-    rows.append((f"the fitted law, {fitted.form.name}", "law", fitted.loss(*at)))
+    rows.append((f"the fitted law, {fitted.form.name}", "law", fitted.loss(**at)))
     data = pd.DataFrame(rows, columns=["name", "series", "loss"])
     own = {"name": "forecast", "series": "forecast"}
     own |= {name: getattr(target, name) for name in ("loss", "low", "high", "level")}

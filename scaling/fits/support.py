@@ -14,6 +14,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.fits.ensemble import MAD, Ensemble
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import NATS, compute_flops
 
 MIN_RUNS = 10
@@ -32,15 +33,21 @@ LEAST_FLOOR = 0.4
 """Least E of the forecast's fits as a share of the least loss that they give a run. Below, 95 % intervals held 84 %, above 95 %
 (measured, on losses in mid-schedule). On ladders planted with shares of .05 to .6, 90 % intervals held 77 % of 350 sets below .3,
 87 % of 188 from .3 to .4 and 93 % of 162 above (`tests/benchmarks/low_floor.py`)."""
+SPARSITY_MARGIN = 1.25
+"""Largest factor of sparsity beyond the range that two runs reach: equal experts give sizes sparsities that differ by up to 1.3."""
+ONE_LENGTH = 0.05
+"""Relative difference of tokens within which a target has the one length of all runs (assumed)."""
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens; a larger number is no loss in nats."""
 
 
-def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, n_tokens: float) -> dict[str, str]:
+def unsupported(
+    rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, n_tokens: float, **columns: float
+) -> dict[str, str]:
     """Return sentences by the short name of the reason; none if a forecast at (N, D) is supported.
 
     Args:
-        rows: n_params, n_tokens, stem and loss of the runs; the loss of a planned run is NaN.
+        rows: n_params, n_tokens, stem and loss of the runs, and the law's further columns; the loss of a planned run is NaN.
         ensemble: the forecast's fits; None if a law has no forecast: then only the range of the runs is checked.
 
     Raises:
@@ -48,7 +55,10 @@ def unsupported(rows: pd.DataFrame, ensemble: Ensemble | None, n_params: float, 
     """
     n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     return (
-        few_runs(rows) | ({} if ensemble is None else _of_fits(rows, ensemble)) | _of_target(rows, n_params, n_tokens)
+        few_runs(rows)
+        | ({} if ensemble is None else _of_fits(rows, ensemble))
+        | _of_target(rows, n_params, n_tokens)
+        | (_of_sparsity(rows, n_tokens, columns[SPARSITY]) if SPARSITY in columns else {})
     )
 
 
@@ -64,7 +74,7 @@ def few_runs(rows: pd.DataFrame) -> dict[str, str]:
 
 def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
     made, found = rows[rows["loss"].notna()], {}
-    predicted = ensemble.law.loss(made["n_params"], made["n_tokens"])
+    predicted = ensemble.law.loss(**made[[*ensemble.form.columns]])
     typical = MAD * float(np.median(np.abs(np.log(predicted / made["loss"]))))
     if typical > MAX_MISFIT:
         found["misfit"] = (
@@ -88,7 +98,7 @@ def floor_share(rows: pd.DataFrame, ensemble: Ensemble) -> float:
     """E of the forecast's fits over the second least loss that they give a finished run."""
     made = rows[rows["loss"].notna()]
     floor = float(np.exp(np.mean([np.log(law["E"]) for law in ensemble.variants.values()])))
-    return floor / _within_two(ensemble.law.loss(made["n_params"], made["n_tokens"]))[0]
+    return floor / _within_two(ensemble.law.loss(**made[[*ensemble.form.columns]]))[0]
 
 
 def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str, str]:
@@ -109,6 +119,21 @@ def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str
             f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of what two runs have, {low:.3g} to {high:.3g}; "
             f"two at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
+    return found
+
+
+def _of_sparsity(rows: pd.DataFrame, n_tokens: float, sparsity: float) -> dict[str, str]:
+    """Reasons about the sparsity and, if all runs have one length, about the length."""
+    found = {}
+    low, high = _within_two(rows[SPARSITY])
+    if not low / SPARSITY_MARGIN <= sparsity <= high * SPARSITY_MARGIN:
+        found["sparsity"] = (
+            f"a sparsity of {sparsity:.4g}: tested within {SPARSITY_MARGIN:g}× of what two runs have, {low:.4g} to {high:.4g}; "
+            "two runs at this sparsity would bring it inside"
+        )
+    length, longest = rows["n_tokens"].min(), rows["n_tokens"].max()
+    if length == longest and not math.isclose(n_tokens, length, rel_tol=ONE_LENGTH):
+        found["length"] = f"{n_tokens:.3g} tokens: all runs have {length:.3g}, so they do not show the effect of tokens"
     return found
 
 

@@ -289,6 +289,18 @@ class JointPowers(Problem):
         shapes = np.log([0.5, 1.0, 2.0])
         return np.concatenate([np.insert(plain, 5, shape, axis=1) for shape in shapes])
 
+    def elsewhere(self, rows: Mapping[str, Array]) -> JointPowers:
+        x, y = (
+            np.log(rows[name]) - centre
+            for name, centre in zip(("n_params", "n_tokens"), self.terms.centre, strict=True)
+        )
+        return replace(self, terms=replace(self.terms, x=x, y=y))
+
+    def coordinates(self, values: Mapping[str, float]) -> Array:
+        theta = np.log([values[name] for name in Joint.parameters])
+        theta[1:3] -= np.exp(theta[3:5]) * self.terms.centre
+        return np.asarray(theta)
+
     def part(self, rows: NDArray[np.int64]) -> JointPowers:
         return replace(self, terms=self.terms.part(rows))
 

@@ -41,6 +41,19 @@ class Problem(ABC):
     def natural(self, theta: Array) -> Array:
         """The form's parameters, in their order, [J, n], from theta [J, P]."""
 
+    @property
+    def free(self) -> NDArray[np.int64]:
+        """Indices of the full problem's coordinates that are fitted, if each coordinate is one of these."""
+        return np.arange(len(self.lower))
+
+    def elsewhere(self, rows: Mapping[str, Array]) -> Problem:
+        """The problem at other points, in the same coordinates; the forms of a forecast have it."""
+        raise NotImplementedError
+
+    def coordinates(self, values: Mapping[str, float]) -> Array:
+        """Coordinates theta [P] of the form's parameters; the forms of a forecast have it."""
+        raise NotImplementedError
+
     @abstractmethod
     def part(self, rows: NDArray[np.int64]) -> Problem:
         """The problem at some of the points, in the same coordinates."""
@@ -145,8 +158,18 @@ class Restricted(Problem):
     def part(self, rows: NDArray[np.int64]) -> Problem:
         return replace(self, full=self.full.part(rows))
 
+    def elsewhere(self, rows: Mapping[str, Array]) -> Problem:
+        return replace(self, full=self.full.elsewhere(rows))
+
+    def coordinates(self, values: Mapping[str, float]) -> Array:
+        return self.full.coordinates(values)[self.free]
+
     def natural(self, theta: Array) -> Array:
         return self.full.natural(self._full(theta))[:, self.kept]
+
+    @property
+    def free(self) -> NDArray[np.int64]:
+        return self.basis.argmax(axis=0)
 
     def _full(self, theta: Array) -> Array:
         return np.asarray(self.offset + theta @ self.basis.T)

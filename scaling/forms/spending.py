@@ -4,6 +4,9 @@ A model of N parameters trained on D tokens that answers with I tokens over its 
 of a FLOP of serving over one of training (Sardana et al. 2401.00448, sec. 2 with p = 1, sec. 3 with other p). A budget thus
 fixes D for each N, and the best N is sought along this line: on a grid, which is then narrowed around its best point.
 The search needs no derivative, and works for any form and for lines that end or bend (unique tokens, memory).
+
+Under a law of experts, further experts cost no compute and lower the loss. So each N has the largest sparsity that the limits allow:
+`max_sparsity`, or the memory for all parameters.
 """
 
 import math
@@ -16,6 +19,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, N_SHARE, Form
 from scaling.forms.problem import Values
 
@@ -38,9 +42,11 @@ class Spending:
         serving_price: price p of a FLOP of serving, in FLOPs of training.
         unique_tokens: unique tokens in the corpus, or infinite.
         max_tokens: most training tokens, repeats included, or infinite.
-        max_params: most parameters, or infinite.
+        max_params: most parameters, all experts included, or infinite.
+        max_sparsity: most total over active parameters, under a law of experts whose sparsity `columns` do not fix; or infinite.
         max_training_flops: most FLOPs of the training alone, or infinite.
         sizes: the only N that can be chosen, [M], or None for any.
+        sparsities: sparsity of each of `sizes`, [M], or None if it is decided.
         columns: the form's other columns, the same for every run.
     """
 
@@ -50,8 +56,10 @@ class Spending:
     unique_tokens: float = math.inf
     max_tokens: float = math.inf
     max_params: float = math.inf
+    max_sparsity: float = math.inf
     max_training_flops: float = math.inf
     sizes: Array | None = None
+    sparsities: Array | None = None
     columns: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -65,6 +73,11 @@ class Spending:
         """Cost of serving per parameter, in FLOPs of training."""
         return FLOPS_PER_PARAM_SERVED * self.serving_price * self.served_tokens
 
+    @property
+    def max_active_params(self) -> float:
+        """Most active parameters, at the sparsity that the columns fix, or else of a dense model."""
+        return self.max_params / float(self.columns.get(SPARSITY, 1.0))
+
     def tokens(self, n_params: Array, budget: ArrayLike) -> Array:
         """Training tokens D of a size within the limits; zero or negative if serving alone exceeds the budget."""
         flops_per_param = np.minimum(
@@ -76,10 +89,23 @@ class Spending:
         """Expected loss, infinite without tokens."""
         positive = np.maximum(n_tokens, 1.0)
         rows: dict[str, Any] = {"n_params": n_params, "n_tokens": positive, **self.columns}
+        if SPARSITY in self.form.columns:
+            rows[SPARSITY] = self.sparsity(n_params)
         if UNIQUE in self.form.columns:
             rows[UNIQUE] = np.minimum(positive, self.unique_tokens)
         loss = np.asarray(self.form.loss(values, {name: rows[name] for name in self.form.columns}))
         return np.where(n_tokens >= 1, loss, np.inf)
+
+    def sparsity(self, n_params: ArrayLike) -> Array:
+        """Sparsity of sizes: stated by the columns or by `sparsities`, or else the largest within the limits; 1 for a dense law."""
+        n_params = np.asarray(n_params, np.float64)
+        if SPARSITY not in self.form.columns:
+            return np.ones_like(n_params)
+        if SPARSITY in self.columns:
+            return np.full_like(n_params, self.columns[SPARSITY])
+        if self.sizes is not None and self.sparsities is not None:
+            return np.asarray(self.sparsities[np.abs(self.sizes - n_params[..., None]).argmin(axis=-1)])
+        return np.asarray(np.clip(self.max_params / n_params, 1.0, self.max_sparsity))
 
     def at(self, values: Values, n_params: Array, budget: ArrayLike) -> Array:
         """Expected loss of a size at a budget."""
@@ -122,13 +148,15 @@ class Spending:
             2 * training
         )  # training·N² + serving·N = budget
         if self.sizes is not None:
-            size = self.sizes[np.abs(np.log(self.sizes / size)).argmin()]
-        return replace(self, sizes=np.array([min(size, self.max_params)]))
+            nearest = np.abs(np.log(self.sizes / size)).argmin()
+            chosen = None if self.sparsities is None else self.sparsities[[nearest]]
+            return replace(self, sizes=self.sizes[[nearest]], sparsities=chosen)
+        return replace(self, sizes=np.array([min(size, self.max_active_params)]))
 
     def range(self, budget: Array) -> tuple[Array, Array]:
         """Bounds of log N for the search of the best size."""
         log_product = np.log(budget / FLOPS_PER_PARAM_TOKEN)
-        high = np.minimum(N_SHARE[1] * log_product, math.log(self.max_params))
+        high = np.minimum(N_SHARE[1] * log_product, math.log(self.max_active_params))
         return np.minimum(N_SHARE[0] * log_product, high), high
 
     def least_budget(self, values: Values, loss: float, n_laws: int) -> Array:

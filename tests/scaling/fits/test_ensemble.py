@@ -134,7 +134,7 @@ def test_noisy_rows_weigh_less_where_their_noise_is_given(ladder: Ladder, plante
 
 def test_too_few_rows_for_its_fits_are_refused(ladder: Ladder) -> None:
     runs = ladder().iloc[[0, 3, 5, 10, 12, 19]]
-    with pytest.raises(ScalingError, match=r"need at least 7 distinct \(N, D\), got 6"):
+    with pytest.raises(ScalingError, match=r"need at least 7 distinct .*got 6"):
         fit_ensemble(with_stems(runs))
 
 
