@@ -5,8 +5,9 @@ Llama has no forward multipliers, so the weights absorb them; every activation o
 | multiplier       | is multiplied into                                                             |
 | ---------------- | ------------------------------------------------------------------------------ |
 | embedding        | the embedding table                                                            |
-| attention logits | the query projection, times sqrt(head_dim), by which Llama's attention divides |
-| residual branch  | the last projections of a branch: attention's output, the MLP's down           |
+| attention logits | the query projection, times sqrt(head_dim), by which Llama's attention divides; |
+|                  | with qk-norm, the gain of the queries' norm                                    |
+| residual branch  | the last projections of a branch: attention's output, down of MLP and experts  |
 | readout          | the readout; if tied, divided by the embedding's, the gain of the final norm   |
 
 A tied table serves two products with one multiplier each. The table absorbs the embedding's multiplier, and the gain of the norm
@@ -15,7 +16,7 @@ before the readout absorbs the quotient of both, so that the table stays tied.
 The rest is the same in both: the config has the norm's eps, and positions rotate the pairs (x_i, x_{i + d/2}).
 
 A model with an attention window is written for Mistral's class, which has Llama's weights and a window in every block, or Ministral's,
-where each block has a window or not.
+where each block has a window or not. A mixture of experts is written for one of three classes (`exported_experts`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import NORM_EPS
-from proxy_models.architecture.families import parameter_shapes
+from proxy_models.architecture.experts import BALANCE_BIAS
+from proxy_models.architecture.exported_experts import expert_layout, layout_errors, state_errors, zeros_of
+from proxy_models.architecture.families import weight_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
@@ -66,11 +69,19 @@ _LLAMA: dict[str, tuple[Any, str]] = {
 
 
 class Place(NamedTuple):
-    """Our name of a tensor, the factor on its values, and its shape on the meta device."""
+    """Source of a tensor.
 
-    name: str
+    Attributes:
+        name: Our name; None for zeros.
+        factor: Factor on the values.
+        shape: Shape of the tensor, on the meta device.
+        expert: Number of the matrix in our tensor, if this is a stack.
+    """
+
+    name: str | None
     factor: float
     shape: Tensor
+    expert: int | None = None
 
 
 class NotLlamaError(ValueError):
@@ -88,9 +99,13 @@ def require_llama(config: ModelConfig) -> None:
     odd = [
         f"model.{name} must be {wanted!r} ({why}), got {getattr(config, name)!r}"
         for name, (wanted, why) in _LLAMA.items()
-        if getattr(config, name) != wanted and (name != "rotary_fraction" or config.positions == "rotary")
+        if getattr(config, name) != wanted
+        and (name != "rotary_fraction" or config.positions == "rotary")
+        and (name != "qk_norm" or config.n_experts is None)
     ]
-    if config.attention_window is not None and config.biases:
+    if config.n_experts is not None:
+        odd += layout_errors(config)
+    elif config.attention_window is not None and config.biases:
         odd.append("model.biases must be False (the classes with an attention window have none), got True")
     if odd:
         raise NotLlamaError(f"no export to the Llama layout: {'; '.join(odd)}")
@@ -107,7 +122,6 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
     """
     require_llama(config)
     return {
-        **_class_of(config),
         "hidden_size": config.d_model,
         "intermediate_size": config.d_ff,
         "num_hidden_layers": config.n_layers,
@@ -128,11 +142,14 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
         "eos_token_id": end_of_document,
         "pad_token_id": None,
         "torch_dtype": "float32",
+        **_class_of(config),
     }
 
 
 def _class_of(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `config.json` that name the class and its windows."""
+    """Return the fields of `config.json` that name the class, its windows and its experts."""
+    if config.n_experts is not None:
+        return dict(expert_layout(config).fields)
     if config.attention_window is None:
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     window = {"sliding_window": config.attention_window}
@@ -146,23 +163,44 @@ def _class_of(config: ModelConfig) -> dict[str, Any]:
 def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[str, Place]:
     """Return the source of each of Llama's tensors by name, a tied table once; raise NotLlamaError like `require_llama`."""
     require_llama(config)
+    layout = expert_layout(config) if config.n_experts is not None else None
+    names = _NAMES | dict(layout.names if layout else {})
     factors = {
         "embedding": multipliers.embedding,
-        "attention.query": multipliers.attention * math.sqrt(config.head_dim),
+        "attention.query_norm" if config.qk_norm else "attention.query": multipliers.attention
+        * math.sqrt(config.head_dim),
         "attention.output": multipliers.branch,
-        "mlp.down": multipliers.branch,
+        **dict.fromkeys(("mlp.down", "mlp.shared.down", "mlp.experts.down"), multipliers.branch),
         "final_norm": multipliers.readout / multipliers.embedding if config.tied else 1.0,
         "readout": multipliers.readout,
     }
     places: dict[str, Place] = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         module, _, kind = name.rpartition(".")
         prefix = ""
         if module.startswith("blocks."):
             _, layer, module = module.split(".", 2)
             prefix = f"model.layers.{layer}."
-        places[f"{prefix}{_NAMES[module]}.{kind}"] = Place(name, factors.get(module, 1.0), shape)
+        if layout and module == "mlp.experts":
+            factor = factors.get(f"{module}.{kind}", 1.0)
+            for expert, matrix in enumerate(shape):
+                their = f"{prefix}{names[module]}.{expert}.{layout.matrices[kind]}.weight"
+                places[their] = Place(name, factor, matrix, expert)
+        elif layout and kind == BALANCE_BIAS:
+            if layout.has_state:
+                places[f"{prefix}{names[module]}.e_score_correction_bias"] = Place(name, 1.0, shape)
+        else:
+            places[f"{prefix}{names[module]}.{kind}"] = Place(name, factors.get(module, 1.0), shape)
+    if layout:
+        places |= {name: Place(None, 1.0, shape) for name, shape in zeros_of(config, layout)}
     return places
+
+
+def _values(weights: Mapping[str, Tensor], place: Place) -> Tensor:
+    if place.name is None:
+        return torch.zeros_like(place.shape, device="cpu")
+    tensor = weights[place.name] if place.expert is None else weights[place.name][place.expert]
+    return tensor.detach().to("cpu", torch.float32) * place.factor
 
 
 def write_llama(
@@ -178,21 +216,21 @@ def write_llama(
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, in fp32, with one tensor in memory at a time.
 
     Args:
-        weights: The decoder's parameters by name; each is read once.
+        weights: The decoder's parameters and routers' state by name.
         folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None if the corpus was given as tokens; then no tokenizer is written.
         card: Text of a README.md in the folder.
         max_file_bytes: Larger weights are split over several files, listed in an index.
 
     Raises:
-        NotLlamaError: As `require_llama`; nothing is written then.
+        NotLlamaError: As `require_llama`, or if routers have a state that the layout can't hold; nothing is written then.
         FileExistsError: If there is something in the folder.
     """
     end = tokenizer.end_of_document if tokenizer else None
     described, places = llama_config(config, end_of_document=end), llama_places(config, multipliers)
-    tensors = (
-        (name, weights[own].detach().to("cpu", torch.float32) * factor) for name, (own, factor, _) in places.items()
-    )
+    if config.n_experts is not None and (odd := [*state_errors(config, weights)]):
+        raise NotLlamaError(f"no export to the Llama layout: {'; '.join(odd)}")
+    tensors = ((name, _values(weights, place)) for name, place in places.items())
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": False}
     with atomic_directory(folder) as unfinished:
         shapes = {name: place.shape for name, place in places.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as sharded_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.device_mesh import init_device_mesh
 
 from muscale import StageError
@@ -57,7 +57,7 @@ def without_state(checkpoint: Path, to: Path) -> Path:
     shapes = {name: shape for name, shape in RecordReader(checkpoint).shapes().items() if not name.endswith(STATE)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sharded_checkpoint.save(dict(RecordReader(checkpoint).stream(shapes)), checkpoint_id=to)
+        save_sharded(dict(RecordReader(checkpoint).stream(shapes)), checkpoint_id=to)
     shutil.copyfile(checkpoint / PARAMETRIZATION, to / PARAMETRIZATION)
     write_manifest(to, {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in to.iterdir()})
     return to
