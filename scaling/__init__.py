@@ -13,6 +13,7 @@
     signal_to_noise(runs, metric)            do runs differ by more than their noise?       -> SignalToNoise
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
+    fit_axis_law(optima, along=…)            how the best value moves where it does not transfer -> AxisLaw
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
     fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
@@ -55,6 +56,7 @@ from scaling.forms.law import Allocation, Law, compute_flops
 from scaling.mixtures.best import BestMixture
 from scaling.mixtures.fit import MixtureFit, fit_mixture
 from scaling.mixtures.following import NextMixtures
+from scaling.optima.axis_law import AxisLaw, fit_axis_law
 from scaling.optima.batch_law import BatchLaw, fit_batch_law
 from scaling.optima.drift import Transfer, fit_transfer
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
@@ -73,6 +75,7 @@ __all__ = [
     "ACCELERATORS",
     "Accelerator",
     "Allocation",
+    "AxisLaw",
     "Backtest",
     "BatchLaw",
     "BestMixture",
@@ -126,6 +129,7 @@ __all__ = [
     "compute_flops",
     "decide",
     "fit",
+    "fit_axis_law",
     "fit_batch_law",
     "fit_downstream",
     "fit_envelope",

@@ -69,6 +69,7 @@ _GROUP_RATE = (
 _LENGTH = "An absolute length is another fraction of a longer run."
 _BETA = "Kept across width; it averages over 1 / (1 - beta) steps, which are more tokens with a larger batch."
 _FAMILY = "Part of the family that proxy and target belong to."
+_EXPERTS = "The rules carry values across it, but whether the rate stays is measured along each axis: transfer.experts and others."
 _REGULARIZER = "How much regularization is best depends on the size of the model and on how often it sees its data."
 
 # Name, class, axes, reason, source.
@@ -240,6 +241,9 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
         "The MLP grows with the width only where the ratio is kept.",
         "2203.03466",
     ),
+    ("n_experts", TransferClass.MUST_MATCH, (), _EXPERTS, "assumed"),
+    ("experts_per_token", TransferClass.MUST_MATCH, (), _EXPERTS, "assumed"),
+    ("expert_ratio", TransferClass.MUST_MATCH, (), _EXPERTS, "assumed"),
     (
         "head_dim",
         TransferClass.MUST_MATCH,

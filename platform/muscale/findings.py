@@ -168,6 +168,7 @@ class Stages:
             self.horizon(),
             law,
             batches=self.transfer().batch,
+            axis_laws=self.transfer().axis_laws,
             corpus=self._corpus(),
             winner=sweep.winner,
         ).plan()

@@ -341,7 +341,10 @@ class Study(Result):
 
     @property
     def _gate_verdict(self) -> Verdict:
-        """Return the verdict for the gate; it uses larger finished grids if the grids of [transfer] were extended."""
+        """Return the verdict for the gate; it uses larger finished grids if the grids of [transfer] were extended.
+
+        The gate judges axes of experts one by one, only those along which the run differs from its proxies.
+        """
         own = self.transfer()
         return transfer.widest_verdict(self.sweep(), self.config, self._numerics, self.ledger) or own
 
@@ -552,7 +555,7 @@ class Study(Result):
                     config,
                     self.ledger.under(name, token),
                     self._numerics,
-                    verdict=self._gate_verdict.verdict,
+                    verdict=self._gate_verdict.of_axes(()).verdict,
                     gate=seen.gate,
                     measures=self._measures.always,
                 )
@@ -574,7 +577,7 @@ class Study(Result):
                 f"promote: plan {plan.key} has already been trained to its end; `muscale promote` shows the result"
             )
         seen = self._admitted(plan, config, force=force)
-        promotion.begin(plan, config, self.ledger, verdict=self._gate_verdict.verdict, gate=seen.gate)
+        promotion.begin(plan, config, self.ledger, verdict=self._gate_verdict.of_axes(()).verdict, gate=seen.gate)
         folder = self.directory / FULL_RUNS / plan.key
         return prepare(plan, config, self._numerics, folder, self.contents.commands)
 

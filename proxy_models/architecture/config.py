@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from cattrs.gen import make_dict_unstructure_fn, override
 
@@ -19,6 +19,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 RouterScores = Literal["sigmoid", "softmax"]
 ExpertScheme = Literal["fan_in", "mean_field", "sqrt_gate"]
+ExpertAxis = Literal["experts", "granularity", "sparsity"]
 ROW_ENTRIES = 8
 """Entries of a row that the grouped product of a GPU takes at once: 16 bytes in bf16."""
 
@@ -224,6 +225,43 @@ class ModelConfig(Member):
         """Return whether MLP and experts have whole widths at this `d_model`, and rows of experts the right size."""
         rows = (width, width * self._expert_ratio) if self.n_experts else ()
         return float(width * self.mlp_ratio).is_integer() and not any(row % ROW_ENTRIES for row in rows)
+
+    def expert_sizes(self, base: ModelConfig) -> dict[ExpertAxis, float]:
+        """Return the sizes of this mixture along the axes of `along`, at whose base the others are held.
+
+        Every mixture has one size along each: "experts" counts them at the base's share, size and so on.
+        """
+        finer = base._expert_ratio / self._expert_ratio
+        passed = self.experts_per_token / base.experts_per_token
+        return {
+            "experts": (base.n_experts or 1) * passed / finer,
+            "granularity": self.granularity,
+            "sparsity": (self.n_experts or 1) / self.experts_per_token,
+        }
+
+    def along(self, axis: ExpertAxis, size: float) -> Self:
+        """Return the mixture of another size along one axis.
+
+        Along "experts", the number of experts and of those that a token passes change alike. Along "granularity", their size
+        changes as the inverse of both; along "sparsity", the number of experts alone, over the number passed.
+
+        Raises:
+            ValueError: If this is no mixture, or the number of experts, of those passed, or the size of one is not whole.
+        """
+        if self.n_experts is None:
+            raise ValueError(f"{axis} is an axis of a mixture of experts: set model.n_experts")
+        factor = size / self.expert_sizes(self)[axis]
+        changed: dict[str, Any] = {"n_experts": self.n_experts * factor}
+        if axis != "sparsity":
+            changed["experts_per_token"] = self.experts_per_token * factor
+        if axis == "granularity":
+            changed["expert_ratio"] = self._expert_ratio / factor
+        for name in ("n_experts", "experts_per_token"):
+            if name in changed and not math.isclose(whole := round(changed[name]), changed[name], rel_tol=1e-9):
+                raise ValueError(f"{axis} {size:g} needs a whole {name}, got {changed[name]:g}")
+            if name in changed:
+                changed[name] = whole
+        return replace(self, **changed)
 
     @property
     def active_share(self) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, cast
 
 from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
-from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ExpertAxis, ModelConfig
 from proxy_models.architecture.config_family import family_from, is_config, make_family
 from proxy_models.architecture.counted import counted
 from proxy_models.architecture.decoder_family import DecoderFamily
@@ -195,6 +195,20 @@ class ModelFamily(Generic[M]):
         """
         width, depth = (self.base.d_model if width is None else width), (self.base.n_layers if depth is None else depth)
         return cast(M, family_of(self.base).member(width, depth))
+
+    def along(self, axis: str, size: float) -> M:
+        """Return the member that differs from the base along one axis: "width", "depth", or an axis of experts.
+
+        Raises:
+            ValueError: If the family has no such member, or no such axis.
+        """
+        if axis in ("width", "depth"):
+            return self.at(**{axis: int(size)})
+        if not isinstance(self.base, ModelConfig):
+            raise ValueError(
+                f"{axis} is an axis of the built-in decoder with experts; other families have width and depth"
+            )
+        return cast(M, self.base.along(cast(ExpertAxis, axis), size))
 
     def for_params(self, n_params: float, *, depth: int | None = None) -> M:
         """Return the member whose `n_params` is nearest to the requested number in ratio.

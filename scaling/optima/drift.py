@@ -17,6 +17,7 @@ from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.optimum_figures import draw_transfer, transfer_data
+from scaling.optima.tokens_law import plural
 from scaling.presentation import lines, number
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter
@@ -34,7 +35,12 @@ MIN_SPAN = 4.0
 """Least number of sizes, and least ratio of the largest to the smallest, for a pass."""
 SIGNIFICANCE = 3.0
 """Standard errors by which a larger model must have more loss to count as worse."""
-LARGER = {"width": "wider", "depth": "deeper"}
+LARGER = {"width": "wider", "depth": "deeper", "experts": "more experts", "granularity": "finer", "sparsity": "sparser"}
+OF_EXPERTS = ("experts", "granularity", "sparsity")
+"""Scales of a mixture of experts. Only a model at another of their sizes than its proxies needs their verdict."""
+UNORDERED = ("granularity", "sparsity")
+"""Scales along which a larger size need not be better at the same tokens, and whose verdict does not ask it: a token's computation
+stays, each expert sees fewer tokens, and the best granularity depends on the tokens (Krajewski et al., arXiv 2402.07871)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,9 +58,9 @@ class Transfer(JsonResult):
             size's optimum was not found.
         larger_is_better: True if, at every value of a size's parabola, the next larger model tested at this value is no worse
             beyond the noise.
-        verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or a larger model is worse; `pass` if the estimate lies
-            within ±MAX_DRIFT, the interval is at most MAX_HALF_WIDTH either side, every optimum lies inside its tested values,
-            and there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
+        verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or a larger model is worse (except along UNORDERED);
+            `pass` if the estimate lies within ±MAX_DRIFT, the interval is at most MAX_HALF_WIDTH either side, every optimum lies
+            inside its tested values, and there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
     """
 
     along: str
@@ -218,7 +224,7 @@ def _judge(
     failures = []
     if interval[0] > MAX_DRIFT or interval[1] < -MAX_DRIFT:
         failures.append(f"the interval of the drift lies outside ±{MAX_DRIFT:g} octaves")
-    if worse:
+    if worse and along not in UNORDERED:
         failures.append(f"{larger(along)} is not better: {worse}")
     if failures:
         return "fail", tuple(failures)
@@ -229,9 +235,9 @@ def _judge(
         if not o.inside
     ]
     if len(optima) < MIN_SIZES:
-        missing.append(f"{len(optima)} {along}s: need {MIN_SIZES}")
+        missing.append(f"{len(optima)} {plural(along)}: need {MIN_SIZES}")
     if (ratio := max(optima) / min(optima)) < MIN_SPAN:
-        missing.append(f"{along}s span {ratio:.3g}×: need {MIN_SPAN:g}×")
+        missing.append(f"{plural(along)} span {ratio:.3g}×: need {MIN_SPAN:g}×")
     if abs(drift) > MAX_DRIFT:
         missing.append(f"the drift is {drift:+.2f} octaves, but its interval reaches within ±{MAX_DRIFT:g}")
     if (reach := (interval[1] - interval[0]) / 2) > MAX_HALF_WIDTH:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from scaling.optima.drift import MAX_DRIFT, MAX_HALF_WIDTH, MIN_SIZES, MIN_SPAN, Transfer, half_width, values_of
 from scaling.optima.optimum import fit_optimum
+from scaling.optima.tokens_law import plural
 
 MAX_SEEDS = 8
 """Most seeds that are proposed; if these would not decide, the drift is too near its bound for a decision (assumed)."""
@@ -46,7 +47,7 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
         add(words, settings, len(beyond) * len(seeds) * len(sizes), expected_half_width(transfer, values=beyond))
     if new_sizes := _missing_sizes(sizes):
         words = f"add {transfer.along} {', '.join(f'{size:g}' for size in new_sizes)}"
-        settings = {f"{transfer.along}s": [int(size) for size in sorted([*sizes, *new_sizes])]}
+        settings = {plural(transfer.along): [_plain(size) for size in sorted([*sizes, *new_sizes])]}
         add(words, settings, len(new_sizes) * len(values) * len(seeds), expected_half_width(transfer))
     flat = any(optimum.status == "flat" for optimum in transfer.optima.values())
     reach = expected_half_width(transfer, values=beyond) if beyond else transfer.half_width
@@ -56,7 +57,7 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
         count = max(next(enough, max(MAX_SEEDS, len(seeds) + 1)), 2 * len(seeds) if flat else 0)
         new_seeds = [n for n in range(count + len(seeds)) if n not in seeds][: count - len(seeds)]
         which = f"seed{'s' if new_seeds[1:] else ''} {', '.join(map(str, new_seeds))}"
-        words = f"add {which} at {transfer.along}s {', '.join(f'{s:g}' for s in sizes)}"
+        words = f"add {which} at {plural(transfer.along)} {', '.join(f'{s:g}' for s in sizes)}"
         runs = len(new_seeds) * (len(values) + len(beyond)) * len(sizes)
         add(words, {"seeds": [*seeds, *new_seeds]}, runs, expected_half_width(transfer, count, beyond))
     table = pd.DataFrame(records, columns=COLUMNS[2:])
@@ -86,6 +87,10 @@ def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: 
         ends.append(fit_optimum(np.tile(2**x, seeds), np.exp(np.tile(log_loss, seeds)), seeds=repeated))
     small, large = ends
     return half_width((small.stderr_at(noise), large.stderr_at(noise)), (max(1, small.dof), max(1, large.dof)))
+
+
+def _plain(size: float) -> float:
+    return int(size) if size.is_integer() else size
 
 
 def _wanted(transfer: Transfer) -> float:

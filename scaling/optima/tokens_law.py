@@ -159,8 +159,8 @@ class TokensLaw(FittedResult):
                 f"no grid has an optimum inside the tested {plural(cls.NAME)}, so the level is not known"
             )
         design = np.column_stack([of_group, cls.SIGN * (log2_tokens - log2_ref)]).astype(np.float64)
-        raw, raw_covariance = _weighted_lines(design, log2_value, weights, None)
-        estimate, covariance = _weighted_lines(design, log2_value, weights, prior)
+        raw, raw_covariance = weighted_lines(design, log2_value, weights, None)
+        estimate, covariance = weighted_lines(design, log2_value, weights, prior)
         mean = np.zeros((2, len(groups) + 1))
         mean[0, :-1], mean[1, -1] = tells_level / tells_level.sum(), 1
         (var_ref, cross), (_, var_exponent) = mean @ covariance @ mean.T
@@ -210,11 +210,13 @@ def optima_table(fitted: dict[tuple[str, float], Optimum | None], name: str) -> 
 
 
 def plural(name: str) -> str:
-    """Return the plural of a name: rates, batches."""
-    return f"{name}es" if name.endswith("ch") else f"{name}s"
+    """Return the plural of a name: rates, batches, granularities, experts."""
+    if name.endswith("s"):
+        return name
+    return f"{name[:-1]}ies" if name.endswith("ity") else f"{name}es" if name.endswith("ch") else f"{name}s"
 
 
-def _weighted_lines(
+def weighted_lines(
     design: Array, log2_value: Array, weights: Array, prior: tuple[float, float] | None
 ) -> tuple[Array, Array]:
     """Fit offsets and exponent, [G + 1], and their covariance; the prior counts as one more observation of the exponent."""

@@ -1,7 +1,8 @@
 """The verdict of a transfer check: the drift of every optimum along a scale, and the laws in the tokens."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +12,9 @@ import pandas as pd
 from scaling.checks import names, numbers, require_columns
 from scaling.drawing import Figure
 from scaling.errors import ScalingError
+from scaling.optima.axis_law import AxisLaw, fit_axis_law
 from scaling.optima.batch_law import BatchLaw, fit_batch_law
-from scaling.optima.drift import MAX_DRIFT, Judgement, Transfer, fit_transfer
+from scaling.optima.drift import MAX_DRIFT, OF_EXPERTS, Judgement, Transfer, fit_transfer
 from scaling.optima.evidence import COLUMNS, runs_to_decide
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum_figures import draw_drifts, draw_verdict
@@ -81,6 +83,37 @@ class Verdict(JsonResult):
         """True if there is a transfer, and larger models are no worse beyond the noise along every checked scale."""
         return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
 
+    def of_axes(self, along: Container[str]) -> "Verdict":
+        """Return the verdict without the scales of experts that are not among these."""
+        kept = [
+            number
+            for number, transfer in enumerate(self.transfers)
+            if transfer.along not in OF_EXPERTS or transfer.along in along
+        ]
+        missing = {
+            name: reason
+            for name, reason in self.missing.items()
+            if (scale := name.rpartition(" along ")[2]) not in OF_EXPERTS or scale in along
+        }
+        return replace(
+            self,
+            transfers=tuple(self.transfers[number] for number in kept),
+            horizons=tuple(self.horizons[number] for number in kept),
+            missing=missing,
+        )
+
+    @cached_property
+    def axis_laws(self) -> dict[str, AxisLaw | str]:
+        """Law of the best rate along each scale of experts on which it did not pass, or the reason why the evidence supports none."""
+        found: dict[str, AxisLaw | str] = {}
+        for transfer in self.transfers:
+            if transfer.along in OF_EXPERTS and transfer.over == "rate" and not transfer.passed:
+                try:
+                    found[transfer.along] = fit_axis_law(transfer.optima, along=transfer.along)
+                except ScalingError as error:
+                    found[transfer.along] = str(error)
+        return found
+
     @cached_property
     def next_runs(self) -> pd.DataFrame:
         """Runs that would decide, a row for each addition; see `evidence.runs_to_decide` for the columns."""
@@ -128,6 +161,7 @@ class Verdict(JsonResult):
         if self.batch:
             grows = self.batch
             about["batch law"] = f"best batch ∝ D^{grows.exponent:.2f}, ± {grows.stderr:.2f}, {grows.status}"
+        about |= {f"{along} law": f"{law}" for along, law in self.axis_laws.items()}
         if len(self.transfers) > 1 or self._unfitted:
             about["verdict"] = "; ".join((self.verdict, *self.reasons))
         parts = [lines(about)] if about else []
@@ -155,7 +189,7 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     """Judge every transfer at the longest horizon that all its sizes were trained at, and fit the laws in the tokens.
 
     Args:
-        rows: one row per run and grid. `along`: the scale of the grid, `width`, `depth` or `batch`;
+        rows: one row per run and grid. `along`: the scale of the grid, `width`, `depth`, `batch` or one of OF_EXPERTS;
             `size`: the run's value of this scale (for a batch: tokens); `over` and `value`: the hyperparameter that the grid
             varies and its value, at the base shape; `n_tokens`; `loss` (nats per token; NaN if diverged); and, if several
             seeds were run, `seed`. If there is a column `run`, a run in several grids has the same `run` in each.

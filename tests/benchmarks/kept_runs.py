@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -32,15 +33,21 @@ Task = TypeVar("Task", bound="DataclassInstance")
 
 
 def do_missing(
-    wanted: Sequence[Task], do: Callable[[Task], dict[str, Any]], store: Path, *, workers: int
+    wanted: Sequence[Task],
+    do: Callable[[Task], dict[str, Any]],
+    store: Path,
+    *,
+    workers: int,
+    hours: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Do what the file does not know, in spawned processes; returns the rows of the wanted tasks.
+    """Do what the file does not know, in spawned processes; returns the rows of the wanted tasks that are done.
 
     Args:
         wanted: Tasks: dataclasses of plain values.
         do: What a task gives, as plain values.
         store: The file, a line for each task: its fields and what it gave.
         workers: Processes.
+        hours: Time after which no further task begins.
     """
     tasks = {tuple(asdict(task).values()): task for task in wanted}
     names = [*asdict(wanted[0])]
@@ -53,19 +60,24 @@ def do_missing(
             Progress(*columns) as progress,
         ):
             bar = progress.add_task("runs", total=len(missing))
+            end = time.monotonic() + 3600 * hours
             futures = {pool.submit(do, task): task for task in missing}
             for future in as_completed(futures):
-                json_lines.append(store, {**asdict(futures[future]), **future.result()})
-                progress.advance(bar)
+                if not future.cancelled():
+                    json_lines.append(store, {**asdict(futures[future]), **future.result()})
+                    progress.advance(bar)
+                if time.monotonic() > end:
+                    pool.shutdown(wait=False, cancel_futures=True)
     rows = {tuple(row.get(name) for name in names): row for row in json_lines.read(store)}
-    return [rows[values] for values in tasks]
+    return [rows[values] for values in tasks if values in rows]
 
 
-def parser_of(documentation: str | None, name: str, *, seeds: int) -> argparse.ArgumentParser:
-    """Options of a benchmark of trainings: seeds, workers and the folder that keeps what is finished."""
+def parser_of(documentation: str | None, name: str, *, seeds: int, workers: int = 2) -> argparse.ArgumentParser:
+    """Options of a benchmark of trainings: seeds, workers, hours and the folder that keeps what is finished."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument("--hours", type=float, default=math.inf, help="begin no further run after so many hours")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks") / name)
     return parser
 
@@ -77,7 +89,8 @@ def trained(
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = write_corpus(options.folder / "corpus", EMBEDDED)
     kept = options.folder / "runs.jsonl"
-    return pd.DataFrame(do_missing(wanted, partial(train, corpus.folder), kept, workers=options.workers))
+    do = partial(train, corpus.folder)
+    return pd.DataFrame(do_missing(wanted, do, kept, workers=options.workers, hours=options.hours))
 
 
 @cache

@@ -23,7 +23,7 @@ from muscale.store.lineage import Chain
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-from scaling import Forecast, ScalingFit
+from scaling import Forecast, ScalingFit, Verdict
 
 
 def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bundle:
@@ -140,8 +140,8 @@ def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promo
     stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
     stages |= {"sweep": None, "fit": None}
     caveats: list[str] = []
-    if stages["transfer"] and stages["transfer"]["verdict"] != promotion.verdict:
-        caveats.append(f"the transfer check was repeated after the run was started: {stages['transfer']['verdict']!r}")
+    if stages["transfer"] and (now := Verdict.from_dict(stages["transfer"]).of_axes(()).verdict) != promotion.verdict:
+        caveats.append(f"the transfer check was repeated after the run was started: {now!r}")
     found = findings(study, known)
     if found.sweep:
         stages["sweep"] = found.sweep.to_dict()

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
 from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
+from muscale.plans.expert_axes import AxisChange, axis_changes, laws_of
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
-from muscale.settings.plan import OF_MODEL, model_with_explicit, with_explicit
+from muscale.settings.plan import OF_MODEL, Shape, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import forecasts
 from muscale.store.lineage import Chain, input_key
 from muscale.store.statements import find
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
-from scaling import BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit
+from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit
 
 FOLLOWED = 8.0
 """Factor beyond its longest grid at which a horizon law needs longer horizons: at 24× beyond grids of 64 to 256 steps its rate
@@ -91,7 +94,8 @@ class Plan(Recorded):
     def chain(self, numerics: Numerics) -> Chain:
         """Return the full run's chain of segments."""
         # The parametrization does not know these fields: the full run may have other values than its base.
-        own_values = {name: getattr(self.model, name) for name in OF_MODEL if hasattr(self.model, name)}
+        names = [name for name in OF_MODEL if name not in CARRIED_EXPERTS and hasattr(self.model, name)]
+        own_values = {name: getattr(self.model, name) for name in names}
         base = model_with_explicit(numerics.base, own_values)
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
         return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
@@ -179,6 +183,7 @@ class Planner:
     Attributes:
         best: Values that the sweep found, at the base shape.
         batches: Batch law of the study's own grids.
+        axis_laws: Laws of the rate along axes of experts on which it does not transfer (`Verdict.axis_laws`).
         corpus: Data of the run; without it no epochs are counted.
         winner: Trial that `best` comes from.
     """
@@ -189,6 +194,7 @@ class Planner:
     fit: ScalingFit
     _: KW_ONLY
     batches: BatchLaw | None = None
+    axis_laws: Mapping[str, AxisLaw | str] = field(default_factory=dict)
     corpus: Corpus | None = None
     winner: int | None = None
 
@@ -207,7 +213,7 @@ class Planner:
             rules=self._rules(),
             wanted_n_params=decision.n_params if decision.stated_ratio else by_law,
             forecast=self._forecast(),
-            decision=_plain(decision, config),
+            decision=_plain(decision, config.plan.shapes, self._family),
             provenance=self._provenance(),
             batch=self.batch,
             data={} if self.corpus is None else data_hashes(self.corpus),
@@ -217,9 +223,13 @@ class Planner:
     def decision(self) -> Decision:
         """Decision on size and tokens."""
         config, precision = self.config, self.config.full_run_precision
-        return size_for(
-            config.plan, self.fit, config.family, self.corpus, proxies=config.precision, precision=precision
-        )
+        return size_for(config.plan, self.fit, self._family, self.corpus, proxies=config.precision, precision=precision)
+
+    @property
+    def _family(self) -> ModelFamily[Member]:
+        """Members of which the size is chosen: a mixture has the full run's experts."""
+        explicit = {name: value for name, value in self.config.plan.explicit.items() if name in CARRIED_EXPERTS}
+        return ModelFamily(base=model_with_explicit(self.config.model, explicit))
 
     @cached_property
     def batch(self) -> BatchChoice | None:
@@ -248,7 +258,13 @@ class Planner:
     @cached_property
     def by_policy(self) -> Hyperparameters:
         """Values by the policy under which the ladder was trained, at the run's tokens and batch."""
-        return self._at_batch(tuned_for(self.best, self.horizon, self.n_tokens))
+        tuned = self._at_batch(tuned_for(self.best, self.horizon, self.n_tokens))
+        factor = math.prod(law.factor(change.full, change.proxies) for change, law in self._along.items())
+        return replace(tuned, learning_rate=tuned.learning_rate * factor) if self._along else tuned
+
+    @property
+    def _along(self) -> dict[AxisChange, AxisLaw]:
+        return laws_of(axis_changes(self.model, self.config.model), self.axis_laws)
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -283,6 +299,8 @@ class Planner:
             f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
             f"measured on {', '.join(horizon.measured_on)}{_beyond(self.n_tokens, horizon, config.transfer.n_tokens)}"
         )
+        for change, law in self._along.items():
+            rules["learning_rate"] += f"; {change}: {law}"
         if self.best.stages:
             of_trial = f"schedule followed by trial {self.winner} of the population"
             course = of_trial if config.sweep.is_population else "as given"
@@ -352,7 +370,7 @@ class Planner:
             fitted = ", ".join(map(str, sorted(depths)))
             reasons.append(f"depth {depth}: the runs fitted have {fitted}; add ladder.stems of that depth")
         for name, value in config.plan.explicit.items():
-            policy = getattr(self.by_policy, name, getattr(self.decision.config, name, None))
+            policy = getattr(self.by_policy, name, getattr(config.model, name, None))
             if value != policy:
                 reasons.append(
                     f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
@@ -382,14 +400,14 @@ def data_hashes(corpus: Corpus) -> dict[str, str]:
     return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
 
 
-def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
+def _plain(decision: Decision, shapes: Sequence[Shape], family: ModelFamily[Member]) -> dict[str, Any]:
     """Return the decision's facts as JSON values."""
-    named = {shape.of(config.family).n_params: shape.of(config.family) for shape in config.plan.shapes}
+    named = {(member := shape.of(family)).n_params: member for shape in shapes}
     facts = {name: value for name, value in decision.to_dict().items() if name not in _OF_THE_PLAN}
     near = []
     for size in facts["near"]:
         model = named.get(size["n_params"])
-        width = (model or config.family.for_params(size["n_params"])).d_model
+        width = (model or family.for_params(size["n_params"])).d_model
         near.append({**size, "d_model": width} | ({"n_layers": model.n_layers} if model else {}))
     return facts | {
         "near": near,

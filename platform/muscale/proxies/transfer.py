@@ -1,4 +1,4 @@
-"""The transfer check: grids of hyperparameters at several widths and depths, and the verdict on their runs.
+"""The transfer check: grids of hyperparameters at several widths, depths and sizes of a mixture, and the verdict on their runs.
 
 Every grid varies one hyperparameter around the sweep's best. A run may belong to several grids but is trained once.
 """
@@ -40,7 +40,7 @@ class GridRun:
     """A run as part of one grid.
 
     Attributes:
-        along: Scale of the grid: "width", "depth" or "batch".
+        along: Scale of the grid: an axis of [transfer], or "batch".
         size: Position of the run on this scale; a batch is in tokens.
         over: Name of the varied hyperparameter; "rate" for the learning rate.
         value: Value of this hyperparameter at the base shape.
@@ -48,7 +48,7 @@ class GridRun:
     """
 
     along: str
-    size: int
+    size: float
     over: str
     value: float
     n_tokens: float
@@ -58,14 +58,14 @@ class GridRun:
 def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[GridRun]:
     """Return the runs of every grid of [transfer] around the sweep's best; raise StageError if a value can't be taken."""
     settings, family = config.transfer, config.family
-    widths = [("width", width, family.at(width=width)) for width in settings.widths]
-    depths = [("depth", depth, family.at(depth=depth)) for depth in settings.depths]
+    axes = settings.sizes.items()
+    sized = [(axis, size, family.along(axis, size)) for axis, sizes in axes for size in sizes]
     rates = around(best.learning_rate, settings.rates, settings.octaves)
     every = [settings.n_tokens * horizon for horizon in settings.shared_horizons]
     grids = _Grids(config=config, numerics=numerics, best=best)
-    found = [m for along, size, model in widths + depths for m in grids.over_rates(along, size, model, rates, every)]
+    found = [m for along, size, model in sized for m in grids.over_rates(along, size, model, rates, every)]
     for name, grid in settings.over.items():
-        for along, size, model in widths:
+        for along, size, model in sized[: len(settings.widths)]:
             found += grids.over(name, grid, along, size, model, max(every))
     width = min(settings.widths)
     smallest = family.at(width=width)
@@ -171,7 +171,7 @@ class _Grids:
     def over_rates(
         self,
         along: str,
-        size: int,
+        size: float,
         model: Member,
         rates: list[float],
         lengths: list[float],
@@ -187,7 +187,9 @@ class _Grids:
             for member in self._runs(name, rate, model, lengths, tuned_at, learning_rate=rate, **changed)
         ]
 
-    def over(self, name: str, grid: OverSettings, along: str, size: int, model: Member, length: float) -> list[GridRun]:
+    def over(
+        self, name: str, grid: OverSettings, along: str, size: float, model: Member, length: float
+    ) -> list[GridRun]:
         """Return a grid of another hyperparameter at the sweep's best rate."""
         if name in self.best.set_by_stages:
             stages = "; ".join(map(str, self.best.stages))

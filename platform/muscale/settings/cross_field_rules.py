@@ -11,8 +11,11 @@ from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_expl
 from muscale.settings.space_rules import invalid_batches, space_errors, unordered_errors
 from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.architecture.families import family_of, is_imported
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.segments import chain
+from scaling.optima.drift import OF_EXPERTS
+from scaling.optima.tokens_law import plural
 from search_spaces import Choice, Fixed, Ordinal
 
 NO_STEP_SIZES = "the model's family has no sizes (step_sizes) from which the time of a step is predicted"
@@ -32,6 +35,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += config.transfer.cross_field_errors(h, model.context_length)
     if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
         problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
+    problems += _axis_errors(config)
     problems += _shape_errors(config)
     if not problems:
         problems += _wide_horizon_errors(config)
@@ -64,6 +68,16 @@ def _scores_errors(config: StudyTables) -> Iterator[str]:
             f"scores.workers: must be 1 with promote.evaluator_gpus = {promote.evaluator_gpus:g}, because workers that share weights "
             f"need a GPU each; got {config.scores.workers}"
         )
+
+
+def _axis_errors(config: StudyTables) -> Iterator[str]:
+    """Sizes of [transfer] along the axes of a mixture that the model can't have."""
+    for axis, sizes in config.transfer.sizes.items():
+        for size in sizes if axis in OF_EXPERTS else ():
+            try:
+                config.family.along(axis, size)
+            except ValueError as error:
+                yield f"transfer.{plural(axis)}: {error}; got {size:g}"
 
 
 def _trainer_errors(config: StudyTables) -> Iterator[str]:
@@ -221,6 +235,10 @@ def _declared_errors(config: StudyTables) -> Iterator[str]:
         yield f"plan.explicit.rope_theta: is for a model with rotary positions; this one has none, got {explicit['rope_theta']:g}"
     if "attention_window" in explicit and family_of(model).attention_window is None:
         yield f"plan.explicit.attention_window: is for a model with model.attention_window, got {explicit['attention_window']}"
+    of_experts = [name for name in CARRIED_EXPERTS if name in explicit]
+    if of_experts and not getattr(model, "n_experts", None):
+        name = of_experts[0]
+        yield f"plan.explicit.{name}: is for a mixture of experts, a model with model.n_experts; got {explicit[name]:g}"
     context = explicit.get("context_length", model.context_length)
     if context < model.context_length:
         yield f"plan.explicit.context_length: must be at least the proxies' {model.context_length}, got {context}"

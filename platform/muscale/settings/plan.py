@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.strict import StrictTable, rule_of
 from proxy_models.architecture.config import DROPPED
 from proxy_models.architecture.families import M, ModelFamily
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Accelerator, Budget, accelerator
 from search_spaces import TransferClass, transferability
@@ -22,7 +23,8 @@ MOST_FLOPS = 1e32
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Model settings without a transfer rule; 0 turns a regularizer off."""
-DECLARED = {"context_length": int, "rope_theta": float, "attention_window": int}
+OF_EXPERTS = dict(zip(CARRIED_EXPERTS, (int, int, float), strict=True))
+DECLARED = {"context_length": int, "rope_theta": float, "attention_window": int} | OF_EXPERTS
 """Model settings in which the full run may differ from its proxies if the study file declares it; no forecast covers that."""
 OF_MODEL = dict.fromkeys(REGULARIZERS, float) | DECLARED
 
@@ -150,7 +152,7 @@ def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any])
 
 
 def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:
-    """Replace regularizers, context and rotary base by the explicit values; raise ValueError if the family has no such setting."""
+    """Replace settings of the model by the explicit values; raise ValueError if the family has no such setting."""
     stated = {name: value for name, value in explicit.items() if name in OF_MODEL}
     if unknown := next((name for name in stated if not hasattr(model, name)), None):
         raise ValueError(f"{unknown}: must be a setting of the model's family, got {stated[unknown]!r}")

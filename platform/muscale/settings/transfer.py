@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.strict import StrictTable
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
+from scaling.optima.tokens_law import plural
 
 FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),
@@ -38,10 +39,15 @@ class WideHorizon(StrictTable):
 
 
 class TransferSettings(StrictTable):
-    """[transfer]: the learning-rate grid at several widths, depths and horizons, and grids of the hyperparameters in `over`."""
+    """[transfer]: the learning-rate grid at several sizes and horizons, and grids of the hyperparameters in `over`."""
 
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
     depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: only widths are checked
+    # of a mixture, at the base's width and depth, by model.n_experts; of them a token passes the base's share
+    experts: tuple[PositiveInt, ...] = ()
+    # likewise, by mlp_ratio / expert_ratio: finer experts, as many more of them, and as many more passed
+    granularities: tuple[PositiveFloat, ...] = ()
+    sparsities: tuple[PositiveFloat, ...] = ()  # likewise, by n_experts / experts_per_token, which stays
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
@@ -62,6 +68,17 @@ class TransferSettings(StrictTable):
         return {name: {"at": grid} if isinstance(grid, tuple) else grid for name, grid in over.items()}
 
     @property
+    def sizes(self) -> dict[str, tuple[float, ...]]:
+        """Sizes of each axis that has grids of rates."""
+        return {
+            "width": self.widths,
+            "depth": self.depths,
+            "experts": self.experts,
+            "granularity": self.granularities,
+            "sparsity": self.sparsities,
+        }
+
+    @property
     def shared_horizons(self) -> tuple[float, ...]:
         """Horizons at which every width and depth is trained."""
         return tuple(horizon for horizon in self.horizons if horizon <= 1)
@@ -74,8 +91,7 @@ class TransferSettings(StrictTable):
     def cross_field_errors(self, h: Hyperparameters, context_length: int) -> list[str]:
         """Broken rules across keys, one per line: `transfer.key: rule, got value`."""
         problems = [
-            *_all_differ("widths", self.widths, 2),
-            *_all_differ("depths", self.depths, 2),
+            *(problem for axis, sizes in self.sizes.items() for problem in _all_differ(plural(axis), sizes, 2)),
             *_all_differ("horizons", self.horizons, 1),
             *_all_differ("seeds", self.seeds, 1),
             *_all_differ("batches", self.batches, MIN_BATCHES),

@@ -119,7 +119,7 @@ def test_each_grid_varies_one_thing_around_the_best(make_study: MakeStudy) -> No
         name = "learning_rate" if member.over == "rate" else member.over
         expected = replace(h, **{name: member.value})  # type: ignore[arg-type]
         if member.along == "batch":
-            expected = replace(expected, batch_tokens=member.size)
+            expected = replace(expected, batch_tokens=int(member.size))
             assert (model.d_model, model.n_layers) == (16, config.model.n_layers)
         else:
             size = {"width": (member.size, config.model.n_layers), "depth": (config.model.d_model, member.size)}

@@ -23,6 +23,7 @@ from muscale.plans.device_lines import (
     layout_line,
     memory_line,
 )
+from muscale.plans.expert_axes import axis_changes, experts_line
 from muscale.plans.gate import (
     Gate,
     GateLine,
@@ -172,15 +173,18 @@ def dry_run(
     step, proposed = _predicted(worker, corpus)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
+    changes = axis_changes(model, config.model)
+    judged = verdict.of_axes(())
     gate = Gate(
         plan=plan.key,
         lines=(
             transfer_line(
-                verdict.verdict,
-                verdict.reasons,
-                verdict.options,
+                judged.verdict,
+                judged.reasons,
+                judged.options,
                 tied_reach=model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0,
             ),
+            *((experts_line(changes, verdict, stated="learning_rate" in config.plan.explicit),) if changes else ()),
             check_line(check),
             forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
