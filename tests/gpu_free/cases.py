@@ -25,6 +25,7 @@ from proxy_models.architecture.memory import (
     training_memory,
 )
 from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.data.batches import EvaluationSet
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.fsdp import between_parts
@@ -77,10 +78,11 @@ LAYOUTS = {
 RANKS, STAGES = 4, 8
 """Ranks of a pipeline, and the most stages that they have."""
 _PIPELINE = Parallelism(sharding="zero2", tensor_parallel=NODE, pipeline_parallel=RANKS)
+_TWICE: tuple[PipelineSchedule, ...] = ("interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
 PIPELINES = {
     "1f1b": _PIPELINE,
     "1f1b, full": replace(_PIPELINE, sharding="full"),
-    "interleaved": replace(_PIPELINE, pipeline_schedule="interleaved"),
+    **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _TWICE},
 }
 SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1}
 """Sequences of a pass."""
@@ -174,7 +176,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
     with rank_of(case.stage * case.ranks // grid.stages, case.ranks):
         mesh = mesh_of(grid, device.type)
-        with fake_gpu(), patch.object(_PipelineSchedule, "_warmup_p2p", _agree):
+        with fake_gpu(), patch.object(_PipelineSchedule, "_warmup_p2p", agree):
             arguments: dict[str, Any] = {"device": device, "mesh": mesh, "initial_values": False}
             pipeline = None
             if case.layout in PIPELINES:
@@ -214,7 +216,7 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     return memory, collectives.calls, evaluation
 
 
-def _agree(_schedule: Any, stages: list[PipelineStage], *_: Any) -> None:
+def agree(_schedule: Any, stages: list[PipelineStage], *_: Any) -> None:
     """Stand for the messages by which ranks agree that the shapes of all stages are stated."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

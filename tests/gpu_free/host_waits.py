@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,11 +30,12 @@ from muscale.full_runs.records.attempts import Attempt
 from muscale.full_runs.train import module as full_run_module
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import build_model, build_pipeline, mesh_of
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.architecture.stage_layout import n_stages
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
@@ -40,7 +43,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
-from tests.gpu_free.cases import LAYOUTS
+from tests.gpu_free.cases import LAYOUTS, PIPELINES, agree
 from tests.gpu_free.fake_device import fake_gpu
 from tests.muscale.fake_ranks import rank_of
 
@@ -64,7 +67,7 @@ class Steps:
     """Steps of a run on the first of 64 ranks, in bf16.
 
     Attributes:
-        layout: One of `LAYOUTS`.
+        layout: One of `LAYOUTS` or `PIPELINES`.
         optimizer: Of the run.
         guarded: Whether spikes are left out.
         compiled: Whether each block is compiled.
@@ -82,14 +85,16 @@ class Steps:
         return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
 
 
-# Not Adafactor and SOAP, which count steps on the host: on a fake CPU that can't be distinguished from a read of the device.
+_EXCHANGING: tuple[OptimizerName, ...] = ("lamb", "muon", "soap")
 CASES = (
     *(Steps(layout=layout, guarded=True) for layout in LAYOUTS),
     Steps(optimizer="lion"),
-    *(Steps(layout=layout, optimizer="lamb") for layout in ("full", "hybrid")),
-    *(Steps(layout=layout, optimizer="muon") for layout in ("full", "hybrid")),
+    Steps(optimizer="adafactor"),
+    *(Steps(layout=layout, optimizer=optimizer) for optimizer in _EXCHANGING for layout in ("full", "hybrid")),
     *(Steps(layout=layout, compiled=True) for layout in LAYOUTS),
     Steps(optimizer="muon", compiled=True, experts=True),
+    *(Steps(layout=layout) for layout in ("1f1b", "zero_bubble_v")),
+    Steps(layout="1f1b", optimizer="lamb"),
 )
 
 
@@ -158,7 +163,9 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function in _WAITS or by_mask
 
     def _is_there(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device_type
+        """Return whether the tensor is on the device; a fake tensor of known value is a count of steps, which stays on the host."""
+        is_count = isinstance(tensor, FakeTensor) and tensor.constant is not None
+        return tensor.device.type == self._device_type and not is_count
 
     def note(self, name: str) -> None:
         self.waits[self.step, name] += 1
@@ -196,12 +203,14 @@ def _corpus() -> Corpus:
 
 
 def run_of(case: Steps, directory: Path) -> FullRun:
-    """The run whose steps are taken; two passes a step."""
+    """The run whose steps are taken; two passes a step, or a micro-batch for each rank of a pipeline."""
+    parallelism: Parallelism = (LAYOUTS | PIPELINES)[case.layout]
+    stages, size = parallelism.pipeline_parallel, 2
+    layers, n_experts = max(2, n_stages(parallelism.pipeline_schedule, stages)), 8 if case.experts else None
     model = ModelConfig(
-        d_model=256, n_layers=2, head_dim=16, queries_per_kv=2, context_length=64, n_experts=8 if case.experts else None
+        d_model=256, n_layers=layers, head_dim=16, queries_per_kv=2, context_length=64, n_experts=n_experts
     )
-    parallelism: Parallelism = LAYOUTS[case.layout]
-    batch = 4 * parallelism.data_ranks(RANKS) * model.context_length
+    batch = size * max(2, stages) * parallelism.data_ranks(RANKS) * model.context_length
     corpus = _corpus()
     numerics = Numerics(
         model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=64, precision="bf16",
@@ -216,7 +225,7 @@ def run_of(case: Steps, directory: Path) -> FullRun:
         checkpoint_every_tokens=batch * 100 * STEPS,
         evaluate_every_tokens=None,
         min_unit_params=0,
-        micro_batch=2,
+        micro_batch=size,
         parallelism=parallelism,
         compile=case.compiled,
         on_spike=SpikePolicy(action="skip") if case.guarded else None,
@@ -243,7 +252,11 @@ def taken(case: Steps) -> Found:
         mesh = mesh_of(run.parallelism.grid(RANKS), device.type)
         for owner, name, value in (
             (full_run_module, "RankFlags", _Flags),
-            (full_run_module, "build_model", lambda *a, **k: build_model(*a, **k | {"initial_values": False})),
+            *(
+                (full_run_module, build.__name__, partial(_without_values, build))
+                for build in (build_model, build_pipeline)
+            ),
+            (_PipelineSchedule, "_warmup_p2p", agree),
             (full_run_module, "broadcast_from_rank0", lambda make: make()),
             (FullRunModule, "take_step", counted),
             (torch, "compile", lambda f, **options: compile(f, backend="eager", **options)),
@@ -268,6 +281,10 @@ def taken(case: Steps) -> Found:
     return Found(
         waits=noted.waits, graphs=counters["stats"]["unique_graphs"], breaks=sum(counters["graph_break"].values())
     )
+
+
+def _without_values(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return build(*args, **kwargs | {"initial_values": False})
 
 
 class _Trainer:

@@ -25,7 +25,7 @@ from proxy_models.architecture.memory import (
     Sharding,
     largest_micro_batch,
 )
-from proxy_models.architecture.stage_layout import PipelineSchedule, micro_batches
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule, micro_batches
 from proxy_models.data.corpus import Corpus
 from scaling import Accelerator, accelerator
 
@@ -226,6 +226,8 @@ def _candidates(
         del pipelines[1:]
     for sharding, degree, (stages, schedule) in product(get_args(Sharding), degrees, pipelines):
         if sharding == "hybrid" and (workers // stages <= node_devices or degree > node_devices):
+            continue
+        if stages > 1 and schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"):
             continue
         together = shard_ranks if sharding == "hybrid" else None
         if together and together % degree:

@@ -20,6 +20,18 @@ SOAP_IN_PIPELINES = (
 )
 
 
+def require_kept_weights(sharding: str, schedule: PipelineSchedule) -> None:
+    """Refuse a schedule of `SPLIT_BACKWARD` for weights that are freed after a forward pass; raise ValueError.
+
+    torch finds a stage's weights before the backward pass gathers them again, so their gradients would be lost.
+    """
+    if sharding in ("full", "hybrid"):
+        raise ValueError(
+            f'sharding must be "none" or "zero2" with pipeline_schedule = "{schedule}", which computes gradients of weights apart '
+            f'and needs gathered weights for that; got "{sharding}"'
+        )
+
+
 class RankGrid(NamedTuple):
     """Ranks of a run along the four dimensions of its layout; the last index runs fastest.
 
@@ -51,7 +63,8 @@ class Parallelism:
             arXiv 2407.21783, section 3.3.2). Weights are sharded over them too.
         pipeline_parallel: Ranks that have different blocks and pass activations on, by micro-batches (Narayanan et al.,
             arXiv 2104.04473). "full" and "hybrid" gather a block again for every micro-batch, "none" and "zero2" once a step.
-        pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages.
+        pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages. `SPLIT_BACKWARD` needs
+            "none" or "zero2".
         checkpointing: Values that a block keeps for its backward pass.
     """
 
@@ -71,6 +84,8 @@ class Parallelism:
             raise ValueError(
                 f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
             )
+        if self.splits_backward:
+            require_kept_weights(self.sharding, self.pipeline_schedule)
         if self.shard_ranks is None:
             return
         if self.sharding != "hybrid":

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StageError
-from muscale.settings.parallelism import Parallelism
+from muscale.settings.parallelism import Parallelism, require_kept_weights
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
@@ -103,11 +103,13 @@ class PromoteSettings(StrictTable):
                     raise ValueError(
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
-        if self.compile and self.pipeline_parallel != 1 and self.pipeline_schedule in SPLIT_BACKWARD:
-            raise ValueError(
-                f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '
-                f"weights apart; got {self.compile!r}"
-            )
+        if self.pipeline_parallel != 1 and self.pipeline_schedule in SPLIT_BACKWARD:
+            require_kept_weights(self.sharding, self.pipeline_schedule)
+            if self.compile:
+                raise ValueError(
+                    f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '
+                    f"weights apart; got {self.compile!r}"
+                )
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')

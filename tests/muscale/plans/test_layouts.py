@@ -111,5 +111,8 @@ def test_stages_are_not_considered_with_soap() -> None:
 
 def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
     assert _schedules(PromoteSettings(pipeline_parallel="auto")) == SCHEDULES
-    assert _schedules(PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble")) == ("zero_bubble",)
+    stated = PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble", sharding="auto")
+    assert _schedules(stated) == ("zero_bubble",)
+    staged = [one for one in _candidates(TINY, 2, 512, 8, None, ["zero_bubble"], "adamw") if one.pipeline_parallel > 1]
+    assert {one.sharding for one in staged} == {"none", "zero2"}
     assert _schedules(PromoteSettings(pipeline_parallel=2)) == ("1f1b",)

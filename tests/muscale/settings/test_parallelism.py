@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from muscale.settings.parallelism import Parallelism
+from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Sharding
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from tests.proxy_models.families import Recurrent
 
 
@@ -69,6 +73,19 @@ def test_what_ranks_that_share_a_sequence_cannot_do_is_refused(
 
 
 def test_a_schedule_that_splits_backward_passes_is_not_compiled_by_default() -> None:
-    assert Parallelism(pipeline_parallel=2, pipeline_schedule="zero_bubble").splits_backward
+    assert Parallelism(pipeline_parallel=2, pipeline_schedule="zero_bubble", sharding="zero2").splits_backward
     assert not Parallelism(pipeline_schedule="zero_bubble").splits_backward
     assert not Parallelism(pipeline_parallel=2).splits_backward
+
+
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_a_schedule_that_splits_backward_passes_needs_gathered_weights(
+    schedule: PipelineSchedule, sharding: Sharding
+) -> None:
+    """torch would lose the gradients of weights that are freed after the forward pass."""
+    settings: dict[str, Any] = {"pipeline_schedule": schedule, "sharding": sharding}
+    for refused in (partial(Parallelism, pipeline_parallel=2), partial(PromoteSettings, pipeline_parallel="auto")):
+        with pytest.raises(ValueError, match=f'"none" or "zero2".*"{schedule}".*got "{sharding}"'):
+            refused(**settings)
+    assert not Parallelism(**settings).splits_backward

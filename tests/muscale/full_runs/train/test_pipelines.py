@@ -21,7 +21,7 @@ from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Sharding
 from proxy_models.architecture.stage import Stage
-from proxy_models.architecture.stage_layout import PipelineSchedule
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -107,6 +107,7 @@ QUICK = {("1f1b", "zero2"), ("1f1b", "tensor"), ("interleaved", "full")} | {
         pytest.param(schedule, spread, marks=() if (schedule, spread) in QUICK else pytest.mark.soak)
         for schedule in get_args(PipelineSchedule)
         for spread in LAYOUTS
+        if schedule not in SPLIT_BACKWARD or "full" not in spread
     ],
 )
 def test_a_schedule_has_the_figures_of_one_process_and_its_checkpoints(
@@ -129,6 +130,8 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
         2,
         {"positions": "learned", "biases": True, "norm": "layernorm", "document_separator": ord(" ")},
     ),
+    "recomputed, gradients apart": (layout("zero_bubble_v", checkpointing="full"), 2, {}),
+    "selective, gradients apart": (layout("zero_bubble", checkpointing="selective"), 2, {}),
     "adafactor": (layout(sharding="zero2"), 4, {"values": {"optimizer": "adafactor"}}),
     "muon": (layout(sharding="full"), 4, {"values": {"optimizer": "muon"}, "n_layers": 6}),
     "lion, hybrid": (layout(sharding="hybrid", shard_ranks=1), 4, {"values": {"optimizer": "lion"}}),
