@@ -244,7 +244,8 @@ def _candidates(
             *plain.unfit(workers, sequences=sequences, node_ranks=node_devices),
         )
         if not errors:
-            yield from (replace(plain, checkpointing=kind) for kind in get_args(Checkpointing))
+            kinds = get_args(Checkpointing)[:1] if plain.splits_backward else get_args(Checkpointing)
+            yield from (replace(plain, checkpointing=kind) for kind in kinds)
 
 
 def _complexity(parallelism: Parallelism) -> tuple[int, ...]:

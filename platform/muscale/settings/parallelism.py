@@ -20,15 +20,20 @@ SOAP_IN_PIPELINES = (
 )
 
 
-def require_kept_weights(sharding: str, schedule: PipelineSchedule) -> None:
-    """Refuse a schedule of `SPLIT_BACKWARD` for weights that are freed after a forward pass; raise ValueError.
+def require_whole_graph(schedule: PipelineSchedule, sharding: str, checkpointing: str) -> None:
+    """Refuse weights that are freed after a forward pass, and recomputation, under a schedule of `SPLIT_BACKWARD`; raise ValueError.
 
-    torch finds a stage's weights before the backward pass gathers them again, so their gradients would be lost.
+    torch finds a stage's weights before the backward pass gathers them again, so their gradients would be lost. It would recompute
+    a block for both kinds of gradients, which it refuses for "selective" and which costs more than the schedule gains for "full".
     """
+    apart = f'with pipeline_schedule = "{schedule}", which computes gradients of weights apart'
     if sharding in ("full", "hybrid"):
         raise ValueError(
-            f'sharding must be "none" or "zero2" with pipeline_schedule = "{schedule}", which computes gradients of weights apart '
-            f'and needs gathered weights for that; got "{sharding}"'
+            f'sharding must be "none" or "zero2" {apart} and needs gathered weights for that; got "{sharding}"'
+        )
+    if checkpointing in ("selective", "full"):
+        raise ValueError(
+            f'activation_checkpointing must be "none" {apart} and would recompute blocks twice; got "{checkpointing}"'
         )
 
 
@@ -64,7 +69,7 @@ class Parallelism:
         pipeline_parallel: Ranks that have different blocks and pass activations on, by micro-batches (Narayanan et al.,
             arXiv 2104.04473). "full" and "hybrid" gather a block again for every micro-batch, "none" and "zero2" once a step.
         pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages. `SPLIT_BACKWARD` needs
-            "none" or "zero2".
+            "none" or "zero2", and no checkpointing.
         checkpointing: Values that a block keeps for its backward pass.
     """
 
@@ -85,7 +90,7 @@ class Parallelism:
                 f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
             )
         if self.splits_backward:
-            require_kept_weights(self.sharding, self.pipeline_schedule)
+            require_whole_graph(self.pipeline_schedule, self.sharding, self.checkpointing)
         if self.shard_ranks is None:
             return
         if self.sharding != "hybrid":

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StageError
-from muscale.settings.parallelism import Parallelism, require_kept_weights
+from muscale.settings.parallelism import Parallelism, require_whole_graph
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
@@ -104,7 +104,7 @@ class PromoteSettings(StrictTable):
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
         if self.pipeline_parallel != 1 and self.pipeline_schedule in SPLIT_BACKWARD:
-            require_kept_weights(self.sharding, self.pipeline_schedule)
+            require_whole_graph(self.pipeline_schedule, self.sharding, self.activation_checkpointing)
             if self.compile:
                 raise ValueError(
                     f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '

@@ -114,5 +114,5 @@ def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
     stated = PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble", sharding="auto")
     assert _schedules(stated) == ("zero_bubble",)
     staged = [one for one in _candidates(TINY, 2, 512, 8, None, ["zero_bubble"], "adamw") if one.pipeline_parallel > 1]
-    assert {one.sharding for one in staged} == {"none", "zero2"}
+    assert {(one.sharding, one.checkpointing) for one in staged} == {("none", "none"), ("zero2", "none")}
     assert _schedules(PromoteSettings(pipeline_parallel=2)) == ("1f1b",)

@@ -11,7 +11,7 @@ import pytest
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import Sharding
+from proxy_models.architecture.memory import Checkpointing, Sharding
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from tests.proxy_models.families import Recurrent
 
@@ -86,6 +86,15 @@ def test_a_schedule_that_splits_backward_passes_needs_gathered_weights(
     """torch would lose the gradients of weights that are freed after the forward pass."""
     settings: dict[str, Any] = {"pipeline_schedule": schedule, "sharding": sharding}
     for refused in (partial(Parallelism, pipeline_parallel=2), partial(PromoteSettings, pipeline_parallel="auto")):
-        with pytest.raises(ValueError, match=f'"none" or "zero2".*"{schedule}".*got "{sharding}"'):
+        with pytest.raises(ValueError, match=f'sharding.*"{schedule}".*got "{sharding}"'):
             refused(**settings)
     assert not Parallelism(**settings).splits_backward
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_schedule_that_splits_backward_passes_recomputes_nothing(checkpointing: Checkpointing) -> None:
+    settings: dict[str, Any] = {"pipeline_schedule": "zero_bubble_v", "sharding": "zero2"}
+    with pytest.raises(ValueError, match=f'activation_checkpointing.*got "{checkpointing}"'):
+        Parallelism(pipeline_parallel=2, checkpointing=checkpointing, **settings)
+    with pytest.raises(ValueError, match=f'activation_checkpointing.*got "{checkpointing}"'):
+        PromoteSettings(pipeline_parallel="auto", activation_checkpointing=checkpointing, **settings)

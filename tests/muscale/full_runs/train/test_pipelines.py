@@ -130,8 +130,6 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
         2,
         {"positions": "learned", "biases": True, "norm": "layernorm", "document_separator": ord(" ")},
     ),
-    "recomputed, gradients apart": (layout("zero_bubble_v", checkpointing="full"), 2, {}),
-    "selective, gradients apart": (layout("zero_bubble", checkpointing="selective"), 2, {}),
     "adafactor": (layout(sharding="zero2"), 4, {"values": {"optimizer": "adafactor"}}),
     "muon": (layout(sharding="full"), 4, {"values": {"optimizer": "muon"}, "n_layers": 6}),
     "lion, hybrid": (layout(sharding="hybrid", shard_ranks=1), 4, {"values": {"optimizer": "lion"}}),
