@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial
 from proxy_models.architecture import attention, products
 from proxy_models.architecture.attention import cuda_kernel
 from proxy_models.architecture.layers import Embedding
+from proxy_models.architecture.sharded import group_of, part_of
+from proxy_models.training import adafactor, rank_totals, whole_matrices
 from proxy_models.training.whole_matrices import WholeMatrices
 
 
@@ -85,7 +87,12 @@ def fake_gpu() -> Iterator[None]:
             (attention, "_on_gpu", lambda _: True),
             (products, "MKL_IS_SLOW", False),
             (WholeMatrices, "_places", property(_real(vars(WholeMatrices)["_places"].func))),
-            (DeviceMesh, "_concatenate", staticmethod(_real(DeviceMesh._concatenate))),
+            *(
+                (DeviceMesh, name, staticmethod(_real(getattr(DeviceMesh, name))))
+                for name in ("_concatenate", "from_group")
+            ),
+            *((module, "group_of", _real(group_of)) for module in (rank_totals, whole_matrices)),
+            (adafactor, "part_of", _real(part_of)),
             *(
                 (DeviceMesh, name, _real(getattr(DeviceMesh, name)))
                 for name in ("__init__", "__getitem__", "get_coordinate")

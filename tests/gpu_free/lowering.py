@@ -36,6 +36,7 @@ from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.memory import CHUNK_ENTRIES, Checkpointing
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training import soap
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
@@ -226,7 +227,7 @@ def lowered_loss() -> Lowered:
 
 
 def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
-    """Take three steps of two passes in bf16: forward, backward, clipping and the optimizer."""
+    """Take three steps of two passes in bf16: forward, backward, clipping and the optimizer; SOAP renews its eigenbases in each."""
     batch = 8 * SHAPE.context_length
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=optimizer).resolve(100 * batch)
     numerics = Numerics(
@@ -234,7 +235,7 @@ def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
         guard=GuardSettings(window=8) if guarded else None,
     )  # fmt: skip
     noted = HostWaits(DEVICE.type)
-    with h100():
+    with h100(), patch.object(soap, "_FREQUENCY", 1):
         model = _model(SHAPE)
         made = make_optimizer(model, numerics.parametrization(recipe.optimizer), recipe)
         stepper = Stepper(model, made, numerics, recipe, micro_batch=4)

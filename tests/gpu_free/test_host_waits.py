@@ -15,7 +15,15 @@ from tests.gpu_free.host_waits import STEPS, Steps, taken
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    "steps", [Steps(guarded=True), Steps(layout="tensor", compiled=True), Steps(guarded=True, experts=True)], ids=str
+    "steps",
+    [
+        Steps(guarded=True),
+        Steps(layout="tensor", compiled=True),
+        Steps(guarded=True, experts=True),
+        Steps(optimizer="soap"),
+        Steps(layout="1f1b", optimizer="lamb"),
+    ],
+    ids=str,
 )
 def test_no_step_waits_and_compiled_blocks_are_one_graph(steps: Steps) -> None:
     found = taken(steps)
