@@ -151,7 +151,7 @@ class Stages:
         if found := self.known.fit:
             return found
         config, rows = self._contents.config, self.ladder()
-        found = ladder.fit_law(rows, config.fit, config.model.loss_unit)
+        found = ladder.fit_law(rows, config.fit, config.model)
         self.known = replace(self.known, fit=found)
         return found
 

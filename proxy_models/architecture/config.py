@@ -269,6 +269,15 @@ class ModelConfig(Member):
         return self.experts_per_token / self.n_experts if self.n_experts else 1.0
 
     @property
+    def n_params_convention(self) -> str:
+        """What `n_params` counts, in words."""
+        return (
+            "parameters that a token uses, without the embedding table"
+            if self.n_experts
+            else super().n_params_convention
+        )
+
+    @property
     def has_penalty(self) -> bool:
         """True if routers add terms to the training loss."""
         return self.balance_loss > 0 or self.router_z_loss > 0

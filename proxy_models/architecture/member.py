@@ -52,6 +52,11 @@ class Member(Serializable, ABC):
         """Training FLOPs per token, including attention."""
 
     @property
+    def n_params_convention(self) -> str:
+        """What `n_params` counts, in words."""
+        return "all parameters but the embedding table"
+
+    @property
     def loss_unit(self) -> str:
         """Unit of the losses that training reports."""
         return NATS

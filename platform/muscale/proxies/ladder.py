@@ -22,6 +22,8 @@ from muscale.settings.plan import Stem
 from muscale.settings.tables import FitSettings
 from muscale.store.evaluations import Evaluated
 from muscale.store.lineage import Chain, stems
+from proxy_models.architecture.member import Member
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
@@ -32,7 +34,6 @@ from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
-N_PARAMS_CONVENTION = "all parameters but the embedding table"
 MAX_WARMUP = 2.1
 """Largest warmup of a fitted run, relative to the study's own fraction: a branch at half its stem's length has twice the
 fraction (plus rounding to a batch); a shorter branch is mostly warmup, and so its loss belongs to another recipe (assumed)."""
@@ -168,13 +169,13 @@ def law_rows(
     return rows[[*columns, "annealed", "left_out"]]
 
 
-def fit_law(rows: pd.DataFrame, settings: FitSettings, loss_unit: str) -> ScalingFit:
-    """Fit the law L(N, D) to the rows of `law_rows`, with losses in this unit; raise StageError if no law can be fitted."""
+def fit_law(rows: pd.DataFrame, settings: FitSettings, model: Member) -> ScalingFit:
+    """Fit the law L(N, D) to the rows of `law_rows` of models like this; raise StageError if no law can be fitted."""
     try:
         return fit(
             rows,
-            n_params_convention=N_PARAMS_CONVENTION,
-            loss_unit=loss_unit,
+            n_params_convention=model.n_params_convention,
+            loss_unit=model.loss_unit,
             n_bootstrap=settings.n_bootstrap,
             seed=settings.seed,
             max_regret=settings.max_regret,
@@ -226,6 +227,10 @@ def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
 def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
     if (depth := row["numerics"]["model"]["n_layers"]) != numerics.model.n_layers:
         return f"its depth is {depth}, the policy's is {numerics.model.n_layers}"
+    ours = numerics.model.to_dict()
+    for name in CARRIED_EXPERTS:
+        if (value := row["numerics"]["model"].get(name)) != ours.get(name):
+            return f"its {name} is {value}, the policy's is {ours.get(name)}"
     for name, distribution in space.items():
         if isinstance(distribution, Choice | Ordinal) and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"

@@ -19,6 +19,7 @@ from muscale.proxies.measures import Measures
 from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import stems
+from proxy_models.architecture.config import as_decoder
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from proxy_models.evaluation.quantised_loss import QuantisedLoss
 from proxy_models.training.numerics import Numerics
@@ -193,6 +194,20 @@ def test_runs_of_an_earlier_revision_of_the_study_enter_no_law(
         jobs += ladder.branches(trained, tuned, [16384], tuned_at=16384, purpose="transfer", label="w")
     table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
     assert list(table["left_out"]) == [reason for *_, reason in settings]
+
+
+def test_runs_of_other_experts_enter_no_law(config: StudyConfig, numerics: Numerics, horizon: HorizonLaw) -> None:
+    mixture = replace(as_decoder(config.model), n_experts=4, expert_ratio=1.0)
+    jobs = []
+    for size in (4, 8):
+        trained = replace(numerics, model=mixture.along("experts", size), base=mixture)
+        jobs += ladder.branches(
+            trained, config.hyperparameters, [16384], tuned_at=16384, purpose="transfer", label="experts"
+        )
+    runs, ours = pd.DataFrame([as_run(job) for job in jobs]), replace(numerics, model=mixture, base=mixture)
+    table = ladder.law_rows(runs, config.hyperparameters, config.sweep.space, horizon, ours)
+    assert [reason == "" for reason in table["left_out"]] == [True, False]
+    assert "n_experts" in table["left_out"][1]
 
 
 def test_a_sweep_gives_each_run_s_distance_from_the_policy(

@@ -36,9 +36,7 @@ def test_each_axis_has_its_grid_and_shares_the_base_s_runs(make_study: MakeStudy
     found = {
         (m.along, m.size): as_decoder(m.job.chain.numerics.model) for m in members if m.along not in ("width", "batch")
     }
-    assert {
-        key: (model.n_experts, model.experts_per_token, model.expert_ratio) for key, model in found.items()
-    } == {
+    assert {key: (model.n_experts, model.experts_per_token, model.expert_ratio) for key, model in found.items()} == {
         ("experts", 4): (4, 1, 1.0),
         ("experts", 8): (8, 2, 1.0),
         ("experts", 16): (16, 4, 1.0),
@@ -99,9 +97,7 @@ def verdict_of(config: StudyConfig, drifts: dict[str, float]) -> Verdict:
 
 
 def planned(config: StudyConfig, verdict: Verdict) -> Plan:
-    return Planner(
-        config, config.hyperparameters, planted_horizon(), planted_fit(), axis_laws=verdict.axis_laws
-    ).plan()
+    return Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), axis_laws=verdict.axis_laws).plan()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +105,11 @@ def planned(config: StudyConfig, verdict: Verdict) -> Plan:
     [
         ({"n_experts": 32, "experts_per_token": 8}, {}, True),
         ({"n_experts": 16}, {}, True),
-        ({"n_experts": 32, "experts_per_token": 8, "expert_ratio": 0.25}, {}, False),  # two granularities are no evidence
+        (
+            {"n_experts": 32, "experts_per_token": 8, "expert_ratio": 0.25},
+            {},
+            False,
+        ),  # two granularities are no evidence
         ({"n_experts": 16, "experts_per_token": 4}, {"experts": -0.6}, True),  # by its law
         ({"n_experts": 64, "experts_per_token": 16}, {"experts": -0.6}, False),  # beyond its law
         ({"n_experts": 16}, {"experts": -0.6}, True),
