@@ -1,6 +1,7 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    fit(runs, form=MixtureOfExperts(), …)    the same with a sparsity: active and total parameters -> ScalingFit
     backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
     decide(fit, Budget.of_dollars(…))        the size and tokens for a budget              -> Decision
     next_runs(fit, n_params, n_tokens, …)    what to train next for a narrower forecast    -> NextRuns

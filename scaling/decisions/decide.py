@@ -115,7 +115,7 @@ def decide(
         least, most = fit.n_tokens_range
         if least == most:
             raise ScalingError(
-                f"all runs have {most:.4g} tokens, so they do not show the best D/N: set tokens_per_param=…, or add runs of two lengths"
+                f"all runs have {most:.4g} tokens, so they do not show the best D/N: set tokens_per_param=…, or add two lengths"
             )
         if doubt := fit.unidentified(given.compute_flops):
             raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")

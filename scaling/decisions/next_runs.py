@@ -173,6 +173,7 @@ def _bring_support(rows: pd.DataFrame, points: pd.DataFrame, target: Mapping[str
     now = unsupported(rows, None, **target).keys() - beside_number
     if not now:
         return np.zeros(len(points), dtype=bool)
+    rows = rows[[*target, "stem"]].astype({"stem": object})
     pairs = (_with_runs(rows, points.iloc[[number, number]]) for number in range(len(points)))
     return np.array([unsupported(pair, None, **target).keys() - beside_number < now for pair in pairs])
 
@@ -203,7 +204,7 @@ def candidate_runs(
     n_tokens: float,
     *,
     affordable_flops: float,
-    per_decade: int = 6,
+    per_decade: float = 6,
     **columns: float,
 ) -> pd.DataFrame:
     """Return possible runs: sizes from the smallest fitted to the target's, each with several D/N in the fit's range.
@@ -216,7 +217,7 @@ def candidate_runs(
             above 500 unless the target's does: extreme runs seem the most informative, but there the form fails first.
         n_params, n_tokens: the target; no candidate has more compute than the target, or less than the smallest run.
         affordable_flops: most FLOPs that one run may cost.
-        per_decade: number of sizes in each decade; D/N and sparsity have half as many values in each decade.
+        per_decade: number of sizes in each decade; D/N has half as many values in each decade, the sparsity a third.
         columns: the law's further columns at the target.
 
     Returns:
@@ -235,7 +236,7 @@ def candidate_runs(
     low, high = np.clip([low, high * RATIO_MARGIN], least, most)
     ratios = _spaced(low, high, per_decade / 2)
     further = {
-        name: _spaced(min(value, fit.rows[name].min()), max(value, fit.rows[name].max()), per_decade / 2)
+        name: _spaced(min(value, fit.rows[name].min()), max(value, fit.rows[name].max()), per_decade / 3)
         for name, value in columns.items()
     }
     one_length = fit.n_tokens_range[0] == fit.n_tokens_range[1]
@@ -273,7 +274,7 @@ def _full_width(scale: float, level: float) -> float:
 def _with_runs(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
     """Return the rows with further runs, whose losses are unknown."""
     added = points.assign(stem=[f"next {len(rows) + number}" for number in range(len(points))])
-    return pd.concat([rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
+    return pd.concat([rows.astype({"stem": object}, copy=False), added], ignore_index=True)
 
 
 def _spaced(low: float, high: float, per_decade: float) -> Array:

@@ -67,8 +67,8 @@ def frontier_data(
     frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
     parts = [runs[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run"), frontier]
     if target is not None:
-        columns = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")
-        parts.append(pd.DataFrame([{column: getattr(target, column) for column in columns} | {"series": "forecast"}]))
+        shown = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")
+        parts.append(pd.DataFrame([{column: getattr(target, column) for column in shown} | {"series": "forecast"}]))
     return pd.concat(parts, ignore_index=True)
 
 

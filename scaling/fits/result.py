@@ -200,22 +200,24 @@ class ScalingFit(JsonResult):
 
     def plot_frontier(self, target: Forecast | None = None, **columns: float) -> Figure:
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
-        return draw_frontier(frontier_data(self.residuals(), self.ensemble, target, **columns), self.loss_unit)
+        return draw_frontier(
+            frontier_data(self.residuals(), self.ensemble, target, **self._shown(columns, target)), self.loss_unit
+        )
 
     def plot_contours(self, target: Forecast | None = None, **columns: float) -> Figure:
         """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute."""
-        data = contours_data(self.residuals(), self.best_law, target, **columns)
+        data = contours_data(self.residuals(), self.best_law, target, **self._shown(columns, target))
         return draw_contours(data, self.n_params_convention, self.loss_unit)
 
     def plot_allocation(self, level: float = 0.9, **columns: float) -> Figure:
         """The best N, D and D/N against compute with intervals, by `best_law`."""
         fits = self.ensemble if self.has_forecast else self.draws
-        data = allocation_data(self.best_law, fits, self.compute_range, level, **columns)
+        data = allocation_data(self.best_law, fits, self.compute_range, level, **self._shown(columns))
         return draw_allocation(data, self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> Figure:
         """Loss over size at fixed budgets by `best_law`, with the band of sizes at most `within` worse than the best."""
-        data = sizes_data(self.best_law, compute_flops, within, **columns)
+        data = sizes_data(self.best_law, compute_flops, within, **self._shown(columns))
         return draw_sizes(data, self.n_params_convention, self.loss_unit)
 
     def plot_parameters(self) -> Figure:
@@ -225,6 +227,12 @@ class ScalingFit(JsonResult):
     def plot_variants(self, target: Forecast) -> Figure:
         """Loss by each fit behind a forecast, with the forecast and its interval."""
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
+
+    def _shown(self, columns: Mapping[str, float], target: Forecast | None = None) -> dict[str, float]:
+        """Further columns of a figure: as given, else the target's, else the runs' median."""
+        further = {*self.law.form.columns} - {"n_params", "n_tokens"} if self.has_forecast else set()
+        medians = {name: float(self.rows[name].median()) for name in further}
+        return {**medians, **(target.columns if target else {}), **columns}
 
     @property
     def about(self) -> str:

@@ -169,7 +169,7 @@ class Restricted(Problem):
 
     @property
     def free(self) -> NDArray[np.int64]:
-        return self.basis.argmax(axis=0)
+        return np.asarray(self.basis.argmax(axis=0), np.int64)
 
     def _full(self, theta: Array) -> Array:
         return np.asarray(self.offset + theta @ self.basis.T)

@@ -41,7 +41,7 @@ class Rival:
         starts = [np.array(self.start) + (i > 0) * rng.normal(0, 0.3, len(self.start)) for i in range(4)]
         with np.errstate(all="ignore"):
             found = [least_squares(residual, start, loss="huber", f_scale=DELTA, max_nfev=500) for start in starts]
-        return self.log_loss(min(found, key=lambda each: each.cost).x, *_columns(unknown))
+        return np.asarray(self.log_loss(min(found, key=lambda each: each.cost).x, *_columns(unknown)))
 
 
 def _columns(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +51,7 @@ def _columns(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def dense(theta: np.ndarray, log_n: np.ndarray, log_s: np.ndarray) -> np.ndarray:
     """E + A/(N·S^gamma)^alpha."""
     e, a, alpha, gamma = theta
-    return np.logaddexp(e, a - np.exp(alpha) * (log_n + gamma * log_s))
+    return np.asarray(np.logaddexp(e, a - np.exp(alpha) * (log_n + gamma * log_s)))
 
 
 def geometric(theta: np.ndarray, log_n: np.ndarray, log_s: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ def clark(theta: np.ndarray, log_n: np.ndarray, log_s: np.ndarray) -> np.ndarray
     least = 1 + np.exp(first)
     most = least + np.exp(further)
     saturating = -np.log(1 / (np.exp(log_s) - 1 + 1 / (1 / least - 1 / most)) + 1 / most)
-    return a * log_n + b * saturating + c * log_n * saturating + d
+    return np.asarray(a * log_n + b * saturating + c * log_n * saturating + d)
 
 
 RIVALS = {
@@ -101,7 +101,7 @@ def errors_of(runs: pd.DataFrame, split: str, out: np.ndarray) -> pd.DataFrame:
     measured = unknown["loss"].to_numpy()
     found = {
         "forecast": np.log([each.loss for each in ahead]),
-        "law": np.log([each.law_loss for each in ahead]),
+        "law": np.log(fitted.predict(**unknown[["n_params", "n_tokens", "sparsity"]])),
         **{rival: each.predict(known, unknown) for rival, each in RIVALS.items()},
     }
     part = pd.DataFrame({method: log_loss - np.log(measured) for method, log_loss in found.items()})

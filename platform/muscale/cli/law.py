@@ -46,6 +46,7 @@ def fit(
     n_params: str | None = None,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
+    form: str | None = None,
     html: Path | None = None,
     columns: Columns = Columns(),
     options: StageOptions = StageOptions(),
@@ -58,15 +59,17 @@ def fit(
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
         loss_unit: Unit of the table's losses: "nats" per token (the default), "bits" per token (converted to nats), or "bpb".
         compute_flops: With --runs, a compute budget: also print the optimal size for it and the forecast.
+        form: With --runs, the form of the law: "chinchilla" (the default), "tied", "joint", "kaplan", "repeated" (with a column
+            unique_tokens) or "experts" (with n_params_total or sparsity; n_params counts the parameters that a token uses).
         html: With --runs, also write the result as a page to this file: decision, figures of the law, backtest, runs to train next.
     """
     if runs is not None:
-        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, html, columns, options)
+        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, form, html, columns, options)
     if study is None:
         raise StudyFileError("fit: give a study file, or a table of runs with --runs")
-    if n_params or loss_unit or compute_flops or html or columns.to_dict():
+    if n_params or loss_unit or compute_flops or form or html or columns.to_dict():
         raise StudyFileError(
-            "fit: --n-params, --loss-unit, --compute-flops, --html and column names are for --runs; "
+            "fit: --n-params, --loss-unit, --compute-flops, --form, --html and column names are for --runs; "
             "a study's budget is in its [plan], and `muscale report` writes its page"
         )
     ending = Ending(next=(options.line("plan", study), options.line("report", study)))
@@ -79,6 +82,7 @@ def _fit_runs(
     n_params: str | None,
     loss_unit: str | None,
     compute_flops: float | None,
+    form: str | None,
     html: Path | None,
     columns: Columns,
     options: StageOptions,
@@ -100,6 +104,7 @@ def _fit_runs(
             n_params_convention=n_params,
             loss_unit=loss_unit or None,
             compute_flops=compute_flops,
+            **({"form": form} if form else {}),
             columns=columns.to_dict(),
         )
         if html:

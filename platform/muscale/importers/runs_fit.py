@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 
 from muscale.errors import StageError
-from scaling import Decision, ScalingError, ScalingFit, decide, fit
+from scaling import Chinchilla, Decision, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan, positive
 from scaling.fits.as_found import NO_COLUMNS, UNIT
 from scaling.fits.runs import read_runs, unit_name
+from scaling.forms import form_named
 from scaling.forms.law import NATS
 
 _CLOSE = 2e-3
@@ -47,15 +48,17 @@ def fit_runs(
     n_params_convention: str,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
+    form: str = Chinchilla.name,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> RunsFit:
-    """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
+    """Fit a law to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
 
     Args:
         path: Path of the table; see `scaling.fit` for the columns.
         n_params_convention: Definition of n_params, such as "without embeddings".
         loss_unit: Unit of the losses; "bits per token" become nats; default nats per token.
         compute_flops: Budget for the best size and its forecast; if the runs do not determine the best D/N, at their own D/N.
+        form: Name of the form of the law (`scaling.forms`).
         columns: Names of the table's columns, by our names, as for `scaling.fit`.
 
     Raises:
@@ -64,7 +67,13 @@ def fit_runs(
     try:
         if compute_flops is not None:
             positive("compute_flops", compute_flops)
-        found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit, columns=columns)
+        found = fit(
+            path,
+            n_params_convention=n_params_convention,
+            loss_unit=loss_unit,
+            form=form_named(form),
+            columns=columns,
+        )
         doubt = None if compute_flops is None else found.unidentified(compute_flops)
         ratio = doubt.tokens_per_param if doubt else None
         decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)

@@ -130,7 +130,7 @@ def _profiles(fit: ScalingFit) -> Section:
     for name, called in _PROFILED.items():
         try:
             profile = fit.profile(name)
-        except ScalingError as error:
+        except (ScalingError, ValueError) as error:  # not bounded, or no quantity of the law
             results.append(f"no profile of {called}: {error}")
         else:
             results.append(str(profile))
@@ -150,6 +150,8 @@ def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
     budgets = [float(budget) for budget in np.geomspace(flops.median(), last, _BUDGETS)]
     drawings = drawn(fit.plot_sizes(budgets, _WITHIN), "loss over size at fixed budgets, by the law")
     try:
+        if len(fit.law.form.columns) > 2:
+            raise ScalingError("its runs differ in more than size and length")
         powers = fit_isoflops(
             fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, n_bootstrap=_RESAMPLINGS
         )

@@ -119,7 +119,8 @@ def _backtest(fit: ScalingFit) -> Section:
         about="Larger runs, forecast from the runs below a tenth and a thirtieth of the largest compute; errors in per cent.",
     )
     try:
-        found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit)
+        forms = {"forms": fit.law.form} if len(fit.law.form.columns) > 2 else {}
+        found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, **forms)
         return section(
             drawings=drawn(found.plot(), "losses forecast from smaller runs against measured losses"),
             table=as_table(found.table().drop(columns=["coverage_0.95", "width_0.95"])),
@@ -133,7 +134,8 @@ def _following(fit: ScalingFit, decision: Decision | None) -> list[Section]:
     if decision is None or decision.forecast is None:
         return []
     affordable = max(0.1 * decision.total_flops, fit.compute_range[1])
-    found = next_runs(fit, decision.n_params, decision.n_tokens, affordable_flops=affordable)
+    columns = decision.forecast.columns
+    found = next_runs(fit, decision.n_params, decision.n_tokens, affordable_flops=affordable, **columns)
     return [
         _of_fit(
             title="What to run next",

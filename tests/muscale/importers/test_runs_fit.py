@@ -13,7 +13,7 @@ import pytest
 from muscale import StageError, StudyFileError
 from muscale.cli import app
 from muscale.importers.runs_fit import fit_runs
-from scaling import Law
+from scaling import Law, MixtureOfExperts
 
 
 def ladder() -> pd.DataFrame:
@@ -115,3 +115,20 @@ def test_commands_read_the_columns_that_their_options_name(tmp_path: Path, capsy
     for study in (["fit", "study.toml"], ["compare", "study.toml"], ["sweep", "study.toml"]):
         with pytest.raises(StudyFileError):
             app([*study, "--loss", "c4"], result_action="return_value")
+
+
+def test_a_table_of_experts_is_fitted_by_the_form_that_is_named(tmp_path: Path) -> None:
+    planted = MixtureOfExperts().law(E=1.7, A=90, B=600, alpha=0.3, beta=0.3, A_total=30, alpha_total=0.25, h=0.8)
+    grid = np.meshgrid(np.geomspace(2e7, 1e9, 5), [10.0, 30.0, 100.0], [1.0, 8.0, 64.0])
+    n_params, ratio, sparsity = (x.ravel() for x in grid)
+    table = pd.DataFrame({"n_params": n_params, "n_tokens": n_params * ratio, "n_params_total": n_params * sparsity})
+    table["loss"] = planted.loss(n_params, n_params * ratio, sparsity=sparsity)
+    table.to_csv(path := tmp_path / "moe.csv", index=False)
+    found = fit_runs(path, n_params_convention="active", compute_flops=1e21, form="experts")
+    assert found.fit.law.parameters == pytest.approx(planted.parameters, rel=1e-3)
+    assert found.decision is not None
+    assert found.decision.sparsity == pytest.approx(64)
+    with pytest.raises(StageError, match="form .*'dense'"):
+        fit_runs(path, n_params_convention="active", form="dense")
+    with pytest.raises(StageError, match=r"moe\.csv: .*unique_tokens"):
+        fit_runs(path, n_params_convention="active", form="repeated")
