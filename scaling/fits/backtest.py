@@ -98,10 +98,9 @@ class Backtest(JsonResult):
 
     def __str__(self) -> str:
         table = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
+        below = "C < Cmax" if self.along == COMPUTE else f"{self.along} < the largest"
         units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
-        return "\n".join(
-            [table, *(f"{self.along} below the largest/{cut:g}: {why}" for cut, why in self.too_few.items()), units]
-        )
+        return "\n".join([table, *(f"{below}/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
 
 
 def backtest(

@@ -60,7 +60,8 @@ def fit(
 
     Args:
         runs: one row per (N, D, loss): a DataFrame, a list of dicts, the path of a Parquet, CSV, TSV or JSON Lines (.jsonl) file,
-            or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and the form's further columns.
+            or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and the form's further columns; in the place
+            of `sparsity` also `n_params_total` (`scaling.fits.sparsity`).
             Usual other names, counts in words ("1.3B", a column "Params (M)") and compute instead of tokens are read,
             and listed under `assumptions`. A row whose loss is empty, NaN or infinite is left out, with a note that names it; more
             than half of such rows are an error. Optional: `stem` (rows branched from one training run share a stem and are

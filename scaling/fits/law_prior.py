@@ -26,6 +26,8 @@ PRIOR = {
 
 The centres are close to those of nine families of finished public ladders (.73, .30, .27, .47 by `tests/benchmarks/prior.py`). The
 deviations are above the families' (.18, .26, .36, .36), most for E, whose share is near .3 in ladders of the smallest models.
+The centres of alpha_total and h, for experts, are those of the two routers of Clark et al. (2202.01169) and the deviations are
+assumed: two routers of one paper show no spread.
 """
 
 _JOINT = Joint()

@@ -24,6 +24,7 @@ from scaling.fits.size_figures import draw_sizes, sizes_data
 from scaling.fits.spread_figures import draw_parameters, draw_variants, parameters_data, variants_data
 from scaling.fits.support import unsupported
 from scaling.forms import forecast_form
+from scaling.forms.experts import SPARSITY
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.quantiles import tails
@@ -244,6 +245,11 @@ class ScalingFit(JsonResult):
                 "N": f"{span(*self.n_params_range)} parameters ({counted(self.n_params_convention)})",
                 "D": f"{span(*self.n_tokens_range)} tokens, {span(*self.tokens_per_param_range)} per parameter",
                 "C": f"{span(*self.compute_range)} FLOPs",
+                **(
+                    {SPARSITY: span(self.rows[SPARSITY].min(), self.rows[SPARSITY].max())}
+                    if SPARSITY in self.rows
+                    else {}
+                ),
                 "residual": f"{self.residual_std:.2%} of the loss",
                 "objective": f"{self.objective:.8g}, sum of Huber terms at delta {self.delta:g}",
                 **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),

@@ -128,9 +128,11 @@ def _profiles(fit: ScalingFit) -> Section:
     results: list[str] = []
     drawings: tuple[Drawing, ...] = ()
     for name, called in _PROFILED.items():
+        if name == "params_exponent" and fit.law.params_exponent is None:
+            continue
         try:
             profile = fit.profile(name)
-        except (ScalingError, ValueError) as error:  # not bounded, or no quantity of the law
+        except ScalingError as error:
             results.append(f"no profile of {called}: {error}")
         else:
             results.append(str(profile))
