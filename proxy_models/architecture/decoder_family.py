@@ -140,7 +140,7 @@ class DecoderFamily(Family):
             table_params=groups["embedding"] + groups["positions"] + groups["readout"],
         )
 
-    def attention_kernel(self, member: Member, dtype: torch.dtype) -> AttentionKernel:
+    def attention_kernel(self, member: Member, dtype: torch.dtype, *, context_parallel: int = 1) -> AttentionKernel:
         """Return the kernel of `attend`; where a kernel lacks grouped heads, `attend` expands them."""
         from proxy_models.architecture.attention import cuda_kernel
 
@@ -150,7 +150,9 @@ class DecoderFamily(Family):
             model.head_dim,
             biased=model.positions == "alibi",
             grouped=False,
-            sparse=model.document_separator is not None or model.attended < model.context_length,
+            sparse=model.document_separator is not None
+            or model.attended < model.context_length
+            or context_parallel > 1,
         )
         return AttentionKernel(kernel=kernel, n_heads=model.n_heads, head_dim=model.head_dim)
 

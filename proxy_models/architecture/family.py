@@ -245,8 +245,13 @@ class Family(ABC):
         """Return the sizes from which the time of a step is predicted; None: it is unknown."""
         return None
 
-    def attention_kernel(self, member: Member, dtype: torch.dtype) -> AttentionKernel | None:
-        """Return the kernel that a GPU takes for the member's attention in this dtype; None: it is unknown."""
+    def attention_kernel(
+        self, member: Member, dtype: torch.dtype, *, context_parallel: int = 1
+    ) -> AttentionKernel | None:
+        """Return the kernel that a GPU takes for the member's attention in this dtype; None: it is unknown.
+
+        `context_parallel` is the number of ranks that share every sequence.
+        """
         return None
 
     def shared_sizes(self, member: Member) -> Mapping[str, int]:

@@ -23,8 +23,10 @@ class LAMB(torch.optim.Optimizer):
     Sharded tensors are supported, with one reduction per step for all tensors, and no step waits for a device.
     """
 
+    mark = "adapted"
+
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
-        super().__init__(settings, {"betas": betas, "adapted": False, "stack": False})
+        super().__init__(settings, {"betas": betas, self.mark: False, "stack": False})
         self._totals = RankTotals()
 
     @torch.no_grad()
@@ -38,7 +40,7 @@ class LAMB(torch.optim.Optimizer):
         for group, parameter in moving:
             _take_in(parameter, self.state[parameter], *group["betas"])
         # Directions are computed twice, so that those of all parameters are never in memory together.
-        adapted = [(group, parameter) for group, parameter in moving if group["adapted"]]
+        adapted = [(group, parameter) for group, parameter in moving if group[self.mark]]
         squares = self._totals([p for _, p in adapted], [self._squares(group, p) for group, p in adapted])
         ratios = {parameter: _ratio(sums, parameter) for (_, parameter), sums in zip(adapted, squares, strict=True)}
         for group, parameter in moving:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+
+from proxy_models.architecture.sharded import own
 
 
 class MatricesWithAdamW(torch.optim.Optimizer):
@@ -46,3 +49,9 @@ class MatricesWithAdamW(torch.optim.Optimizer):
     @abstractmethod
     def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
         """Take a step of the marked groups, on each rank's own part."""
+
+
+def move(parameter: Tensor, group: dict[str, Any], update: Tensor, *, factor: float = 1.0) -> None:
+    """Apply decay, and the update times the rate and a factor, to this rank's part of a parameter."""
+    rate = group["lr"]
+    own(parameter).mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate * factor)

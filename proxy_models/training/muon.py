@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 from proxy_models.architecture.sharded import is_sharded, own
-from proxy_models.training.matrices import MatricesWithAdamW
+from proxy_models.training.matrices import MatricesWithAdamW, move
 from proxy_models.training.whole_matrices import WholeMatrices
 
 _MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
@@ -41,13 +41,13 @@ class MuonWithAdamW(MatricesWithAdamW):
         for group, parameter in moving:
             if group["stack"] or not is_sharded(parameter):
                 update = orthogonalized(own(self._nesterov(parameter)), stack=group["stack"])
-                _move(parameter, group, update)
+                move(parameter, group, update, factor=_factor(parameter, stack=group["stack"]))
         if not shared:
             return
         self._exchange = self._exchange or WholeMatrices([parameter for _, parameter in shared])
         momenta = [own(self._nesterov(parameter)).bfloat16() for _, parameter in shared]
         for (group, parameter), update in zip(shared, self._exchange(momenta, _orthogonalize), strict=True):
-            _move(parameter, group, update)
+            move(parameter, group, update, factor=_factor(parameter, stack=False))
 
     def _nesterov(self, parameter: Tensor) -> Tensor:
         """Update the momentum with the gradient, and return Nesterov's momentum."""
@@ -84,11 +84,10 @@ def _orthogonalize(matrices: dict[int, Tensor]) -> None:
         matrices[number] = orthogonalized(matrix, stack=False)
 
 
-def _move(parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-    """Apply decay and an orthogonalised update to this rank's part; the factor makes AdamW's rates and decays usable.
+def _factor(parameter: Tensor, *, stack: bool) -> float:
+    """Return the factor of an orthogonalised update with which AdamW's rates and decays are usable.
 
-    The factor is from Liu et al., arXiv 2502.16982, section 2.2.
+    From Liu et al., arXiv 2502.16982, section 2.2.
     """
-    rows, *others = parameter.shape[1:] if group["stack"] else parameter.shape
-    rate = group["lr"] * (0.2 * math.sqrt(max(rows, math.prod(others))))
-    own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+    rows, *others = parameter.shape[1:] if stack else parameter.shape
+    return 0.2 * math.sqrt(max(rows, math.prod(others)))

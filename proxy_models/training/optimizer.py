@@ -32,7 +32,7 @@ MULTIPLIERS = {
     "attention": "attention_scale",
 }
 """Name of the model's zero-dimensional buffer for each of `ForwardMultipliers`; a model may lack buffers."""
-MARKS: dict[OptimizerName, str] = {"muon": MuonWithAdamW.mark, "soap": SOAPWithAdamW.mark, "lamb": "adapted"}
+MARKS: dict[OptimizerName, str] = {"muon": MuonWithAdamW.mark, "soap": SOAPWithAdamW.mark, "lamb": LAMB.mark}
 """Mark of the groups that an optimizer moves by its own rule: Muon and SOAP hidden matrices, LAMB all tensors that start at random
 values. AdamW's rule moves the other groups."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from proxy_models.architecture.memory import MAX_ROTATED_DIM
 from proxy_models.architecture.sharded import is_sharded, own, part_of
-from proxy_models.training.matrices import MatricesWithAdamW
+from proxy_models.training.matrices import MatricesWithAdamW, move
 from proxy_models.training.whole_matrices import WholeMatrices
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SOAPWithAdamW(MatricesWithAdamW):
                 gradients = torch.cat([_gradient(p).reshape(-1, *stack.shape[1:]) for p in stack.parameters])
                 updates = self._updates(stack, gradients)
                 for parameter, update in zip(stack.parameters, updates.chunk(len(stack.parameters)), strict=True):
-                    _move(parameter, stack.group, update.reshape(own(parameter).shape))
+                    move(parameter, stack.group, update.reshape(own(parameter).shape))
         if shared := [stack for stack in stacks if stack.is_shared]:
             self._step_shared(shared)
 
@@ -109,7 +109,7 @@ class SOAPWithAdamW(MatricesWithAdamW):
 
         updates = self._exchange([_gradient(parameter) for _, parameter in owned], compute)
         for (stack, parameter), update in zip(owned, updates, strict=True):
-            _move(parameter, stack.group, update)
+            move(parameter, stack.group, update)
 
     def _updates(self, stack: _Stack, gradients: Tensor) -> Tensor:
         """Take in the gradients of this rank's matrices of the stack, and return their updates."""
@@ -212,8 +212,3 @@ def _rotated(matrices: Tensor, state: dict[str, Tensor], *, back: bool) -> Tenso
         basis = state["right_basis"]
         matrices = matrices @ (basis.mT if back else basis)
     return matrices
-
-
-def _move(parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-    """Apply decay and update to this rank's part."""
-    own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import family_of, parameter_shapes
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
@@ -55,6 +56,17 @@ def estimated_memory(
             f"{conditions['pipeline'].ranks}"
         )
     return known or traced_memory(member, **conditions)
+
+
+def checkpoint_bytes(member: Member, optimizer: str) -> int:
+    """Return the bytes of a whole model's weights and moments, or an upper bound; of a custom family, SOAP's by its matrices' shapes.
+
+    Raises:
+        ValueError: As `state_bytes`.
+    """
+    if optimizer != "soap" or isinstance(member, ModelConfig):
+        return state_bytes(member, optimizer)
+    return _FP32 * member.n_params_total + _optimizer_bytes(member, optimizer, 1, 1)
 
 
 def estimated_evaluation(

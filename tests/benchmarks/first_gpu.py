@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +106,8 @@ def main() -> None:
     device: Device = "cpu" if options.tiny else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --tiny shows that the script works")
+    if options.tiny:  # imported once and not by every rank; on a GPU a fork of what has imported this may not use CUDA
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["muscale.full_runs.train.attempt"])
     size = {"time_": 256, "heads": 2} if options.tiny else {"time_": 4096, "heads": 16}
     parts: dict[str, Callable[[], Any]] = {
         "attention": lambda: list(attention(device, **size)),

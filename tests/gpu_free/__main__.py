@@ -51,6 +51,7 @@ def main() -> int:
             for shape, layout, checkpointing, stage in product(
                 chosen.shapes, PIPELINES, get_args(Checkpointing), (0, RANKS - 1)
             )
+            if checkpointing == "none" or not PIPELINES[layout].splits_backward
         ),
     ):
         if abs(row(case)) > TOLERANCE and abs(row(replace(case, layers=None))) > TOLERANCE:

@@ -8,7 +8,6 @@ from typing import Self
 
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import state_bytes
 
 DEVICE_HOURS_PER_FAULT = 50_700.0
 """Device-hours per unexpected interruption: 419 in 54 days of 16,384 H100s (Grattafiori et al., arXiv 2407.21783,
@@ -54,7 +53,9 @@ class Cadence:
         Checkpoints are then Young's interval apart, √(2 · save time · time between faults) (CACM 17(9), 1974), and evaluations
         take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
         """
-        save_seconds = SAVE_SECONDS + state_bytes(model, optimizer) / settings.workers / SAVE_BYTES_PER_SECOND
+        from proxy_models.training.traced_memory import checkpoint_bytes  # imports torch
+
+        save_seconds = SAVE_SECONDS + checkpoint_bytes(model, optimizer) / settings.workers / SAVE_BYTES_PER_SECOND
         minutes = settings.checkpoint_every_minutes
         if minutes is None and settings.checkpoint_every_tokens is None:
             minutes = _minutes_between_saves(save_seconds, settings.workers)

@@ -96,15 +96,19 @@ def evaluation_line(
     return GateLine.judged("evaluation", peak <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
-def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> GateLine:
+def attention_line(kernel: Kernel, *, n_heads: int, head_dim: int, weight_bytes: float) -> GateLine:
     """Whether a GPU computes attention with a fused kernel.
 
     Args:
-        weight_bytes: Bytes of one block's attention weights, which only the math kernel stores.
+        n_heads: Query heads of one worker.
+        weight_bytes: Bytes of one block's attention weights on a worker, which only the math kernel stores.
     """
-    fused = f"the {kernel} kernel, heads of {head_dim}"
+    fused = f"the {kernel} kernel, {n_heads} heads of {head_dim} on a worker"
     math = f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block"
-    advice = "use a model.head_dim that is a multiple of 8 and, with model.document_separator or model.attention_window, at least 16"
+    advice = (
+        "use a model.head_dim that is a multiple of 8 and, with model.document_separator, model.attention_window or "
+        "promote.context_parallel, at least 16"
+    )
     return GateLine.judged("attention", kernel != "math", math if kernel == "math" else fused, advice)
 
 

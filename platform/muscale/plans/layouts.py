@@ -48,21 +48,21 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Settings of [promote] that select the layout."""
         own = self.parallelism
-        keys = dict(
-            zip(LAYOUT, (own.sharding, own.tensor_parallel, own.pipeline_parallel, own.checkpointing), strict=True)
-        )
+        ranks = (own.tensor_parallel, own.context_parallel, own.pipeline_parallel)
+        keys: dict[str, Any] = dict(zip(LAYOUT, (own.sharding, *ranks, own.checkpointing), strict=True))
         return keys | {"pipeline_schedule": own.pipeline_schedule} if own.pipeline_parallel > 1 else keys
 
     def __str__(self) -> str:
         """Return the settings of [promote], with predicted time and memory."""
-        chosen = self.parallelism
-        stages = (
-            f'pipeline_parallel = {chosen.pipeline_parallel}, pipeline_schedule = "{chosen.pipeline_schedule}", '
-            if chosen.pipeline_parallel > 1
-            else ""
-        )
+        chosen, groups = self.parallelism, ""
+        if chosen.context_parallel > 1:
+            groups = f"context_parallel = {chosen.context_parallel}, "
+        if chosen.pipeline_parallel > 1:
+            groups = (
+                f'pipeline_parallel = {chosen.pipeline_parallel}, pipeline_schedule = "{chosen.pipeline_schedule}", '
+            )
         return (
-            f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, {stages}micro_batch = {self.micro_batch}, '
+            f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, {groups}micro_batch = {self.micro_batch}, '
             f'activation_checkpointing = "{chosen.checkpointing}": {self.step}, {self.memory.total / 2**30:.3g} GiB'
         )
 
@@ -78,6 +78,7 @@ def fitting_layouts(
     micro_batch: int | None = None,
     shard_ranks: int | None = None,
     schedules: Sequence[PipelineSchedule] = SCHEDULES,
+    contexts: Sequence[int] = (1,),
     optimizer: str = "adamw",
     precision: Precision = "bf16",
     compiled: bool = True,
@@ -93,6 +94,7 @@ def fitting_layouts(
         micro_batch: Sequences of a pass; None: for each layout as many as fit.
         shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
         schedules: Schedules of pipelines.
+        contexts: Numbers of ranks that share every sequence.
         attended: As in `StepTime`.
 
     Raises:
@@ -105,7 +107,9 @@ def fitting_layouts(
     limit = int(MEMORY_SHARE * device.memory_bytes)
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
-    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer):
+    for parallelism in _candidates(
+        model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer, contexts
+    ):
         grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
         shares = parallelism.data_ranks(workers)
         first, share = (-(-n // shares) for n in (sequences, batch_tokens // model.context_length))
@@ -135,7 +139,12 @@ def fitting_layouts(
 
 
 def propose_layout(layouts: list[Layout]) -> Layout | None:
-    """Return the simplest layout within 2 % of the fastest, or None: fewest stages, then least tensor parallelism, and so on."""
+    """Return the simplest layout within 2 % of the fastest, or None: fewest stages, then least tensor parallelism, and so on.
+
+    More ranks share a sequence only where nothing fits with fewer, since no published run checks the prediction for them.
+    """
+    shared = min((layout.parallelism.context_parallel for layout in layouts), default=1)
+    layouts = [layout for layout in layouts if layout.parallelism.context_parallel == shared]
     near = [layout for layout in layouts if layout.step.total <= (1 + NEAR) * layouts[0].step.total]
     return min(near, key=lambda layout: _complexity(layout.parallelism), default=None)
 
@@ -169,6 +178,7 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
         micro_batch=settings.micro_batch,
         shard_ranks=settings.shard_ranks,
         schedules=_schedules(settings),
+        contexts=_degrees(settings.workers) if settings.context_parallel == "auto" else (settings.context_parallel,),
         optimizer=h.optimizer,
         **conditions,
     )
@@ -209,6 +219,11 @@ def _schedules(settings: PromoteSettings) -> Sequence[PipelineSchedule]:
     return SCHEDULES if is_open else (settings.pipeline_schedule,)
 
 
+def _degrees(workers: int) -> list[int]:
+    """Numbers of ranks that divide the workers."""
+    return [degree for degree in range(1, workers + 1) if workers % degree == 0]
+
+
 def _candidates(
     model: Member,
     workers: int,
@@ -217,25 +232,27 @@ def _candidates(
     shard_ranks: int | None,
     schedules: Sequence[PipelineSchedule],
     optimizer: str,
+    contexts: Sequence[int] = (1,),
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
-    degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0]
+    degrees = _degrees(workers)
     pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], schedules)]
     # The memory of a stage would be unknown, or its state could not move to another layout.
     if optimizer == "soap" or family_of(model).training_memory(model, micro_batch=1) is None:
         del pipelines[1:]
-    for sharding, degree, (stages, schedule) in product(get_args(Sharding), degrees, pipelines):
-        if sharding == "hybrid" and (workers // stages <= node_devices or degree > node_devices):
+    for sharding, degree, context, (stages, schedule) in product(get_args(Sharding), degrees, contexts, pipelines):
+        if sharding == "hybrid" and (workers // stages <= node_devices or degree * context > node_devices):
             continue
-        if stages > 1 and schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"):
+        if stages > 1 and (context > 1 or (schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"))):
             continue
         together = shard_ranks if sharding == "hybrid" else None
-        if together and together % degree:
+        if together and together % (degree * context):
             continue
         plain = Parallelism(
             sharding=sharding,
             shard_ranks=together,
             tensor_parallel=degree,
+            context_parallel=context,
             pipeline_parallel=stages,
             pipeline_schedule=schedule,
         )

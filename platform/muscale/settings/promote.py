@@ -17,7 +17,7 @@ from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSched
 from proxy_models.training.compilation import Compile
 from proxy_models.training.guard_settings import GuardSettings
 
-LAYOUT = ("sharding", "tensor_parallel", "pipeline_parallel", "activation_checkpointing")
+LAYOUT = ("sharding", "tensor_parallel", "context_parallel", "pipeline_parallel", "activation_checkpointing")
 """Keys that may be "auto"."""
 
 
@@ -74,7 +74,7 @@ class PromoteSettings(StrictTable):
     sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
-    context_parallel: PositiveInt = 1  # neighbouring workers that share every sequence; not chosen by "auto"
+    context_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every sequence
     pipeline_parallel: PositiveInt | Literal["auto"] = 1  # groups of workers with different blocks, one after the other
     pipeline_schedule: PipelineSchedule = "1f1b"  # order of the micro-batches in a pipeline
     # parts of a block that its backward pass computes again
@@ -121,9 +121,9 @@ class PromoteSettings(StrictTable):
             layout = self.parallelism
             # raises; a node's ranks are not known yet
             layout.grid(self.workers, node_ranks=layout.sequence_ranks)
-        elif self.context_parallel > 1:
+        elif self.context_parallel not in (1, "auto") and self.pipeline_parallel not in (1, "auto"):
             raise ValueError(
-                f'context_parallel must be 1 with promote.{self.open_layout[0]} = "auto", got {self.context_parallel}'
+                f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
             )
         elif self.sharding == "auto" and self.shard_ranks is not None:
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
@@ -176,14 +176,14 @@ class PromoteSettings(StrictTable):
     def parallelism(self) -> Parallelism:
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
         sharding, tensor, stages = self.sharding, self.tensor_parallel, self.pipeline_parallel
-        checkpointing = self.activation_checkpointing
-        if sharding == "auto" or tensor == "auto" or stages == "auto" or checkpointing == "auto":
+        context, checkpointing = self.context_parallel, self.activation_checkpointing
+        if sharding == "auto" or tensor == "auto" or context == "auto" or stages == "auto" or checkpointing == "auto":
             raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; set the layout here')
         return Parallelism(
             sharding=sharding,
             shard_ranks=self.shard_ranks,
             tensor_parallel=tensor,
-            context_parallel=self.context_parallel,
+            context_parallel=context,
             pipeline_parallel=stages,
             pipeline_schedule=self.pipeline_schedule,
             checkpointing=checkpointing,

@@ -117,8 +117,10 @@ def test_an_evaluation_must_fit_beside_the_state() -> None:
 
 
 def test_attention_weights_are_never_kept_unnoticed() -> None:
-    assert attention_line("flash", head_dim=128, weight_bytes=2**40).status == "passed"
-    kept = attention_line("math", head_dim=20, weight_bytes=2**34)
+    fused = attention_line("flash", n_heads=2, head_dim=128, weight_bytes=2**40)
+    assert fused.status == "passed"
+    assert "2 heads of 128" in fused.compared
+    kept = attention_line("math", n_heads=2, head_dim=20, weight_bytes=2**34)
     assert kept.status == "failed"
     assert "16 GiB" in kept.compared
 

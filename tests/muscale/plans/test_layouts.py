@@ -116,3 +116,17 @@ def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
     staged = [one for one in _candidates(TINY, 2, 512, 8, None, ["zero_bubble"], "adamw") if one.pipeline_parallel > 1]
     assert {(one.sharding, one.checkpointing) for one in staged} == {("none", "none"), ("zero2", "none")}
     assert _schedules(PromoteSettings(pipeline_parallel=2)) == ("1f1b",)
+
+
+def test_ranks_share_a_sequence_only_where_no_other_layout_fits() -> None:
+    """Four sequences of a million tokens on 64 devices; the heads of keys allow tensor parallelism of 8."""
+    model = replace(LLAMA_8B, context_length=2**20)
+    conditions: dict[str, Any] = {"workers": 64, "batch_tokens": 2**22, "device": "H100 SXM"}
+    assert propose_layout(fitting_layouts(model, **conditions)) is None
+    long = propose_layout(fitting_layouts(model, **conditions, contexts=(1, 2, 4, 8, 16)))
+    assert long is not None
+    assert (long.parallelism.pipeline_parallel, long.keys["context_parallel"]) == (1, long.parallelism.context_parallel)
+    assert long.parallelism.context_parallel > 1
+    short = propose_layout(fitting_layouts(TINY, workers=8, batch_tokens=2**20, device="H100 SXM", contexts=(1, 2, 4)))
+    assert short is not None
+    assert short.parallelism.context_parallel == 1

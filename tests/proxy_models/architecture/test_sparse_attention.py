@@ -15,6 +15,7 @@ from proxy_models.architecture import sparse_attention
 from proxy_models.architecture.attention import attend, cuda_kernel
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Block, Decoder, alibi_bias, next_token_loss
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
 
@@ -225,6 +226,14 @@ def test_a_gpu_takes_flex_attention_for_every_case_but_small_heads() -> None:
     for dtype, biased, grouped in product((torch.float32, torch.bfloat16), (False, True), (False, True)):
         assert cuda_kernel(dtype, 64, biased=biased, grouped=grouped, sparse=True) == "flex"
     assert cuda_kernel(torch.bfloat16, 8, biased=False, grouped=False, sparse=True) == "math"
+
+
+def test_ranks_that_share_a_sequence_take_flex_attention() -> None:
+    model = ModelConfig(d_model=64, n_layers=2, head_dim=16)
+    kernels = {
+        ranks: family_of(model).attention_kernel(model, torch.bfloat16, context_parallel=ranks) for ranks in (1, 2)
+    }
+    assert {ranks: found and found.kernel for ranks, found in kernels.items()} == {1: "flash", 2: "flex"}
 
 
 @pytest.mark.gpu

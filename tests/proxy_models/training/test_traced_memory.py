@@ -16,7 +16,7 @@ from proxy_models.architecture.memory import training_memory
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.optimizer import make_optimizer
-from proxy_models.training.traced_memory import traced_evaluation, traced_memory
+from proxy_models.training.traced_memory import checkpoint_bytes, traced_evaluation, traced_memory
 from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent, Stacked
 from tests.proxy_models.peak_memory import peak_bytes
 
@@ -72,6 +72,7 @@ def test_soap_s_state_is_what_it_keeps(family: Family) -> None:
     optimizer.step()
     kept = sum(value.nbytes for state in optimizer.state.values() for kind, value in state.items() if kind != "step")
     assert traced_memory(member, micro_batch=1, optimizer="soap").optimizer == kept
+    assert checkpoint_bytes(member, "soap") == 4 * member.n_params_total + kept
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ from muscale.plans.step_time import StepTime
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import MemoryEstimate, state_bytes
+from proxy_models.architecture.memory import MemoryEstimate
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.attended import attended_length
+from proxy_models.training.traced_memory import checkpoint_bytes
 from scaling import Verdict
 from scaling.presentation import Result
 
@@ -162,7 +163,7 @@ def dry_run(
     settings, model, h = config.promote, plan.model, plan.hyperparameters
     worker = PlannedWorker(plan=plan, config=config)
     memory, memory_lines = _memory(worker)
-    checkpoint = state_bytes(model, h.optimizer)
+    checkpoint = checkpoint_bytes(model, h.optimizer)
     cadence = Cadence.of(
         settings,
         model,
@@ -276,12 +277,13 @@ def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
     """The gate line about the attention kernel, if the model's family knows it."""
     from proxy_models.training.precision import DTYPES
 
-    model = worker.plan.model
-    if (found := family_of(model).attention_kernel(model, DTYPES[worker.plan.precision])) is None:
+    model, layout, dtype = worker.plan.model, worker.config.promote.parallelism, DTYPES[worker.plan.precision]
+    found = family_of(model).attention_kernel(model, dtype, context_parallel=layout.context_parallel)
+    if found is None:
         return
-    weights = 4 * worker.micro_batch * found.n_heads * model.context_length**2
-    shared_by = worker.config.promote.parallelism.tensor_parallel
-    yield attention_line(found.kernel, head_dim=found.head_dim, weight_bytes=weights / shared_by)
+    n_heads = -(-found.n_heads // layout.tensor_parallel)
+    weights = 4 * worker.micro_batch * n_heads * model.context_length**2 / layout.context_parallel
+    yield attention_line(found.kernel, n_heads=n_heads, head_dim=found.head_dim, weight_bytes=weights)
 
 
 def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:

@@ -9,10 +9,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
+from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
@@ -24,6 +28,7 @@ from proxy_models.architecture.stage import Stage
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.evaluation.samples import Samples
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
@@ -154,6 +159,36 @@ def test_what_a_run_may_have_is_the_same_in_stages(make_run: MakeRun, gloo_ranks
     # What Muon orthogonalises magnifies rounding; bf16 rounds sums over micro-batches in another order.
     rtol = 2e-2 if variant == "bf16" else 1e-4 if variant == "muon" else 5e-6
     np.testing.assert_allclose(figures(run), figures(whole), rtol=rtol)
+
+
+def train_compiled(run: FullRun) -> int:
+    """Train with compiled blocks, without a compiler of machine code; return the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        train(replace(run, compile=True))
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.soak)])
+def test_compiled_blocks_have_the_figures_of_one_process(
+    make_run: MakeRun, gloo_ranks: GlooRanks, schedule: PipelineSchedule
+) -> None:
+    whole = make_run(queries_per_kv=2)
+    train(whole)
+    run = staged(whole, layout(schedule))
+    assert min(gloo_ranks.call(train_compiled, run, world_size=2)) > 0
+    np.testing.assert_allclose(figures(run), figures(whole), rtol=5e-6)
+
+
+def test_a_checkpoint_of_stages_is_evaluated_as_any_other(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
+    """The asynchronous evaluator and the final task read it so, in one process and without stages."""
+    run = staged(make_run(), layout(sharding="zero2"))
+    gloo_ranks.train(run, 4)
+    found = evaluate_checkpoint(run.directory, [Samples(prompts=("a",), n_tokens=4)])
+    assert found.tokens == run.n_tokens
+    assert found.val_loss == pytest.approx(rows(run)[-1]["val_loss"], rel=5e-6)
+    assert len(found.samples) == 1
 
 
 def test_a_family_that_knows_no_stages_has_them(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
