@@ -1,4 +1,4 @@
-"""What a machine's first NVIDIA GPU should tell the record, in at most ten minutes and one file.
+"""Measure on a machine's first NVIDIA GPU what the record lacks, in at most ten minutes, and write one file.
 
     python tests/benchmarks/first_gpu.py [--minutes 10] [--out first_gpu.json] [--tiny]
 

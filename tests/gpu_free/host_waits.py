@@ -1,4 +1,4 @@
-"""Where a full run's steps would make the host wait for a GPU, on fake tensors of one rank of many, and what of them is compiled.
+"""Waits of the host for a GPU in a full run's steps, on fake tensors of one rank of many, and the graphs that are compiled.
 
 The module takes its own steps, as Lightning has it do; only what ranks agree on over gloo is not there.
 """
@@ -101,7 +101,7 @@ CASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the steps did.
+    """Waits and graphs of the steps.
 
     Attributes:
         waits: Number of waits by the step that they are in, from 1, and operator; 0: between steps, where figures are read.
@@ -289,7 +289,7 @@ def _without_values(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _Trainer:
-    """What the module asks of Lightning's."""
+    """The part of Lightning's trainer that the module uses."""
 
     world_size, global_rank = RANKS, 0
     strategy = SimpleNamespace(root_device=torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""What is compiled for GPUs, lowered for an H100 that is not there: graphs, attention's kernels, and every Triton kernel to a cubin.
+"""Lower compiled code for an H100 that is not there: graphs, attention's kernels, and every Triton kernel to a cubin.
 
 Then whole steps on fake tensors of that H100, uncompiled as optimizers are: what of them would make the host wait.
 
     make lowering
 
-Needs Linux, gcc and torch's CUDA build, which the Makefile puts into an environment of its own (5.5 GB); no GPU and no driver.
+It needs Linux, gcc and torch's CUDA build, for which the Makefile makes a separate environment (5.5 GB); no GPU and no driver.
 Exits with 1 if a case has more than one graph, attention by another kernel than FlashAttention, a kernel that ptxas refuses, or if a
 step waits.
 """
@@ -67,7 +67,7 @@ _SWITCHES = {
 
 
 class Lowered:
-    """What Inductor makes of the graphs it is given.
+    """Results of Inductor on the graphs that it receives.
 
     Attributes:
         graphs: Dynamo's.

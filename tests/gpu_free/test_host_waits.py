@@ -1,4 +1,4 @@
-"""Steps of one rank of many, on fake tensors: the host waits for the device where figures are read and nowhere else."""
+"""The host waits for the device only where figures are read, in steps of one rank of many on fake tensors."""
 
 from __future__ import annotations
 
