@@ -79,7 +79,7 @@ RANKS, STAGES = 4, 8
 """Ranks of a pipeline, and the most stages that they have."""
 _PIPELINE = Parallelism(sharding="zero2", tensor_parallel=NODE, pipeline_parallel=RANKS)
 _TWICE: tuple[PipelineSchedule, ...] = ("interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
-PIPELINES = {
+PIPELINES: dict[str, Parallelism] = {
     "1f1b": _PIPELINE,
     "1f1b, full": replace(_PIPELINE, sharding="full"),
     **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _TWICE},
