@@ -15,8 +15,7 @@ from proxy_models.architecture.sharded import own
 class MatricesWithAdamW(torch.optim.Optimizer):
     """A subclass moves the groups that `mark` is true of; torch's AdamW moves the others, and receives groups and state for each step.
 
-    A group marked `stack` has tensors (matrices, outputs, inputs). FSDP2 shards them between their matrices, so that each rank has
-    whole matrices.
+    A group marked `stack` has tensors (matrices, outputs, inputs). Ranks that have parts of the matrices exchange them for whole ones.
     """
 
     mark: ClassVar[str]

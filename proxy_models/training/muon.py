@@ -6,6 +6,7 @@ The weight of a convolution is the matrix (outputs, inputs · kernel), as there.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 
 from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.training.matrices import MatricesWithAdamW, move
-from proxy_models.training.whole_matrices import WholeMatrices
+from proxy_models.training.whole_matrices import WholeMatrices, by_matrix
 
 _MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
@@ -39,9 +40,12 @@ class MuonWithAdamW(MatricesWithAdamW):
         moving = [(group, p) for group in groups for p in group["params"] if p.grad is not None]
         shared = [(group, p) for group, p in moving if is_sharded(p) and not group["stack"]]
         for group, parameter in moving:
-            if group["stack"] or not is_sharded(parameter):
-                update = orthogonalized(own(self._nesterov(parameter)), stack=group["stack"])
-                move(parameter, group, update, factor=_factor(parameter, stack=group["stack"]))
+            factor = _factor(parameter, stack=group["stack"])
+            if group["stack"]:
+                momentum = self._nesterov(parameter).bfloat16()
+                move(parameter, group, by_matrix(momentum, partial(orthogonalized, stack=True)), factor=factor)
+            elif not is_sharded(parameter):
+                move(parameter, group, orthogonalized(self._nesterov(parameter), stack=False), factor=factor)
         if not shared:
             return
         self._exchange = self._exchange or WholeMatrices([parameter for _, parameter in shared])

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from proxy_models.architecture.memory import MAX_ROTATED_DIM
-from proxy_models.architecture.sharded import is_sharded, own, part_of
+from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.training.matrices import MatricesWithAdamW, move
-from proxy_models.training.whole_matrices import WholeMatrices
+from proxy_models.training.whole_matrices import WholeMatrices, by_matrix, placements_between
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +78,11 @@ class SOAPWithAdamW(MatricesWithAdamW):
             for parameter in stack.parameters:
                 state = self.state[parameter]
                 state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
-            if not stack.is_shared:
+            if stack.group["stack"]:
+                (parameter,) = stack.parameters
+                gradient = cast(Tensor, parameter.grad)
+                move(parameter, stack.group, by_matrix(gradient, partial(self._updates, stack)))
+            elif not stack.is_shared:
                 gradients = torch.cat([_gradient(p).reshape(-1, *stack.shape[1:]) for p in stack.parameters])
                 updates = self._updates(stack, gradients)
                 for parameter, update in zip(stack.parameters, updates.chunk(len(stack.parameters)), strict=True):
@@ -164,7 +169,9 @@ class SOAPWithAdamW(MatricesWithAdamW):
             return ours
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh, placements = (self._mesh, [Shard(0)]) if stack.is_shared else (first.device_mesh, first.placements)
+        mesh, placements = (
+            (self._mesh, [Shard(0)]) if stack.is_shared else (first.device_mesh, placements_between(first))
+        )
         like = torch.empty(stack.shape[0], *ours.shape[1:], device="meta")
         return DTensor.from_local(ours, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -174,7 +181,12 @@ class SOAPWithAdamW(MatricesWithAdamW):
         if self._exchange and stack.is_shared:
             share = _share(stack, self._exchange.group.size())
             return slice(self._exchange.group.rank() * share, (self._exchange.group.rank() + 1) * share)
-        return part_of(first)[0] if is_sharded(first) else slice(None)
+        if not is_sharded(first):
+            return slice(None)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        sizes, begins = compute_local_shape_and_global_offset(first.shape, first.device_mesh, placements_between(first))
+        return slice(begins[0], begins[0] + sizes[0])
 
 
 def _gradient(parameter: Tensor) -> Tensor:

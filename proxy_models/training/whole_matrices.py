@@ -14,12 +14,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from proxy_models.architecture.sharded import group_of
+from proxy_models.architecture.sharded import group_of, is_sharded
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 Part = tuple[slice, ...]
+
+
+def by_matrix(stack: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return this rank's part of a stack (matrices, outputs, inputs) of which a function maps some whole matrices to as many.
+
+    A stack whose matrices are sharded is exchanged for the computation, so that each rank has whole ones.
+    """
+    if not is_sharded(stack):
+        return compute(stack)
+    from torch.distributed.tensor import DTensor
+
+    between = placements_between(stack)
+    mapped = compute(stack.redistribute(placements=between).to_local()).contiguous()
+    like = DTensor.from_local(
+        mapped, stack.device_mesh, between, run_check=False, shape=stack.shape, stride=stack.stride()
+    )
+    return like.redistribute(placements=stack.placements).to_local()
+
+
+def placements_between(stack: DTensor) -> list[Placement]:
+    """Return the placements of a stack that is sharded between its matrices over the same ranks."""
+    from torch.distributed.tensor import Shard
+
+    return [Shard(0) if placement.is_shard() else placement for placement in stack.placements]
 
 
 def least_work(matrices: Sequence[Tensor], n_ranks: int) -> list[int]:

@@ -114,8 +114,6 @@ def _train_sharded(rank: int, rendezvous: str, expected: list[list[Tensor]], sta
             return distribute_tensor(values.detach(), mesh, placements)
 
         for stack, (shapes, wholes) in enumerate(zip((SHAPES, ((5, 6, 4),)), expected, strict=True)):
-            if stack and placements[-1] == Shard(1):
-                continue  # FSDP2 shards stacks between matrices
             sharded = [nn.Parameter(shared(parameter)) for parameter in parameters(shapes)]
             optimizer = optimizer_of(sharded, stack=bool(stack))
             for parameter, of_whole in zip(sharded, state, strict=False) if not stack else ():
