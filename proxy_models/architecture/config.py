@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
@@ -286,6 +287,18 @@ class ModelConfig(Member):
         """Return whether this block has experts."""
         return self.n_experts is not None and layer >= self.first_dense_layers
 
+    def with_blocks(self, n_dense: int, n_sparse: int) -> Self:
+        """Return a decoder of so many blocks without and with experts; with a window, all have it."""
+        of_experts = {"n_experts": None} | {
+            each.name: each.default for each in fields(self) if each.name in _OF_EXPERTS
+        }
+        return replace(
+            self,
+            n_layers=n_dense + n_sparse,
+            global_attention_every=None,
+            **({"first_dense_layers": n_dense} if n_sparse else of_experts),
+        )
+
     @property
     def n_sparse_layers(self) -> int:
         """Number of blocks that have experts."""
@@ -352,17 +365,27 @@ class ModelConfig(Member):
         law at small sizes).
         """
         groups = self.n_params_by_group
-        idle = groups["experts"] - round(groups["experts"] * self.active_share)
-        return self.n_params_total - groups["embedding"] - groups["positions"] - idle
+        return self.n_params_total - groups["embedding"] - groups["positions"] - self.n_idle_params
+
+    @property
+    def n_idle_params(self) -> int:
+        """Parameters of the experts that a token does not pass."""
+        of_experts = self.n_params_by_group["experts"]
+        return of_experts - round(of_experts * self.active_share)
 
     @property
     def n_matrix_entries(self) -> int:
         """Entries of the blocks' weight matrices that a token uses: attention, MLP, router and chosen experts, without biases."""
         width, d_kv, n_sparse = self.d_model, self.n_kv_heads * self.head_dim, self.n_sparse_layers
+        dense, sparse = self._mlp_entries
+        return self.n_layers * 2 * width * (width + d_kv) + (self.n_layers - n_sparse) * dense + n_sparse * sparse
+
+    @property
+    def _mlp_entries(self) -> tuple[int, int]:
+        """Entries that a token uses of an MLP, and of a router with its experts."""
         n_passed = self.experts_per_token + self.n_shared_experts
-        sparse = n_sparse * ((self.n_experts or 0) * width + n_passed * self._expert_entries)
-        dense = (self.n_layers - n_sparse) * (self._n_up + 1) * width * self.d_ff
-        return self.n_layers * 2 * width * (width + d_kv) + dense + sparse
+        dense = (self._n_up + 1) * self.d_model * self.d_ff
+        return dense, (self.n_experts or 0) * self.d_model + n_passed * self._expert_entries
 
     @property
     def train_flops_per_token(self) -> float:
@@ -379,6 +402,19 @@ class ModelConfig(Member):
         products = self.n_matrix_entries + self.vocab_size * self.d_model
         length = self.attended if attended is None else attended
         return 6.0 * products + 12.0 * self.n_layers * length * self.d_model
+
+    @property
+    def block_flops(self) -> Sequence[float]:
+        """Training FLOPs per token of each block, with the mean of all blocks' attention."""
+        mean, n_dense = super().block_flops[0], self.first_dense_layers
+        dense, sparse = (6.0 * entries for entries in self._mlp_entries)
+        n_sparse = self.n_sparse_layers
+        apart = (dense - sparse) / self.n_layers if n_dense else 0.0
+        return [mean + n_sparse * apart] * n_dense + [mean - n_dense * apart] * (self.n_layers - n_dense)
+
+    @property
+    def has_idle_params(self) -> bool:
+        return self.n_idle_params > 0
 
     @property
     def attended(self) -> float:

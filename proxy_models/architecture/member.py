@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,18 @@ class Member(Serializable, ABC):
         custom family does not separate documents.
         """
         return self.train_flops_per_token
+
+    @property
+    def block_flops(self) -> Sequence[float]:
+        """Training FLOPs per token of each block; a custom family's blocks count as equal."""
+        readout = 6.0 * self.vocab_size * self.d_model
+        return [(self.train_flops_per_token - readout) / self.n_layers] * self.n_layers
+
+    @property
+    def has_idle_params(self) -> bool:
+        """Whether a token passes only some of the parameters besides embeddings, as in a mixture of experts."""
+        looked_up = (self.vocab_size + self.context_length) * self.d_model
+        return self.n_params_total - self.n_params > looked_up
 
     @property
     def is_random(self) -> bool:

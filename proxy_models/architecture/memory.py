@@ -33,7 +33,7 @@ CHUNK_ENTRIES = 2**26
 """Largest number of logits in memory at a time: 256 MiB in fp32. `F.cross_entropy` computes up to this number without chunks."""
 MEMORY_SHARE = 0.85
 """Share of a device's memory that an estimate may fill; the allocator and communication buffers need the rest (assumed)."""
-_FP32 = 4
+_FP32, _INT64 = 4, 8
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {
     "adamw": (2, 2),
@@ -145,7 +145,7 @@ def training_memory(
         return max(estimates, key=lambda estimate: estimate.total)
     part = _Part(config, precision, tensor_parallel, context_parallel)
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
-    buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
+    buffers = part.copies(checkpointing) if is_alone else part.gathered(share, whole=whole)
     peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
     return MemoryEstimate(
         parameters=_FP32 * (part.n_params // share),
@@ -208,20 +208,22 @@ def activation_bytes(
     """
     part = _Part(config, precision, tensor_parallel, context_parallel)
     n_positions = micro_batch * part.own_positions
-    blocks = config.n_layers * part.kept_by_block(checkpointing, compiled=compiled)
+    blocks = part.kept_by_blocks(checkpointing, compiled=compiled)
     return n_positions * (blocks + part.kept_by_head(n_positions)) + part.bias_bytes
 
 
 class _Buffers(NamedTuple):
     """Buffers of a step in its readout, in a block, and while the next block is fetched.
 
-    `at_readout`, `at_block` and `prefetched` count gathered or copied parameters; the others are bytes of gradients before their
-    reduction: of the readout, of a block in the middle of its pass, and of a block at its end.
+    `at_readout`, `at_block`, `prefetched` and `arriving` count gathered or copied parameters, the last while a block's parts become
+    whole; the others are bytes of gradients before their reduction: of the readout, of a block in the middle of its pass, and of a
+    block at its end.
     """
 
     at_readout: int
     at_block: int
     prefetched: int
+    arriving: int
     readout_gradient: int
     block_gradient: int
     whole_block_gradient: int
@@ -288,15 +290,46 @@ class _Part:
         return self.table if self.config.tied else 0
 
     @property
+    def n_last(self) -> int:
+        """Number of blocks that are like the last: those with experts in a mixture, otherwise all."""
+        return self.config.n_layers - self.config.first_dense_layers
+
+    @cached_property
+    def dense(self) -> _Part | None:
+        """The part with the first dense blocks of a mixture alone."""
+        n_dense = self.config.first_dense_layers
+        return replace(self, config=_of_blocks(self.config, n_dense, 0)) if n_dense else None
+
+    @property
     def block(self) -> int:
-        """Parameters of a block."""
+        """Parameters of a block; in a mixture, of one with experts."""
         tables = sum(self._of_group(name) for name in ("readout", "positions", "embedding"))
-        return (self.n_params - tables) // self.config.n_layers
+        elsewhere = tables + (self.dense.n_last * self.dense.block if self.dense else 0)
+        return (self.n_params - elsewhere) // self.n_last
 
     @property
     def in_blocks(self) -> int:
-        """Entries of the blocks' matrices."""
-        return self.config.n_matrix_entries // self.ranks
+        """Entries of the blocks' matrices, without those of routers."""
+        entries = self.config.n_matrix_entries + self.config.n_idle_params - self._groups["router"]
+        return entries // self.ranks
+
+    @property
+    def in_block_matrices(self) -> int:
+        """Entries of a block's matrices, as for `block`."""
+        return (self.in_blocks - (self.dense.in_blocks if self.dense else 0)) // self.n_last
+
+    @property
+    def in_stacks(self) -> int:
+        """Entries of a block's experts; 0 without experts."""
+        return self.config.n_params_by_group["experts"] // self.n_last
+
+    @property
+    def largest_matrix(self) -> int:
+        """Entries of the largest matrix of a block's MLP, or of a stack of experts' matrices."""
+        config = self.config
+        if config.n_experts is None:
+            return config.d_model * config.d_ff // self.ranks
+        return config.d_model * max(config.n_experts, config.n_shared_experts) * config.expert_width
 
     @cached_property
     def _groups(self) -> dict[str, int]:
@@ -312,23 +345,35 @@ class _Part:
     def copies(self, checkpointing: Checkpointing) -> _Buffers:
         """Return the buffers of a single device: low-precision copies, and one matrix' gradient at a time."""
         is_low = bool(self.low)
-        copied = is_low * (self.in_blocks if checkpointing == "none" else self.in_blocks // self.config.n_layers)
+        copied = is_low * (self.in_blocks if checkpointing == "none" else self.in_block_matrices)
         return _Buffers(
             at_readout=copied + is_low * self.table,
             at_block=copied + is_low * self.tied,
             prefetched=0,
+            arriving=0,
             readout_gradient=0,
             block_gradient=0,
-            whole_block_gradient=(_FP32 + self.low) * self.config.d_model * self.config.d_ff,
+            whole_block_gradient=(_FP32 + self.low) * self.largest_matrix,
         )
 
-    def gathered(self, *, whole: bool) -> _Buffers:
-        """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once."""
+    def put_together(self, share: int) -> int:
+        """Return the entries of a block's experts if each of `share` devices has parts of them, since FSDP2 copies these once more.
+
+        It shards between experts if their number allows equal shards (`fsdp.shard`).
+        """
+        return self.in_stacks if (self.config.n_experts or 0) % share else 0
+
+    def gathered(self, share: int, *, whole: bool) -> _Buffers:
+        """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once.
+
+        The weights are sharded over `share` devices.
+        """
         positions, block = self._of_group("positions"), self.block
         return _Buffers(
             at_readout=self.n_params if whole else positions + block + self.table,
             at_block=self.n_params if whole else positions + self.tied + 2 * block,
             prefetched=self.n_params if whole else block,
+            arriving=self.n_params if whole else positions + self.tied + 2 * block + self.put_together(share),
             readout_gradient=_FP32 * (self.table - self.tied),
             block_gradient=_FP32 * block,
             whole_block_gradient=(_FP32 + self.compute) * block,
@@ -341,17 +386,19 @@ class _Part:
         config, compute, n_positions = self.config, self.compute, micro_batch * self.own_positions
         of_token = self.kept_by_block(checkpointing, compiled=compiled)
         kept, in_block = n_positions * of_token, n_positions * self.in_block(of_token, checkpointing)
-        blocks = kept * config.n_layers + self.bias_bytes
+        blocks = n_positions * self.kept_by_blocks(checkpointing, compiled=compiled) + self.bias_bytes
         head, (forward, backward) = n_positions * self.kept_by_head(n_positions), self.in_loss(n_positions)
         stream = n_positions * (compute * config.d_model // self.ranks)
         tied = compute * self.tied  # gradient that is reduced at the end, with the rest of the model
-        late = tied + compute * config.d_model * config.d_ff // self.ranks  # and that of the MLP's last matrix
-        at_readout, at_block, prefetched = (compute * n_params for n_params in buffers[:3])
+        late = tied + compute * self.largest_matrix  # and that of the MLP's last matrix
+        at_readout, at_block, prefetched, arriving = (compute * n_params for n_params in buffers[:4])
         return [
             _Moment(at_readout, 0, blocks + head + forward),
             _Moment(at_readout, _FP32 * self.table, blocks + head + backward),
-            _Moment(at_block, buffers.readout_gradient + late, blocks + in_block),  # backward pass of the last block
-            _Moment(at_block, buffers.block_gradient + late, blocks - kept + in_block),  # … of the second-last block
+            _Moment(arriving, buffers.readout_gradient + tied, blocks),  # before the backward pass of the last block
+            _Moment(arriving, buffers.block_gradient + tied, blocks - kept),  # … of the second-last block
+            _Moment(at_block, buffers.readout_gradient + late, blocks + in_block),  # in the last block
+            _Moment(at_block, buffers.block_gradient + late, blocks - kept + in_block),  # in the second-last block
             _Moment(prefetched, buffers.whole_block_gradient + tied, blocks - kept + stream),
         ]
 
@@ -362,46 +409,114 @@ class _Part:
         the state of whole matrices, on the `n_owners` devices that share them.
         """
         config, width = self.config, self.config.d_model
-        d_kv, n_mlp = config.n_kv_heads * config.head_dim, 3 if config.activation == "swiglu" else 2
         if optimizer == "adafactor":
             tables = (1 if config.tied else self.has_embedding + self.has_readout) * (config.vocab_size + width)
             positions = config.context_length + width if config.positions == "learned" and self.has_embedding else 0
-            return config.n_layers * (6 * width + 2 * d_kv + n_mlp * (width + config.d_ff)) + tables + positions
+            routers = config.n_sparse_layers * ((config.n_experts or 0) + width)
+            matrices, stacked = self._shapes
+            return sum(n * sum(shape) for shape, n in (matrices + stacked).items()) + routers + tables + positions
         in_matrices, elsewhere = _MOMENTS[optimizer]
         if optimizer == "soap":
-            shapes = [(width, width), (d_kv, width)] * 2 + [(config.d_ff, width)] * (n_mlp - 1) + [(width, config.d_ff)]
-            rotated = rotated_numbers(Counter(shapes * config.n_layers), n_owners)
+            matrices, stacked = self._shapes
+            rotated = rotated_numbers(matrices, n_owners) + rotated_numbers(stacked, share)
             return rotated + elsewhere * (self.n_params - self.in_blocks) // share
         return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
 
+    @property
+    def _shapes(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+        """Numbers of the blocks' matrices of each shape, and of those in stacks of experts."""
+        config, width = self.config, self.config.d_model
+        d_kv, n_sparse = config.n_kv_heads * config.head_dim, config.n_sparse_layers
+        matrices = Counter([(width, width), (d_kv, width)] * 2 * config.n_layers)
+
+        def mlps(number: int, hidden: int) -> Counter[tuple[int, int]]:
+            return Counter([(hidden, width)] * (self._n_up * number) + [(width, hidden)] * number)
+
+        matrices += mlps(config.n_layers - n_sparse, config.d_ff)
+        if config.n_experts is None:
+            return matrices, Counter()
+        if config.n_shared_experts:
+            matrices += mlps(n_sparse, config.n_shared_experts * config.expert_width)
+        return matrices, mlps(n_sparse * config.n_experts, config.expert_width)
+
+    def kept_by_blocks(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
+        """Return the bytes per token that all blocks keep."""
+        of_dense = self.dense.kept_by_blocks(checkpointing, compiled=compiled) if self.dense else 0
+        return self.n_last * self.kept_by_block(checkpointing, compiled=compiled) + of_dense
+
     def kept_by_block(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
-        """Return the bytes per token that a block keeps. A compiled gated MLP recomputes its activation instead of keeping it."""
+        """Return the bytes per token that a block keeps, in a mixture one with experts.
+
+        A compiled gated MLP recomputes its activation instead of keeping it.
+        """
         config, compute, width = self.config, self.compute, self.config.d_model
-        mixed, d_kv, d_ff, n_heads, n_kv_heads = (
+        mixed, d_kv, n_heads, n_kv_heads = (
             size // self.ranks
-            for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
+            for size in (width, config.n_kv_heads * config.head_dim, config.n_heads, config.n_kv_heads)
         )
-        n_up, n_norms = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2
-        stream = compute * width // self.ranks
+        n_norms, stream = 1 if config.parallel else 2, compute * width // self.ranks
         if checkpointing == "full":
             return stream
         if checkpointing == "selective":
-            return stream + compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
+            of_attention = compute * (width + 2 * mixed + 2 * d_kv) + _FP32 * n_heads
+            return stream + of_attention + self._products_of_mlp
         block = n_norms * (self._norm // self.ranks + compute * width)
         # Queries, and the keys and values of all positions.
         block += compute * (mixed + 2 * self.context_ranks * (mixed if self._expands_keys else d_kv))
         block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
         if config.qk_norm:
             block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
-        block += compute * {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation] * d_ff
+        block += self._kept_by_mlp(
+            {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
+        )
         return block + (width if config.mlp_dropout else 0)  # a mask of bytes
+
+    @property
+    def _n_up(self) -> int:
+        """Matrices of an MLP that read the stream."""
+        return 2 if self.config.activation == "swiglu" else 1
+
+    @property
+    def _hidden(self) -> int:
+        """Hidden values of a token in an MLP, or in all the experts that it passes."""
+        config = self.config
+        if config.n_experts is None:
+            return config.d_ff // self.ranks
+        return (config.experts_per_token + config.n_shared_experts) * config.expert_width
+
+    @property
+    def _rows(self) -> int:
+        """Numbers of a token in its rows, one for each routed expert."""
+        return self.config.experts_per_token * self.config.d_model if self.config.n_experts else 0
+
+    @property
+    def _products_of_mlp(self) -> int:
+        """Bytes per token of the products of an MLP, or of router and experts."""
+        config, outputs = self.config, self._rows
+        if not config.n_experts or config.n_shared_experts:
+            outputs += config.d_model
+        return self.compute * (self._n_up * self._hidden + outputs) + _FP32 * (config.n_experts or 0)
+
+    def _kept_by_mlp(self, times: int) -> int:
+        """Return the bytes per token that an MLP keeps besides its input: its hidden layer so many times, and what routing needs.
+
+        Routing keeps the scores, a token's gates three times and its places three times, in int64, and the rows before and after the
+        experts. The router reads the token in fp32.
+        """
+        config, hidden = self.config, self.compute * times * self._hidden
+        if config.n_experts is None:
+            return hidden
+        n_chosen, is_root = config.experts_per_token, config.expert_scheme == "sqrt_gate"
+        router = _FP32 * (config.n_experts * (2 if config.router_z_loss else 1) + (2 + is_root) * n_chosen + 1)
+        if self.low:
+            router += _FP32 * config.d_model - (0 if config.n_shared_experts else self.low * config.d_model)
+        return hidden + 2 * self.compute * self._rows + router + 3 * _INT64 * n_chosen
 
     def in_block(self, kept: int, checkpointing: Checkpointing) -> int:
         """Return the bytes per token in a block's backward pass beyond its `kept` bytes: recomputed tensors and gradients."""
         compute, width = self.compute, self.config.d_model
-        gradients = (
-            compute * (2 * self.config.d_ff + width) // self.ranks
-        )  # the MLP's hidden layer twice, and the stream
+        # The MLP's hidden layer twice, the rows of experts, and the stream.
+        gradients = compute * (2 * self._hidden + self._rows + width // self.ranks)
         if self.ranks > 1:
             gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
         unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product
@@ -452,10 +567,8 @@ class _Part:
 
 
 @cache
-def _with_layers(config: ModelConfig, n_layers: int) -> ModelConfig:
-    return replace(
-        config, n_layers=n_layers, global_attention_every=None
-    )  # whose memory is that of blocks with a window
+def _of_blocks(config: ModelConfig, n_dense: int, n_sparse: int) -> ModelConfig:
+    return config.with_blocks(n_dense, n_sparse)
 
 
 @dataclass(frozen=True)
@@ -467,13 +580,13 @@ class _StageRank:
     receives, activations and gradients apart.
 
     Attributes:
-        blocks: Numbers of blocks of the device's stages.
+        blocks: Numbers of blocks of the device's stages, without and with experts if the model has any.
     """
 
     part: _Part
     pipeline: PipelineShare
     rank: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
 
     @classmethod
     def all_of(
@@ -481,15 +594,21 @@ class _StageRank:
     ) -> Iterator[_StageRank]:
         """Generate the devices of a pipeline that may need the most: of equal neighbours the outer two."""
         schedule, ranks = pipeline.schedule, pipeline.ranks
+
+        def kinds(blocks: range) -> tuple[int, int]:
+            n_sparse = sum(map(config.is_sparse, blocks))
+            return len(blocks) - n_sparse, n_sparse
+
         shapes = [
-            (blocks, rank == 0, has_last_stage(schedule, rank, ranks))
-            for rank, blocks in enumerate(blocks_of_ranks(config, schedule, ranks))
+            (tuple(map(kinds, stages)), rank == 0, has_last_stage(schedule, rank, ranks))
+            for rank, stages in enumerate(blocks_of_ranks(config, schedule, ranks))
         ]
         for rank, shape in enumerate(shapes):
             if 0 < rank < ranks - 1 and shapes[rank - 1] == shape == shapes[rank + 1]:
                 continue
             blocks, *tables = shape
-            part = _Part(_with_layers(config, sum(blocks)), precision, tensor_parallel, 1, *tables)
+            of_rank = _of_blocks(config, *map(sum, zip(*blocks, strict=True)))
+            part = _Part(of_rank, precision, tensor_parallel, 1, *tables)
             yield cls(part, pipeline, rank, blocks)
 
     def memory(
@@ -508,7 +627,8 @@ class _StageRank:
         `n_owners` is as for `_Part.n_moments`.
         """
         part = self.part
-        peak = max(self._moments(micro_batch, checkpointing, compiled=compiled, again=again), key=sum)
+        moments = self._moments(micro_batch, checkpointing, compiled=compiled, again=again, share=share)
+        peak = max(moments, key=sum)
         return MemoryEstimate(
             parameters=_FP32 * (part.n_params // share),
             gathered=peak.gathered,
@@ -524,6 +644,12 @@ class _StageRank:
         edges = 2 * len(self.blocks) - self.part.has_embedding - self.part.has_readout
         return edges * self.pipeline.sequences * self._stream
 
+    def evaluating(self, at_work: int, share: int) -> int:
+        """Bytes of gathered weights with a pass `at_work`, or while the last unit arrives and the buffer of another stays."""
+        part, unit = self.part, self.largest_unit
+        arriving = part.compute * (2 * unit + part.put_together(share))
+        return part.compute * part.n_params + max(part.compute * unit + at_work, arriving)
+
     @property
     def largest_unit(self) -> int:
         """Parameters of the largest unit that is gathered and reduced by itself."""
@@ -535,7 +661,9 @@ class _StageRank:
         config = self.part.config
         return config.context_length * (self.part.compute * config.d_model // self.part.ranks)
 
-    def _moments(self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool) -> list[_Moment]:
+    def _moments(
+        self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool, share: int
+    ) -> list[_Moment]:
         """Return the moments of a step that may be its peak, without the buffers of `received`."""
         part, number = self.part, self.pipeline.micro_batches(micro_batch)
         config, size = part.config, self.pipeline.sequences // number
@@ -543,24 +671,33 @@ class _StageRank:
         of_token = part.kept_by_block(checkpointing, compiled=compiled)
         kept, in_block = n_positions * of_token, n_positions * part.in_block(of_token, checkpointing)
         last, of_stages = len(self.blocks) - 1, []
-        for stage, blocks in enumerate(self.blocks):
+        n_blocks = [sum(of_stage) for of_stage in self.blocks]
+        of_dense = part.dense.kept_by_block(checkpointing, compiled=compiled) if part.dense else of_token
+        for stage, (n_dense, n_sparse) in enumerate(self.blocks):
+            of_blocks = n_dense * of_dense + n_sparse * of_token
             receives = not (part.has_embedding and stage == 0)  # its input, a buffer, is the first that its block keeps
             of_head = n_positions * part.kept_by_head(n_positions) if part.has_readout and stage == last else stream
-            of_stages.append(blocks * kept + of_head - receives * stream)
+            of_stages.append(n_positions * of_blocks + of_head - receives * stream)
         counts = in_flight(self.pipeline.schedule, self.rank, self.pipeline.ranks, number)
         in_all = part.bias_bytes + max(
             sum(n * of_stage for n, of_stage in zip(count, of_stages, strict=True)) for count in counts
         )
         whole, block = part.compute * part.n_params, part.compute * part.block
-        gathered = whole - again * max(0, min(self.blocks) - 2) * block  # after a stage's forward pass
-        late = part.compute * config.d_model * config.d_ff // part.ranks  # gradient of the MLP's last matrix
+        n_dense, n_sparse = min(self.blocks, key=sum)
+        dense = part.compute * part.dense.block if part.dense else block
+        of_blocks = [dense] * n_dense + [block] * n_sparse
+        gathered = whole - again * sum(of_blocks[:-2])  # after a stage's forward pass
+        late = part.compute * part.largest_matrix  # gradient of the MLP's last matrix
         moments = [
             _Moment(gathered, late, in_all + in_block),
             _Moment(gathered, block, in_all - kept + stream),
-            _Moment(whole, late, in_all + in_block - again * (max(self.blocks) - 1) * kept),
+            _Moment(whole, late, in_all + in_block - again * (max(n_blocks) - 1) * kept),
             # At the end of a step FSDP2 copies gradients into a buffer for their reduction.
             _Moment(whole - part.compute * self.largest_unit, _FP32 * self.largest_unit, part.bias_bytes),
         ]
+        if again:  # the second block of a stage arrives, while the first block's buffer stays
+            arriving = part.n_params - part.n_last * part.block + 3 * part.block + part.put_together(share)
+            moments.append(_Moment(part.compute * arriving, 0, in_all - kept))
         if part.has_readout:
             forward, backward = part.in_loss(n_positions)
             moments += [
@@ -596,16 +733,19 @@ def evaluation_memory(
     at_work = evaluation_bytes(config, sequences, precision, **shared)
     if pipeline:
         ranks = _StageRank.all_of(config, precision, tensor_parallel, pipeline)
-        most = max(rank.received + part.compute * (rank.part.n_params + rank.largest_unit) for rank in ranks)
-        return held + most + at_work + 2 * stream
+        most = max(rank.received + rank.evaluating(at_work, world_size) for rank in ranks)
+        return held + most + 2 * stream
+    copied = part.put_together(world_size)
     if world_size * tensor_parallel == 1:
-        moments = [(max(table, config.d_model * config.d_ff) * (precision != "fp32"), at_work)]
+        moments = [(max(table, part.largest_matrix) * (precision != "fp32"), at_work)]
     elif sharding in ("none", "zero2"):
         moments = [(n + max(table, block), at_work)]
     else:
         moments = [
             (3 * table, stream),  # the readout once, the embedding twice
-            (2 * table + 2 * block, 2 * stream),  # the readout, the embedding's buffer, the first block twice
+            # The readout, the embedding's buffer, the first block twice; then the first block's buffer, the second block twice.
+            (2 * table + 2 * block + copied, 2 * stream),
+            (table + 3 * block + copied, 2 * stream),
             (table + max(table, 2 * block), at_work),
         ]
     return held + max(part.compute * weights + rest for weights, rest in moments)
@@ -620,7 +760,7 @@ def evaluation_bytes(
     context_parallel: int = 1,
 ) -> int:
     """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
-    block = replace(config, n_layers=1, global_attention_every=None)
+    block = _of_blocks(config, *((0, 1) if config.n_experts else (1, 0)))
     one_block = activation_bytes(
         block, sequences, precision, tensor_parallel=tensor_parallel, context_parallel=context_parallel
     )

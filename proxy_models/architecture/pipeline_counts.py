@@ -75,10 +75,10 @@ class PipelineShare:
 
 
 @cache
-def blocks_of_ranks(member: Member, schedule: PipelineSchedule, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the number of blocks of each stage of each rank; raise ValueError if the model has too few."""
-    sizes = [len(blocks) for blocks in blocks_of_stages(member, n_stages(schedule, ranks))]
-    return tuple(tuple(sizes[stage] for stage in stages_of_rank(schedule, rank, ranks)) for rank in range(ranks))
+def blocks_of_ranks(member: Member, schedule: PipelineSchedule, ranks: int) -> tuple[tuple[range, ...], ...]:
+    """Return the numbers of the blocks of each stage of each rank; raise ValueError if the model has too few."""
+    stages = blocks_of_stages(member, n_stages(schedule, ranks))
+    return tuple(tuple(stages[stage] for stage in stages_of_rank(schedule, rank, ranks)) for rank in range(ranks))
 
 
 def has_last_stage(schedule: PipelineSchedule, rank: int, ranks: int) -> bool:

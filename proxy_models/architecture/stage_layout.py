@@ -6,6 +6,8 @@ the last and again, or in a V, back from the last rank to the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Literal
 
 from proxy_models.architecture.member import Member
@@ -38,22 +40,40 @@ def blocks_of_stages(member: Member, stages: int) -> list[range]:
 
     The last stage also has the readout, which counts as so many blocks as its products are worth; the first stage's look-ups cost
     nothing. Each stage has a block; among equally short stages a later one takes the next block, since it keeps fewer activations.
+    Of unequal blocks, a stage then gives its first or last one to a neighbour as long as this makes the longer of the two shorter.
 
     Raises:
         ValueError: If the model has fewer blocks than stages.
     """
     if member.n_layers < stages:
         raise ValueError(f"a pipeline of {stages} stages needs a block for each, got n_layers={member.n_layers}")
-    readout = 6.0 * member.vocab_size * member.d_model
-    block = (member.train_flops_per_token - readout) / member.n_layers
+    readout, of_blocks = 6.0 * member.vocab_size * member.d_model, member.block_flops
+    block = sum(of_blocks) / member.n_layers
     costs = [block] * (stages - 1) + [block + readout]
     sizes = [1] * stages
     for _ in range(member.n_layers - stages):
         shortest = min(range(stages), key=lambda stage: (costs[stage], -stage))
         sizes[shortest] += 1
         costs[shortest] += block
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    if len(set(of_blocks)) > 1:
+        _even_out(bounds, of_blocks, readout)
+    return [range(*ends) for ends in pairwise(bounds)]
+
+
+def _even_out(bounds: list[int], of_blocks: Sequence[float], readout: float) -> None:
+    """Move the bounds between stages, each of which has a block, until no move by one makes the longer of two neighbours shorter."""
+    moved = True
+    while moved:
+        moved = False
+        for stage, move in product(range(1, len(bounds) - 1), (-1, 1)):
+            begin, bound, end = bounds[stage - 1 : stage + 2]
+            at_end = readout if end == bounds[-1] else 0.0
+            before, after = (
+                max(sum(of_blocks[begin:cut]), sum(of_blocks[cut:end]) + at_end) for cut in (bound, bound + move)
+            )
+            if begin < bound + move < end and after < before:
+                bounds[stage], moved = bound + move, True
 
 
 def micro_batches(schedule: PipelineSchedule, ranks: int, sequences: int, *, most: int) -> int | None:

@@ -38,6 +38,7 @@ def main() -> int:
             for shape, layout, checkpointing, ranks in product(
                 chosen.shapes, LAYOUTS, get_args(Checkpointing), chosen.ranks
             )
+            if not (layout == "tensor" and SHAPES[shape].n_experts)
         ),
         *(
             Case(

@@ -69,6 +69,32 @@ SHAPES = {
         vocab_size=128_256,
         context_length=8192,
     ),
+    # Mixtral's (arXiv 2401.04088, table 1) and DeepSeekMoE 16B's (arXiv 2401.06066, section 5.1), whose first MLP is 10,944 wide.
+    "8x7B": ModelConfig(
+        d_model=4096,
+        n_layers=32,
+        head_dim=128,
+        queries_per_kv=4,
+        mlp_ratio=3.5,
+        vocab_size=32_000,
+        context_length=8192,
+        n_experts=8,
+        router_scores="softmax",
+    ),
+    "64x16B": ModelConfig(
+        d_model=2048,
+        n_layers=28,
+        head_dim=128,
+        mlp_ratio=5.34375,
+        vocab_size=102_400,
+        context_length=4096,
+        n_experts=64,
+        experts_per_token=6,
+        expert_ratio=0.6875,
+        n_shared_experts=2,
+        first_dense_layers=1,
+        router_scores="softmax",
+    ),
 }
 LAYOUTS = {
     "full": Parallelism(),
@@ -84,7 +110,7 @@ PIPELINES: dict[str, Parallelism] = {
     "1f1b, full": replace(_PIPELINE, sharding="full"),
     **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _TWICE},
 }
-SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1}
+SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1, "8x7B": 1, "64x16B": 2}
 """Sequences of a pass."""
 
 
@@ -93,7 +119,7 @@ class Case:
     """A step of two passes on the first of `ranks` ranks, or of two micro-batches for each rank of a pipeline.
 
     Attributes:
-        layers: Of the model; None: all.
+        layers: Number of blocks besides the first dense ones of a mixture; None: all.
         stage: Rank of the pipeline that is traced.
     """
 
@@ -117,11 +143,12 @@ class Case:
     @property
     def model(self) -> ModelConfig:
         shape = SHAPES[self.shape]
-        return replace(shape, n_layers=self.layers or shape.n_layers)
+        return replace(shape, n_layers=self.layers + shape.first_dense_layers) if self.layers else shape
 
     @property
     def parallelism(self) -> Parallelism:
-        return replace((LAYOUTS | PIPELINES)[self.layout], checkpointing=self.checkpointing)
+        layout = replace((LAYOUTS | PIPELINES)[self.layout], checkpointing=self.checkpointing)
+        return replace(layout, tensor_parallel=1) if self.model.n_experts else layout  # ranks share no expert
 
     @property
     def share(self) -> int:

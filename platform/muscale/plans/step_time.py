@@ -193,9 +193,11 @@ class StepTime:
         schedule, ranks, calls = pipeline.schedule, pipeline.ranks, 4 * self._call
         forward, backward = self._block
         forward, backward = forward + calls, backward + calls * (1 + (self.parallelism.checkpointing != "none"))
-        seconds, idle = [], []
-        for rank, blocks in enumerate(blocks_of_ranks(self.model, schedule, ranks)):
-            n, readout = sum(blocks), self._readout / 3 if has_last_stage(schedule, rank, ranks) else 0.0
+        seconds, idle, of_blocks = [], [], self.model.block_flops
+        mean = sum(of_blocks) / self.model.n_layers
+        for rank, stages in enumerate(blocks_of_ranks(self.model, schedule, ranks)):
+            n = sum(of_blocks[number] for stage in stages for number in stage) / mean
+            readout = self._readout / 3 if has_last_stage(schedule, rank, ranks) else 0.0
             passes = n * forward + readout, n * backward + 2 * readout
             seconds.append(sum(passes))
             idle.append(idle_seconds(schedule, *passes, n * self._weight_products + readout))
@@ -350,7 +352,8 @@ class StepTime:
 
     def _traffic_of_stages(self, pipeline: PipelineShare, block: float, table: float, times: int) -> _Traffic:
         """Seconds of the collectives of a rank with one table: its blocks are gathered so many times, and reduced once."""
-        layers = max(map(sum, blocks_of_ranks(self.model, pipeline.schedule, pipeline.ranks)))
+        of_ranks = blocks_of_ranks(self.model, pipeline.schedule, pipeline.ranks)
+        layers = max(sum(map(len, stages)) for stages in of_ranks)
         gather, start = (
             self._collective(self._bytes * n, self._grid.shards, self._grid.tensor) for n in (block, table)
         )
