@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from proxy_models.architecture.cross_entropy import whole_cross_entropy
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.residual import change_stream
 
@@ -42,14 +43,23 @@ class CausalLM(nn.Module):
         for block in self.get_submodule(blocks_name(self)).children():
             block.register_forward_hook(self._scale_branch, with_kwargs=True)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits, computed without a cache of keys and values."""
-        return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
+    def forward(self, tokens: Tensor, *, of_routers: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits, computed without a cache of keys and values; with `of_routers` also their auxiliary loss, weighted."""
+        if not of_routers:
+            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
+        output = self.network(input_ids=tokens, use_cache=False, output_router_logits=True)
+        return output.logits, cast(Any, self.network).config.router_aux_loss_coef * output.aux_loss
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         return change_stream(
             lambda before, after: before + self.branch_multiplier * (after - before), inputs, named, output
         )
+
+
+def loss_with_routers(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Return `sequence_loss` plus the auxiliary loss that balances experts, over these sequences (arXiv 2101.03961, eq. 4 to 6)."""
+    logits, of_routers = model(sequences[:, :-1], of_routers=True)
+    return cast(Tensor, whole_cross_entropy(logits, sequences[:, 1:]) + of_routers)
 
 
 def readout_name(model: CausalLM) -> str:

@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from fractions import Fraction
@@ -21,7 +21,17 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from proxy_models.architecture.family import Family, FamilyError
+from proxy_models.architecture.config_experts import (
+    EXPERT_WIDTHS,
+    IMPLEMENTATION,
+    active_shares,
+    expert_classes,
+    has_experts,
+    register,
+    require_chosen,
+    units_of_rows,
+)
+from proxy_models.architecture.family import Family, FamilyError, Loss
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing
 
@@ -30,7 +40,10 @@ if TYPE_CHECKING:
 
     from proxy_models.architecture.causal_lm import CausalLM
 
-_IN_PROPORTION = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner", "ffn_dim")
+_IN_PROPORTION = (
+    *("num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"),
+)
 """Sizes of a config that grow with its hidden size, if the config has them."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _OURS = ("vocab_size", "num_hidden_layers", "initializer_range", "use_cache", *_TOKENS)
@@ -66,6 +79,8 @@ def make_family(name: str, config_class: type[Any]) -> type[Family]:
     offered = [(each, hint, field(default=None)) for each, kind in own.items() if (hint := _scalars(kind))]
     if "rope_parameters" in own and "rope_theta" not in own:
         offered.append(("rope_theta", float | None, field(default=None)))
+    if config_class.model_type in EXPERT_WIDTHS and "head_dim" not in own:  # Qwen3MoeConfig takes it without a field
+        offered.append(("head_dim", int | None, field(default=None)))
     module, _, attribute = name.partition(":")
     made = make_dataclass(
         attribute,
@@ -117,6 +132,8 @@ class ConfigFamily(Family):
         for name in map(self._own, ("hidden_size", "head_dim", *_IN_PROPORTION)):
             if (size := self.arguments.get(name, 1)) < 1:
                 raise FamilyError(f"{name} must be at least 1, got {size}")
+        if self._has_experts:
+            require_chosen(self._pattern)
         for name in self._longest:
             if (longest := self.arguments.get(name, self.context_length)) < self.context_length:
                 raise FamilyError(f"{name} must be at least the context_length, {self.context_length}, got {longest}")
@@ -193,7 +210,10 @@ class ConfigFamily(Family):
     def width_step(self) -> int:  # type: ignore[override]
         """Smallest width at which every proportional size is whole."""
         with self._refusing():
-            return math.lcm(*(share.denominator for share in self._proportions.values()))
+            shares = [*self._proportions.values()]
+            if self._has_experts:
+                shares += units_of_rows(self._pattern)
+            return math.lcm(*(share.denominator for share in shares))
 
     def config(self, width: int, depth: int) -> Any:
         """Return the config of a member; raise FamilyError if the class does not allow these sizes."""
@@ -218,8 +238,12 @@ class ConfigFamily(Family):
 
         from proxy_models.architecture.causal_lm import CausalLM
 
+        options = {}
+        if self._has_experts:
+            register()
+            options["experts_implementation"] = IMPLEMENTATION
         with self._refusing(d_model=width, n_layers=depth):
-            return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth)))
+            return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth), **options))
 
     def member(self, width: int, depth: int) -> Member:
         """Return the member of this width and depth. The first call also checks by a forward pass that the sizes fit together.
@@ -230,6 +254,32 @@ class ConfigFamily(Family):
         found = super().member(width, depth)
         _require_forward(self)  # comes last, since a model without rules may be too large for the CPU
         return found
+
+    def tensor_classes(self, width: int, depth: int) -> Mapping[str, str]:
+        """Return the classes of experts' stacks and of routers."""
+        if not self._has_experts:
+            return {}
+        import torch
+
+        with torch.device("meta"):
+            return expert_classes(name for name, _ in self.build(width, depth).named_parameters())
+
+    def active_shares(self, width: int, depth: int) -> Mapping[str, float]:
+        """Return the share of the experts that one token uses, for each stack."""
+        return active_shares(self._pattern, self.tensor_classes(width, depth)) if self._has_experts else {}
+
+    @property
+    def training_loss(self) -> Loss:
+        """Cross-entropy, and the auxiliary loss of routers if the config asks for it by `output_router_logits`."""
+        if not (self._has_experts and self._pattern.output_router_logits):
+            return super().training_loss
+        from proxy_models.architecture.causal_lm import loss_with_routers
+
+        return loss_with_routers
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        return has_experts(self._pattern)
 
     @cached_property
     def readout(self) -> str:  # type: ignore[override]

@@ -401,9 +401,11 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the model's forward pass compute its products in this dtype; fp32 restores the original."""
     import torch
 
-    def forward(tokens: torch.Tensor) -> Any:
+    def forward(tokens: torch.Tensor, **named: Any) -> Any:
         with torch.autocast(tokens.device.type, dtype):
-            return type(model).forward(model, tokens)  # FSDP2 changes the class, so its forward is looked up here
+            return type(model).forward(
+                model, tokens, **named
+            )  # FSDP2 changes the class, so its forward is looked up here
 
     vars(model).pop("forward", None)
     if dtype != torch.float32:

@@ -16,6 +16,17 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "Qwen3Config": {**_HEADS, "hidden_size": 32, "intermediate_size": 96, "head_dim": 8},
     "LlamaConfig": {**_HEADS, "hidden_size": 32, "intermediate_size": 96, "tie_word_embeddings": True},
     "GPT2Config": {"n_embd": 32, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "Qwen3MoeConfig": {
+        **_HEADS,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "head_dim": 8,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "MixtralConfig": {**_HEADS, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4},
 }
 """Configuration classes of transformers, with arguments for small models without dropout."""
 

@@ -1,0 +1,93 @@
+"""Mixtures of experts among transformers' classes: those whose tensors and settings are known here, computed by our grouped product.
+
+Both classes stack the matrices of a block's experts, outputs before inputs, as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`,
+and have a linear router `mlp.gate`. Other classes with experts are refused, since a stack of theirs may have its inputs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, cast
+
+from proxy_models.architecture.config import ROW_ENTRIES
+from proxy_models.architecture.family import FamilyError
+from proxy_models.architecture.parametrization import TensorClass
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+EXPERT_WIDTHS = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+"""Name of the hidden width of an expert, by the `model_type` of each known class."""
+IMPLEMENTATION = "muscale"
+"""Name under which transformers finds `grouped_experts`."""
+_CLASSES = {
+    "mlp.experts.gate_up_proj": TensorClass.HIDDEN_STACK,
+    "mlp.experts.down_proj": TensorClass.HIDDEN_STACK,
+    "mlp.gate.weight": TensorClass.ROUTER,
+}
+
+
+def has_experts(config: Any) -> bool:
+    """Return True for the config of a known mixture."""
+    return config.model_type in EXPERT_WIDTHS and config.num_experts > 0
+
+
+def require_chosen(config: Any) -> None:
+    """Require that a token passes at least one expert and at most all of them; raise FamilyError otherwise."""
+    per_token, n_experts = config.num_experts_per_tok, config.num_experts
+    if not 1 <= per_token <= n_experts:
+        raise FamilyError(f"num_experts_per_tok must lie in 1 to the number of experts, {n_experts}, got {per_token}")
+
+
+def units_of_rows(config: Any) -> list[Fraction]:
+    """Return the sizes of rows of experts over the hidden size, in units that fill 16 bytes in bf16 and so must be whole."""
+    sizes = (config.hidden_size, getattr(config, EXPERT_WIDTHS[config.model_type]))
+    return [Fraction(size, ROW_ENTRIES * config.hidden_size) for size in sizes]
+
+
+def expert_classes(names: Iterable[str]) -> dict[str, str]:
+    """Return the classes of a mixture's tensors that their shapes do not show, by name."""
+    return {
+        name: tensor_class.value
+        for name in names
+        for ending, tensor_class in _CLASSES.items()
+        if name.endswith(f".{ending}")
+    }
+
+
+def active_shares(config: Any, classes: Mapping[str, str]) -> dict[str, float]:
+    """Return the share of each stack that one token uses, by name."""
+    share = config.num_experts_per_tok / config.num_experts
+    return {name: share for name, tensor_class in classes.items() if tensor_class == TensorClass.HIDDEN_STACK}
+
+
+def register() -> None:
+    """Make `grouped_experts` known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
+
+
+def grouped_experts(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    """Return the sum of a token's experts by their gates, in a form that compiles and is traced in every precision.
+
+    Args:
+        experts: Module of transformers with the stacks.
+        tokens: (tokens, width).
+        chosen, gates: Experts of each token and their weights, (tokens, experts per token).
+    """
+    import torch
+
+    from proxy_models.architecture.grouped import grouped_product
+
+    stacks, kind = cast(Any, experts), tokens.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    ones = torch.ones_like(order)
+    ends = ones.new_zeros(len(stacks.down_proj)).index_add(0, chosen.flatten(), ones).cumsum(0).int()
+    rows = tokens.to(dtype).repeat_interleave(chosen.shape[1], dim=0)[order]
+    rows = stacks._apply_gate(grouped_product(rows, stacks.gate_up_proj.to(dtype), ends))
+    rows = grouped_product(rows, stacks.down_proj.to(dtype), ends)[places].view(*chosen.shape, -1)
+    return cast("Tensor", (rows * gates.unsqueeze(-1)).sum(1).to(tokens.dtype))
