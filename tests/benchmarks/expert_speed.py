@@ -22,6 +22,7 @@ from proxy_models.architecture import experts
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.grouped import product_by_loop
+from proxy_models.importable import mend_torchvision
 
 DENSE = ModelConfig(d_model=256, n_layers=2, head_dim=32, context_length=256, mlp_ratio=2.0, vocab_size=512)
 MIXTURES = {
@@ -52,6 +53,7 @@ def of_decoder(config: ModelConfig, tokens: Tensor, *, compiled: bool) -> float:
 
 def of_transformers(config: ModelConfig, tokens: Tensor, implementation: str) -> float:
     """The time of Qwen3-MoE, whose attention, norms and tables have the decoder's sizes."""
+    mend_torchvision()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     model: nn.Module = Qwen3MoeForCausalLM(

@@ -75,7 +75,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         context_length=draw(st.integers(2, 12)),
         label_smoothing=draw(chance),
         z_loss=draw(chance),
-        **{name: draw(chance) for name in DROPPED},
+        **dict[str, Any]({name: draw(chance) for name in DROPPED}),
         **experts,
     )
 

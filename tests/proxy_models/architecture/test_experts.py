@@ -100,7 +100,7 @@ def test_each_pass_of_a_step_is_counted_once_and_evaluations_are_not(checkpointi
     model = decoder()
     for block in model.blocks:
         cast(Block, block).checkpointing = checkpointing
-    for part in sequences().split(4):
+    for part in torch.split(sequences(), 4):
         training_loss(model, part).backward()  # type: ignore[no-untyped-call]
     model.eval()
     training_loss(model, sequences())
@@ -152,7 +152,8 @@ def test_losses_of_the_router_are_in_the_loss_of_training_only() -> None:
     penalised = training_loss(with_config(model, config), x)
     expected = torch.zeros(())
     for block in model.blocks:
-        router, seen = cast(Any, block).mlp.router, {}
+        router = cast(Any, block).mlp.router
+        seen: dict[str, Tensor] = {}
         router.register_forward_pre_hook(lambda _, given, seen=seen: seen.update(x=given[0]))
         training_loss(model, x)
         logits = seen["x"] @ router.weight.T
