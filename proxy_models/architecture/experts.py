@@ -24,6 +24,7 @@ class Routing(NamedTuple):
     """Experts of the tokens of a pass.
 
     Attributes:
+        logits: Logits of all experts, fp32, (tokens, n_experts).
         chosen: Experts of each token, (tokens, experts_per_token).
         gates: Their weights, which sum to 1 (under "sqrt_gate", their squares do), fp32, as `chosen`.
         load: Tokens of each expert, (n_experts,), int64.
@@ -31,6 +32,7 @@ class Routing(NamedTuple):
         penalty: Terms that the router adds to the training loss.
     """
 
+    logits: Tensor
     chosen: Tensor
     gates: Tensor
     load: Tensor
@@ -46,6 +48,8 @@ class Router(nn.Module):
 
     balance_bias: Tensor
     routed: Tensor
+    held: Tensor | None = None
+    """Experts of each token, (tokens, experts_per_token), instead of a choice by scores: for measurements."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -60,7 +64,9 @@ class Router(nn.Module):
         config = self.config
         logits = F.linear(tokens.float(), self.weight.to(tokens.dtype).float())
         scores = logits.sigmoid() if config.router_scores == "sigmoid" else logits.softmax(-1)
-        chosen = (scores.detach() + self.balance_bias).topk(config.experts_per_token, dim=-1).indices
+        chosen = self.held
+        if chosen is None:
+            chosen = (scores.detach() + self.balance_bias).topk(config.experts_per_token, dim=-1).indices
         gates = scores.gather(1, chosen)
         gates = gates / (gates.sum(-1, keepdim=True) + torch.finfo(gates.dtype).tiny)
         if config.expert_scheme == "sqrt_gate":
@@ -69,7 +75,7 @@ class Router(nn.Module):
         load = ones.new_zeros(len(self.weight)).index_add(0, chosen.flatten(), ones)
         shares = scores / scores.sum(-1, keepdim=True)
         entropy = torch.special.entr(shares.detach()).sum()
-        return Routing(chosen, gates, load, entropy, self._penalty(logits, shares, load))
+        return Routing(logits, chosen, gates, load, entropy, self._penalty(logits, shares, load))
 
     def _penalty(self, logits: Tensor, shares: Tensor, load: Tensor) -> Tensor:
         """Return the z-loss (Zoph et al., arXiv 2202.08906, eq. 5) and the balance loss (Fedus et al., arXiv 2101.03961, eq. 4).

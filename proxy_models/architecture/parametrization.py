@@ -340,13 +340,9 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
     width, m = config.d_model, config.d_model / base.d_model
 
     def experts(name: str) -> Iterator[tuple[str, TensorShape]]:
-        yield f"{name}.router.weight", shape(TensorClass.ROUTER)
-        stack = TensorShape(
-            tensor_class=TensorClass.HIDDEN_STACK,
-            fan_in=width,
-            width_mult=m,
-            gradient_factor=(base.n_experts or 1) / (config.n_experts or 1),
-        )
+        share = (base.n_experts or 1) / (config.n_experts or 1)
+        yield f"{name}.router.weight", replace(shape(TensorClass.ROUTER), gradient_factor=share)
+        stack = replace(shape(TensorClass.HIDDEN_STACK), gradient_factor=share)
         if config.activation == "swiglu":
             yield f"{name}.experts.gate", stack
         yield f"{name}.experts.up", stack

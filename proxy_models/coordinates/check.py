@@ -21,7 +21,9 @@ correspond, so the check compares the stream, as the last block passes it to the
 | (i) first update       | norm of a matrix's change at its first step  | in [-0.4, 0.3]  | learning-rate scaling          |
 
 Hidden modules are all except the readout, the model, and modules that compute from the readout's output: these are functions of the
-logits and have the readout's bounds. (a) and (c) leave out the outputs of norms, since a norm fixes the size of its output.
+logits and have the readout's bounds. (a) and (c) leave out the outputs of norms, since a norm fixes the size of its output. The logits
+of a router of experts have the bound of (d). Their first change has none, as a readout's: besides the update's part, which keeps
+its size (tested by (i)), it has the part of the changed stream under random initial values, which vanishes as 1/√width.
 
 (h) and (i) test tensors, along the width: the largest singular value over √(fan_out / fan_in) (`tensors`). They find faults
 that activations don't show: a recurrent matrix of a GRU whose rate is wrong by a factor of √m or 1/m keeps every bound up to (g), and
@@ -125,9 +127,9 @@ class CoordinateCheck:
     Attributes:
         measurements: One row for each axis ("width" or "depth"), width, depth, module, quantity ("size" or "change" since
             step 0) and step: the root mean square over the batch, geometric mean over the seeds, and the module's kind
-            ("hidden", "norm", "readout", or "stream"). Each matrix has a row with "norm of weight", for example, and a row with
-            "update of weight"; their rms is the largest singular value over its scale, and their kind "hidden matrix",
-            "embedding matrix", "readout matrix", or "tied matrix" for a table with both uses.
+            ("hidden", "norm", "readout", "router", or "stream"). Each matrix has a row with "norm of weight", for example, and a row
+            with "update of weight"; their rms is the largest singular value over its scale, and their kind "hidden matrix",
+            "embedding matrix", "router matrix", "readout matrix", or "tied matrix" for a table with both uses.
         multipliers: Whether each forward multiplier for which the model has a buffer changes its logits, by name.
     """
 
@@ -297,11 +299,11 @@ def _criteria(axis: Axis, kind: str, group: pd.DataFrame, since: int) -> dict[tu
     criteria: dict[tuple[str, int], Criterion | None] = {}
     for quantity, step in zero.index:
         if quantity == "change":
-            held = kind != "readout" and step == first_change
+            held = kind not in ("readout", "router") and step == first_change
             criteria[quantity, step] = _BY_CHANGE[axis] if held else None
         elif kind == "norm" or (step == 0 and zero[quantity, step]):
             criteria[quantity, step] = None
-        elif kind == "readout":
+        elif kind in ("readout", "router"):
             criteria[quantity, step] = _BY_READOUT[axis]
         elif axis == "depth":
             criteria[quantity, step] = None if step else STREAM_IN_DEPTH

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.base_shapes import is_norm
 from proxy_models.architecture.cross_entropy import sequence_loss
+from proxy_models.architecture.experts import Router
 from proxy_models.architecture.families import M, ModelFamily, build, family_of
 from proxy_models.architecture.family import Family, FamilyError
 from proxy_models.architecture.member import Member
@@ -123,6 +124,7 @@ def measure(
     """
     model = build(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
+    _hold_routing(model)
     norms = Norms(model, parametrization, config.d_model) if matrices else None
     optimizer = make_optimizer(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
@@ -150,6 +152,12 @@ def measure(
                 updates = norms.updates(last=step == n_steps - 1)
                 measured |= {(*key, step + 1): norm for key, norm in updates.items()}
     return measured | ({(*key, 0): norm for key, norm in norms.initial().items()} if norms else {})
+
+
+def _hold_routing(model: nn.Module) -> None:
+    """Hold each token's experts as in the first forward pass: one that changes moves an output by its whole size, at any rate."""
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        router.register_forward_hook(lambda router, _, routing: setattr(router, "held", routing.chosen))
 
 
 @contextmanager
@@ -189,14 +197,18 @@ def _comparable_in_depth(measured: dict[Key, float], stream: str) -> dict[Key, f
 
 
 def _kinds(model: nn.Module, readout: str, parametrization: Parametrization, nodes: dict[str, Any]) -> dict[str, str]:
-    """Return each module's kind; the model, and modules that compute from a readout's output, have the readout's kind."""
+    """Return each module's kind; the model, and modules that compute from a readout's output, have the readout's kind.
+
+    The output of a router of experts is its logits.
+    """
     rules = parametrization.rules.items()
     tables = {name.rpartition(".")[0] for name, rule in rules if rule.tensor_class is TensorClass.READOUT}
     readouts = {"", readout, *tables}
     logits = {nodes[name] for name in readouts & nodes.keys() if name}
     kinds = {name: "norm" if is_norm(module) else "hidden" for name, module in model.named_modules()}
     after = {name for name, node in nodes.items() if _is_computed_from(node, logits)}
-    return kinds | dict.fromkeys(readouts | after, "readout")
+    routers = {name.rpartition(".")[0] for name, rule in rules if rule.tensor_class is TensorClass.ROUTER}
+    return kinds | dict.fromkeys(routers, "router") | dict.fromkeys(readouts | after, "readout")
 
 
 def _is_computed_from(node: Any, others: set[Any]) -> bool:

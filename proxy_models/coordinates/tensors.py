@@ -3,7 +3,7 @@
 A module's output hides a tensor with a small part in it, and a tensor that a function uses has no recorded output.
 Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)
 (Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Between widths that ratio is constant for a hidden matrix, grows as the
-width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it.
+width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it, and for a router, which has none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from proxy_models.training.optimizer import MULTIPLIERS
 _KINDS = {
     **dict.fromkeys(HIDDEN_MATRICES, "hidden matrix"),
     TensorClass.EMBEDDING: "embedding matrix",
+    TensorClass.ROUTER: "router matrix",
     TensorClass.TIED: "tied matrix",  # has the readout's bounds
 }
 
@@ -62,6 +63,8 @@ class Norms:
                 return largest
             case TensorClass.EMBEDDING:
                 return largest / math.sqrt(self._width)
+            case TensorClass.ROUTER:
+                return largest * math.sqrt(self._width)
         return largest * self._readout * math.sqrt(self._width)
 
 
