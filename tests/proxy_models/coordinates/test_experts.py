@@ -24,7 +24,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=32, n_experts=8, experts_per_token=2, expert_ratio=1.0)
 WIDTHS = (16, 32, 64, 128)
-LOG2_RATES = {"adamw": -9, "adam": -9, "lion": -11, "adafactor": -6, "muon": -7, "lamb": -6, "soap": -9}
+LOG2_RATES = {"adamw": -9, "adam": -8, "lion": -11, "adafactor": -6, "muon": -8, "lamb": -7, "soap": -8}
 Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 
 
