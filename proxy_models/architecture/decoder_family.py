@@ -192,6 +192,16 @@ class DecoderFamily(Family):
         if tensor_ranks > 1 and model.positions == "learned":
             yield f"be 1 with learned positions and tensor_parallel = {tensor_ranks}, which shards them by position"
 
+    def n_shared_out(self, member: Member) -> int:
+        """Return the number of routed experts."""
+        return cast(ModelConfig, member).n_experts or 0
+
+    def share_experts(self, model: nn.Module, mesh: DeviceMesh) -> Iterator[nn.Module]:
+        """Share experts out as `shared_experts` describes."""
+        from proxy_models.architecture.shared_experts import share_experts
+
+        return share_experts(cast("Decoder", model), mesh)
+
     def stage_errors(self, member: Member) -> Iterator[str]:
         """Yield a tied table, and terms of routers, which the last stage does not have."""
         yield from super().stage_errors(member)

@@ -7,7 +7,7 @@ without a loss (Wang et al., arXiv 2408.15664): a bias on each expert's score, i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.grouped import grouped_product
 from proxy_models.architecture.mlp import MLP, activated
+from proxy_models.architecture.sharded import own
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.shared_experts import ExpertShare
 
 BALANCE_BIAS, ROUTED = "balance_bias", "routed"
 
@@ -105,9 +109,9 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Map rows, sorted by their expert, of which each expert's end at `ends`, (rows, width) to the same shape."""
-        hidden = grouped_product(rows, self.up.to(rows.dtype), ends)
-        gate = grouped_product(rows, self.gate.to(rows.dtype), ends) if self.activation == "swiglu" else None
-        return grouped_product(activated(self.activation, hidden, gate), self.down.to(rows.dtype), ends)
+        hidden = grouped_product(rows, own(self.up).to(rows.dtype), ends)
+        gate = grouped_product(rows, own(self.gate).to(rows.dtype), ends) if self.activation == "swiglu" else None
+        return grouped_product(activated(self.activation, hidden, gate), own(self.down).to(rows.dtype), ends)
 
 
 def _stack(*shape: int) -> nn.Parameter:
@@ -116,7 +120,13 @@ def _stack(*shape: int) -> nn.Parameter:
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts and, if any, an MLP that every token passes, as wide as all shared experts together."""
+    """Router, routed experts and, if any, an MLP that every token passes, as wide as all shared experts together.
+
+    Attributes:
+        share: Exchange between ranks that have different experts; None: all experts are here.
+    """
+
+    share: ExpertShare | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -132,16 +142,16 @@ class MixtureOfExperts(nn.Module):
         order = routing.chosen.flatten().argsort(stable=True)
         places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         rows: Tensor = _Sent.apply(tokens, order, places)  # type: ignore[no-untyped-call]
-        rows = self.experts(rows, routing.load.cumsum(0).int())
-        rows = _Permuted.apply(rows, places, order)  # type: ignore[no-untyped-call]
-        rows = rows.view(*routing.chosen.shape, -1)
+        load = routing.load
+        rows = self.share(self.experts, rows, load) if self.share else self.experts(rows, load.cumsum(0).int())
+        rows = permuted(rows, places, order).view(*routing.chosen.shape, -1)
         mixed = (rows * routing.gates.to(rows.dtype).unsqueeze(-1)).sum(1).view_as(x)
         mixed = F.dropout(mixed, config.mlp_dropout, self.training)
         if config.n_shared_experts:
             mixed = mixed + self.shared(x)
             if config.expert_scheme == "sqrt_gate":  # routed and shared experts have equal parts of the variance
                 mixed = mixed * 0.5**0.5
-        routed = torch.cat([routing.load.float(), routing.entropy[None]])
+        routed = torch.cat([load.float(), routing.entropy[None]])
         return mixed, routed, routing.penalty
 
 
@@ -160,9 +170,12 @@ class _Sent(torch.autograd.Function):
         return gradient[places].view(ctx.n_tokens, -1, gradient.shape[-1]).sum(1), None, None
 
 
-class _Permuted(torch.autograd.Function):
-    """Rows in another order, given with its inverse."""
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows in another order, given with its inverse."""
+    return cast(Tensor, _Permuted.apply(rows, order, inverse))  # type: ignore[no-untyped-call]
 
+
+class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)

@@ -277,6 +277,17 @@ class Family(ABC):
         """Make the ranks of a mesh share every sequence; for families whose `context_rules` allow it."""
         raise NotImplementedError(f"{type(self).__name__} does not define how ranks share a sequence")
 
+    def n_shared_out(self, member: Member) -> int:
+        """Return the number of a block's experts that ranks may share out (`share_experts`); 0: ranks can't."""
+        return 0
+
+    def share_experts(self, model: nn.Module, mesh: DeviceMesh) -> Iterable[nn.Module]:
+        """Give each rank of a mesh as many experts of each block of a model without values, and return the modules of these experts.
+
+        Their parameters become DTensors on the mesh; `n_shared_out` is a multiple of its ranks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define how ranks share out experts")
+
     def stage_errors(self, member: Member) -> Iterator[str]:
         """Yield reasons why the member can't be cut into the stages of a pipeline, which follow "pipeline_parallel must be 1"."""
         if self.is_tied(member):

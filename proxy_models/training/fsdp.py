@@ -6,6 +6,7 @@ Gradients are reduced in fp32. Parameters become DTensors under the same names, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -28,6 +29,8 @@ def shard(
     *,
     min_unit_params: int = MIN_UNIT_PARAMS,
     root: nn.Module | None = None,
+    experts: Iterable[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard each large unit of the family by itself, and the rest as one unit.
 
@@ -37,6 +40,8 @@ def shard(
         mesh: Mesh of the ranks that share a batch, with one dimension; for "none" and "hybrid" two, replicas and shards.
         min_unit_params: Units with fewer parameters belong to the rest.
         root: Module that is called, if not the model itself but a stage around it.
+        experts: Modules of which each rank has a part already (`Family.share_experts`).
+        expert_mesh: Mesh of the ranks that have the same part.
 
     Raises:
         FamilyError: If a parameter has no dimension along which it could be sharded.
@@ -55,6 +60,8 @@ def shard(
             cast_forward_inputs=False,
         ),
     )
+    for module in experts:
+        unit(module, mesh=expert_mesh, reshard_after_forward=sharding in ("full", "hybrid"))
     readout = model.get_submodule(family.readout)
     for module in units_by_themselves(model, family, min_unit_params=min_unit_params):
         again = module is not readout and sharding in ("full", "hybrid")

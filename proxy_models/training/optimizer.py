@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import (
@@ -18,12 +19,15 @@ from proxy_models.architecture.parametrization import (
     TensorClass,
     TensorRule,
 )
-from proxy_models.architecture.sharded import whole, write
+from proxy_models.architecture.sharded import is_sharded, whole, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.lamb import LAMB
 from proxy_models.training.muon import MuonWithAdamW
 from proxy_models.training.soap import SOAPWithAdamW
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MULTIPLIERS = {
     "embedding": "embedding_multiplier",
@@ -175,4 +179,13 @@ def set_rates(optimizer: torch.optim.Optimizer, schedule_factor: float) -> None:
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients to a global norm of at most `max_norm`, and return the previous norm; also for sharded gradients."""
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
+    if len(by_mesh) == 1:
+        return whole(clip_grad_norm_(*by_mesh.values(), max_norm, foreach=True))
+    gradients = [[p.grad for p in of_mesh if p.grad is not None] for of_mesh in by_mesh.values()]
+    norm = torch.linalg.vector_norm(torch.stack([whole(get_total_norm(of, foreach=True)) for of in gradients]))
+    for of_mesh in by_mesh.values():
+        clip_grads_with_norm_(of_mesh, max_norm, norm, foreach=True)
+    return norm

@@ -228,6 +228,8 @@ class Worker:
             state = f"{STATES}/{chain.key}.pt"
             result.state.save(self.directory / state)
         self._write_curve(chain, result)
+        if (dead := result.curve.figures.get("dead_experts", [0])[-1]) > 0:
+            _log.warning("segment %s: %.0f of the experts of all blocks got no token in the last step", chain.key, dead)
         divergence = result.divergence
         row = {
             **chain.row(),

@@ -9,7 +9,7 @@ from typing import Self
 
 from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
-from muscale.settings.parallelism import SOAP_IN_PIPELINES, Parallelism
+from muscale.settings.parallelism import COMPILED_EXPERTS, SOAP_IN_PIPELINES, Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
@@ -92,6 +92,8 @@ class FullRun:
         self.parallelism.require(self.numerics.model)
         if self.parallelism.pipeline_parallel > 1 and any(of.recipe.optimizer == "soap" for of in self.segments):
             raise ValueError(SOAP_IN_PIPELINES.format(self.parallelism.pipeline_parallel))
+        if self.compile and self.parallelism.expert_parallel > 1:
+            raise ValueError(COMPILED_EXPERTS.format(self.parallelism.expert_parallel))
         self.numerics.require_length(self.n_tokens)
         if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
             raise ValueError('on_spike needs a guard whose action is "skip"')
@@ -126,7 +128,7 @@ class FullRun:
             evaluation_tokens=numerics.evaluation_tokens,
         )
         compile_by_default = resources.compile or ("auto" if resources.gpus_per_worker else False)
-        if settings.parallelism.splits_backward:
+        if settings.parallelism.splits_backward or settings.parallelism.expert_parallel > 1:
             compile_by_default = False
         return cls(
             numerics=numerics,

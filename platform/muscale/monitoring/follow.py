@@ -100,7 +100,7 @@ def view(status: RunStatus) -> RenderableType:
         Text(str(status.band), style="dim"),
         table,
         *(Text(str(event), style="red") for event in status.run_events[-_SHOWN:]),
-        *([Text(status.failure, style="red")] if status.failure else []),
+        *(Text(warning, style="red") for warning in (status.experts, status.failure) if warning),
     )
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote.promotion import recorded_promotion
-from muscale.full_runs.records.alarms import find_alarms
+from muscale.full_runs.records.alarms import find_alarms, idle_experts
 from muscale.full_runs.records.events import run_events
-from muscale.full_runs.records.run_records import RunRecords
+from muscale.full_runs.records.run_records import FIGURES, RunRecords
 from muscale.layout import EXTERNAL_RUNS, FAILURE, FULL_RUNS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.external_run import ExternalRun
@@ -71,17 +71,25 @@ class Monitor:
             plan=self.plan,
             n_tokens=self._n_tokens,
             band=self._band,
-            curve=steps.dropna(subset=["train_loss"])[["tokens", "train_loss"]].reset_index(drop=True),
+            curve=_curve(steps),
             evaluations=evaluations,
             alarms=alarms,
             run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
             tokens_per_second=_tokens_per_second(steps),
             mfu=_mfu(steps),
+            experts=idle_experts(steps),
             idle_seconds=_idle_seconds(self._records.metrics),
             promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,
         )
+
+
+def _curve(steps: pd.DataFrame) -> pd.DataFrame:
+    """Columns tokens and train_loss, and the figures of experts if the model has experts."""
+    taken = steps.dropna(subset=["train_loss"]).reset_index(drop=True)
+    figures = [name for name in FIGURES if taken[name].notna().any()]
+    return taken[["tokens", "train_loss", *figures]]
 
 
 def monitor_of(

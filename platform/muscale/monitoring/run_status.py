@@ -29,13 +29,15 @@ class RunStatus(Result):
         plan: Key of the plan.
         n_tokens: Tokens of the complete run, D.
         band: Band registered before the run began.
-        curve: Training loss; columns tokens, train_loss.
+        curve: Training loss; columns tokens, train_loss, and for a mixture of experts router_entropy (nats), largest_load (over the
+            mean load) and dead_experts (without a token in the step).
         evaluations: Held-out losses of the last weights; columns tokens, share, loss, expected, low, high, and place:
             "before the band", "inside", "above" or "below".
         alarms: Alarms, oldest first.
         run_events: Alarms and incidents, in order of time.
         tokens_per_second: Speed over the last steps; None if times are not known.
         mfu: Model FLOP utilisation over the last steps; None if the device's peak is not known.
+        experts: Warning about experts that get no tokens; None: there are none.
         idle_seconds: Seconds since the last record was written.
         promotion: The residual, once it is recorded.
         failure: Why the run failed for good; None if it has not.
@@ -51,6 +53,7 @@ class RunStatus(Result):
     run_events: tuple[Event, ...]
     tokens_per_second: float | None
     mfu: float | None
+    experts: str | None
     idle_seconds: float
     promotion: Promotion | None
     failure: str | None
@@ -107,7 +110,7 @@ class RunStatus(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        known = ("plan", "n_tokens", "tokens", "tokens_per_second", "mfu", "seconds_left", "idle_seconds")
+        known = ("plan", "n_tokens", "tokens", "tokens_per_second", "mfu", "seconds_left", "idle_seconds", "experts")
         return {
             **{name: getattr(self, name) for name in (*known, "failure", "asserted", "inside", "ended")},
             "band": self.band.to_dict(),
@@ -140,14 +143,24 @@ class RunStatus(Result):
         lines = [
             f"watch: {run} {self.plan}, {self.tokens:,} of {self.n_tokens:,} tokens{self._pace()}",
             f"  {self.band}",
+            *([f"  {self._routing()}"] if "router_entropy" in self.curve else []),
         ]
         lines += [f"  {format_evaluation(row)}" for row in self.evaluations.tail(_NEWEST).to_dict("records")]
         if self.promotion:
             return "\n".join([*lines, str(self.promotion)])
         lines += [f"  {event}" for event in self.run_events]
+        if self.experts:
+            lines.append(f"  warning: {self.experts}")
         if self.failure:
             lines.append(f"  failed: {self.failure}")
         return "\n".join(lines)
+
+    def _routing(self) -> str:
+        last = self.curve.iloc[-1]
+        return (
+            f"experts: router entropy {last['router_entropy']:.2f} nats, largest load {last['largest_load']:.2f} of the mean, "
+            f"{last['dead_experts']:.0f} without a token"
+        )
 
     def _pace(self) -> str:
         if self.ended:

@@ -18,6 +18,7 @@ from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSched
 SOAP_IN_PIPELINES = (
     'pipeline_parallel must be 1 with optimizer = "soap", whose state belongs to all matrices of a shape, got {}'
 )
+COMPILED_EXPERTS = "compile must be false with expert_parallel = {}, whose numbers of rows change from step to step"
 
 
 def require_whole_graph(schedule: PipelineSchedule, sharding: str, checkpointing: str) -> None:
@@ -66,6 +67,8 @@ class Parallelism:
             logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
         context_parallel: Ranks that share every sequence, each with its own positions, and gather keys and values (Llama Team,
             arXiv 2407.21783, section 3.3.2). Weights are sharded over them too.
+        expert_parallel: Neighbouring ranks that each have some of a block's experts, for the tokens of all of them (Lepikhin et al.,
+            arXiv 2006.16668, section 3). The ranks that have the same experts shard and replicate these as `sharding` says.
         pipeline_parallel: Ranks that have different blocks and pass activations on, by micro-batches (Narayanan et al.,
             arXiv 2104.04473). "full" and "hybrid" gather a block again for every micro-batch, "none" and "zero2" once a step.
         pipeline_schedule: Order of a rank's micro-batches; all but "gpipe" and "1f1b" give it two stages. `SPLIT_BACKWARD` needs
@@ -77,12 +80,13 @@ class Parallelism:
     shard_ranks: int | None = None
     tensor_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     pipeline_parallel: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
     checkpointing: Checkpointing = "none"
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        for name in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.context_parallel > 1 and self.pipeline_parallel > 1:
@@ -91,6 +95,9 @@ class Parallelism:
             )
         if self.splits_backward:
             require_whole_graph(self.pipeline_schedule, self.sharding, self.checkpointing)
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+            if self.expert_parallel > 1 and (value := getattr(self, name)) > 1:
+                raise ValueError(f"expert_parallel must be 1 with {name} = {value}, got {self.expert_parallel}")
         if self.shard_ranks is None:
             return
         if self.sharding != "hybrid":
@@ -131,6 +138,11 @@ class Parallelism:
                 f"context_parallel must {rule}, got {n}"
                 for rule in family.context_rules(model, n, self.tensor_parallel)
             )
+        if (n := self.expert_parallel) > 1:
+            if not (experts := family.n_shared_out(model)):
+                yield f"expert_parallel must be 1 for a model without experts that ranks share out, got {n}"
+            elif experts % n:
+                yield f"expert_parallel must divide the {experts} experts of a block (n_experts), got {n}"
         if (n := self.tensor_parallel) == 1:
             return
         sizes = family.shared_sizes(model)
@@ -175,6 +187,9 @@ class Parallelism:
                 f"a node's ranks, or shard_ranks, must divide the {of_stage} ranks{' of a stage' if stages > 1 else ''} and be a "
                 f"multiple of {self._names} = {group}, got {together}"
             )
+        of_model = together or world_size
+        if self.expert_parallel > 1 and of_model % self.expert_parallel:
+            yield f"expert_parallel must divide the {of_model} ranks of a copy of the model, got {self.expert_parallel}"
         if sequences is None:
             return
         if shares > sequences:

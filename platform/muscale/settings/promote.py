@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StageError
-from muscale.settings.parallelism import Parallelism, require_whole_graph
+from muscale.settings.parallelism import COMPILED_EXPERTS, Parallelism, require_whole_graph
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
@@ -75,6 +75,8 @@ class PromoteSettings(StrictTable):
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
     context_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every sequence
+    # neighbouring workers that share out the experts of each block; not chosen by "auto"
+    expert_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt | Literal["auto"] = 1  # groups of workers with different blocks, one after the other
     pipeline_schedule: PipelineSchedule = "1f1b"  # order of the micro-batches in a pipeline
     # parts of a block that its backward pass computes again
@@ -110,6 +112,8 @@ class PromoteSettings(StrictTable):
                     f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '
                     f"weights apart; got {self.compile!r}"
                 )
+        if self.compile and self.expert_parallel > 1:
+            raise ValueError(f"promote.{COMPILED_EXPERTS.format(self.expert_parallel)}")
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
             raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
@@ -120,7 +124,11 @@ class PromoteSettings(StrictTable):
         if not self.open_layout:
             layout = self.parallelism
             # raises; a node's ranks are not known yet
-            layout.grid(self.workers, node_ranks=layout.sequence_ranks)
+            layout.grid(self.workers, node_ranks=layout.sequence_ranks * layout.expert_parallel)
+        elif self.expert_parallel > 1:
+            raise ValueError(
+                f'expert_parallel must be 1 with promote.{self.open_layout[0]} = "auto", got {self.expert_parallel}'
+            )
         elif self.context_parallel not in (1, "auto") and self.pipeline_parallel not in (1, "auto"):
             raise ValueError(
                 f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
@@ -184,6 +192,7 @@ class PromoteSettings(StrictTable):
             shard_ranks=self.shard_ranks,
             tensor_parallel=tensor,
             context_parallel=context,
+            expert_parallel=self.expert_parallel,
             pipeline_parallel=stages,
             pipeline_schedule=self.pipeline_schedule,
             checkpointing=checkpointing,

@@ -12,7 +12,8 @@ import pandas as pd
 
 from muscale.layout import EVALUATIONS, METRICS
 
-_COLUMNS = ("tokens", "train_loss", "val_loss", "seconds", "mfu")
+FIGURES = ("router_entropy", "largest_load", "dead_experts")
+_COLUMNS = ("tokens", "train_loss", "val_loss", "seconds", "mfu", *FIGURES)
 
 
 class MetricsTail:
@@ -70,7 +71,7 @@ class RunRecords:
         self._own, self._async = MetricsTail(self.metrics), MetricsTail(directory / EVALUATIONS)
 
     def steps(self) -> pd.DataFrame:
-        """Columns tokens, train_loss, val_loss, seconds, mfu: one row per step, with the run's own evaluations."""
+        """One row per step, with the run's own evaluations: tokens, train_loss, val_loss, seconds, mfu, and figures of experts."""
         return self._own.table()
 
     def evaluations(self) -> pd.DataFrame:

@@ -56,10 +56,11 @@ class FullRunModule(L.LightningModule):
     """The model under Lightning; loss, step and schedule are those of `proxy_models`.
 
     Attributes:
-        context_mesh: Mesh of the ranks that share this rank's sequences; the strategy sets it.
+        context_mesh, expert_mesh: Meshes of ranks that share this rank's sequences or have other experts; the strategy sets them.
     """
 
     context_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -113,7 +114,9 @@ class FullRunModule(L.LightningModule):
             )
             self.model = self._pipeline.module
         else:
-            self.model = build_model(run.numerics, recipe, run.parallelism, context=self.context_mesh, **arguments)
+            self.model = build_model(
+                run.numerics, recipe, run.parallelism, context=self.context_mesh, experts=self.expert_mesh, **arguments
+            )
 
     @property
     def data_ranks(self) -> int:

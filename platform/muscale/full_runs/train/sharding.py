@@ -46,6 +46,7 @@ from proxy_models.training.traced_memory import estimated_memory
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _STAGES, _REPLICAS, _SHARDS, _TENSOR = RankGrid._fields
+_EXPERTS = "experts"
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -59,6 +60,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self._parallelism, self._device, self._step_timeout, self._step = parallelism, device, step_timeout, step
         self._roll_call: RollCall | None = None
         self._context_mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -75,6 +77,7 @@ class ShardedStrategy(ModelParallelStrategy):
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh
         module.context_mesh = self._context_mesh = context_mesh(self._parallelism, self._device.type)
+        module.expert_mesh = self._expert_mesh = expert_mesh(self._parallelism, self._device.type)
         self._roll_call = RollCall(self._step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -84,8 +87,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         if batch_idx == 1 and self._roll_call:
             self.barrier()  # with the longer timeout, since ranks may still compile
-            of_context = self._context_mesh.get_all_groups() if self._context_mesh else []
-            for group in (None, *self.device_mesh.get_all_groups(), *of_context, *made_groups()):
+            meshes = [mesh for mesh in (self.device_mesh, self._context_mesh, self._expert_mesh) if mesh]
+            groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+            for group in (None, *groups, *made_groups()):
                 _set_pg_timeout(self._step_timeout, group)
             self._roll_call.patience = self._step_timeout.total_seconds() / 2
 
@@ -125,6 +129,16 @@ def context_mesh(parallelism: Parallelism, device_type: str) -> DeviceMesh | Non
     return init_device_mesh(device_type, sizes, mesh_dim_names=("sequences", "context", "tensor"))["context"]
 
 
+def expert_mesh(parallelism: Parallelism, device_type: str) -> DeviceMesh | None:
+    """The mesh (replicas, shards, experts) of ranks that share out experts, None if each has all; all ranks call this."""
+    n = parallelism.expert_parallel
+    if n == 1:
+        return None
+    grid = rank_grid(parallelism)
+    sizes = (grid.replicas // n, 1, n) if parallelism.sharding == "none" else (grid.replicas, grid.shards // n, n)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(_REPLICAS, _SHARDS, _EXPERTS))
+
+
 def build_model(
     numerics: Numerics,
     recipe: Recipe,
@@ -133,6 +147,7 @@ def build_model(
     device: torch.device,
     mesh: DeviceMesh | None,
     context: DeviceMesh | None = None,
+    experts: DeviceMesh | None = None,
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
@@ -142,20 +157,26 @@ def build_model(
     Args:
         mesh: Mesh of `mesh_of`; None in one process.
         context: Mesh of `context_mesh`.
+        experts: Mesh of `expert_mesh`.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         initial_values: Whether to write initial values: a checkpoint would replace them, and drawing those of 70B takes minutes.
 
     Raises:
         ValueError: If the layout does not fit the model.
     """
-    model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context)
+    model = _without_values(
+        numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context, experts=experts
+    )
+    family = family_of(numerics.model)
     if mesh is not None:
         shard(
             model,
-            family_of(numerics.model),
+            family,
             _of_a_batch(mesh, parallelism),
             parallelism.sharding,
             min_unit_params=min_unit_params,
+            experts=list(family.share_experts(model, experts[_EXPERTS])) if experts else (),
+            expert_mesh=_of_a_batch(experts, parallelism) if experts else None,
         )
     _give_values(model, numerics, recipe, device=device, initial_values=initial_values)
     return model
@@ -211,12 +232,19 @@ def _without_values(
     mesh: DeviceMesh | None,
     compiled: bool,
     context: DeviceMesh | None = None,
+    experts: DeviceMesh | None = None,
 ) -> nn.Module:
     """The whole model on the meta device, with precision, checkpointing, shared products and sequences, and compilation."""
     parallelism.require(numerics.model)
     member, family = numerics.model, family_of(numerics.model)
     tensor, stages = (mesh[of] if mesh is not None and of in _names(mesh) else None for of in (_TENSOR, _STAGES))
-    meshes = {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": stages}
+    of_experts = experts[_EXPERTS] if experts else None
+    meshes = {
+        "tensor_parallel": tensor,
+        "context_parallel": context,
+        "expert_parallel": of_experts,
+        "pipeline_parallel": stages,
+    }
     for name, ranks in meshes.items():
         if (wanted := getattr(parallelism, name)) != (ranks.size() if ranks else 1):
             raise ValueError(f"{name} = {wanted} needs as many ranks, launched together")

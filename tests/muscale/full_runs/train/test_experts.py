@@ -101,6 +101,8 @@ def require_same(run: FullRun, whole: FullRun, *, rtol: float) -> None:
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
     np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
     assert biases(run) == biases(whole)
+    for name in ("router_entropy", "largest_load", "dead_experts"):
+        np.testing.assert_allclose([row[name] for row in rows(run)], [row[name] for row in rows(whole)], rtol=1e-5)
     assert biases(run)
 
 
@@ -129,7 +131,23 @@ LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
         {"layers": 4, "first_dense_layers": 2, "values": {"optimizer": "muon"}},
     ),
 }
-QUICK = {"full", "uneven", "context", "pipeline"}
+LAYOUTS |= {
+    "experts": (Parallelism(expert_parallel=2), 4, {"n_shared_experts": 1, "first_dense_layers": 1}),
+    "experts alone": (Parallelism(expert_parallel=2, sharding="zero2"), 2, {"router_z_loss": 1e-3}),
+    "experts, none": (Parallelism(expert_parallel=2, sharding="none"), 4, {"values": {"optimizer": "muon"}}),
+    "experts, hybrid": (
+        Parallelism(expert_parallel=2, sharding="hybrid", shard_ranks=2, checkpointing="full"),
+        4,
+        {"guard": GuardSettings(action="rewind", window=8, snapshot_every=2)},
+    ),
+    "experts, four": (Parallelism(expert_parallel=4), 4, {"document_separator": ord(" ")}),
+    "experts, uneven": (
+        Parallelism(expert_parallel=2, checkpointing="selective"),
+        4,
+        {"n_experts": 6, "values": {"optimizer": "muon"}},  # each rank of a pair has two of three, or one
+    ),
+}
+QUICK = {"experts", "full", "uneven", "context", "pipeline"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in LAYOUTS])
@@ -195,3 +213,23 @@ def test_terms_of_routers_and_stages_of_a_pipeline_exclude_each_other(make_run: 
             replace(make_run(**{name: 0.01}), parallelism=Parallelism(pipeline_parallel=2))
     with pytest.raises(ValueError, match="tensor_parallel must be 1 with n_experts"):
         replace(make_run(), parallelism=Parallelism(tensor_parallel=2))
+
+
+def test_rules_of_ranks_that_share_out_experts(make_run: MakeRun) -> None:
+    run = make_run()
+    with pytest.raises(ValueError, match="expert_parallel must divide the 4 experts .*, got 3"):
+        replace(run, parallelism=Parallelism(expert_parallel=3))
+    dense = ModelConfig(d_model=32, n_layers=1, head_dim=8, context_length=32)
+    with pytest.raises(ValueError, match="expert_parallel must be 1 for a model without experts .*, got 2"):
+        Parallelism(expert_parallel=2).require(dense)
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        with pytest.raises(ValueError, match=f"expert_parallel must be 1 with {name} = 2, got 2"):
+            Parallelism(expert_parallel=2, **{name: 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expert_parallel must divide the 3 ranks .*, got 2"):
+        Parallelism(expert_parallel=2).grid(3)
+    with pytest.raises(ValueError, match="expert_parallel must divide the 2 ranks of a copy .*, got 4"):
+        Parallelism(expert_parallel=4, sharding="hybrid", shard_ranks=2).grid(8)
+    with pytest.raises(ValueError, match="compile must be false with expert_parallel = 2"):
+        replace(run, parallelism=Parallelism(expert_parallel=2), compile=True)
+    with pytest.raises(ValueError, match="expert_parallel = 2"):
+        train(replace(run, parallelism=Parallelism(expert_parallel=2)))
