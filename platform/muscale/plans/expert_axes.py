@@ -1,4 +1,4 @@
-"""Axes of a mixture of experts along which the full run differs from its proxies, and what covers its learning rate there."""
+"""Axes of a mixture of experts along which the full run differs from its proxies, and the laws of its learning rate there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muscale.plans.gate import GateLine
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
-from scaling import AxisLaw, Verdict
-from scaling.optima.tokens_law import plural
+from scaling import AxisLaw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +41,3 @@ def laws_of(changes: tuple[AxisChange, ...], laws: Mapping[str, AxisLaw | str]) 
         for change in changes
         if isinstance(law := laws.get(change.axis), AxisLaw) and law.supports(change.full)
     }
-
-
-def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, stated: bool) -> GateLine:
-    """Whether the rate transfers along each changed axis, by its verdict or by its law, or is stated for the full run."""
-    laws = laws_of(changes, verdict.axis_laws)
-    judged = {transfer.along: transfer.verdict for transfer in verdict.transfers if transfer.over == "rate"}
-    found, uncovered = [], []
-    for change in changes:
-        basis = f"by law: {laws[change]}" if change in laws else judged.get(change.axis, "no grids")
-        found.append(f"{change} ({'rate stated' if stated else basis})")
-        if not stated and change not in laws and basis != "pass":
-            uncovered.append(change.axis)
-    keys = " and ".join(f"transfer.{plural(axis)}" for axis in uncovered)
-    advice = f"measure it: {keys}, several sizes around the proxies', or set plan.explicit.learning_rate"
-    return GateLine.judged("experts", not uncovered, "; ".join(found), advice)

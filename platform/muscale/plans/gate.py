@@ -14,6 +14,7 @@ from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.batch import FAR, BatchChoice
+from muscale.plans.expert_axes import AxisChange, laws_of
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
@@ -21,7 +22,8 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import TIED_REACH
-from scaling import Forecast
+from scaling import Forecast, Verdict
+from scaling.optima.tokens_law import plural
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
@@ -132,6 +134,21 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
         "fail": "tuned values do not transfer to full size: fix the parametrization, or search fewer hyperparameters",
     }.get(verdict, f"settle it{remedy}")
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
+
+
+def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, stated: bool) -> GateLine:
+    """Whether the rate transfers along each changed axis, by its verdict or by its law, or is stated for the full run."""
+    laws = laws_of(changes, verdict.axis_laws)
+    judged = {transfer.along: transfer.verdict for transfer in verdict.transfers if transfer.over == "rate"}
+    found, uncovered = [], []
+    for change in changes:
+        basis = f"by law: {laws[change]}" if change in laws else judged.get(change.axis, "no grids")
+        found.append(f"{change} ({'rate stated' if stated else basis})")
+        if not stated and change not in laws and basis != "pass":
+            uncovered.append(change.axis)
+    keys = " and ".join(f"transfer.{plural(axis)}" for axis in uncovered)
+    advice = f"measure it: {keys}, several sizes around the proxies', or set plan.explicit.learning_rate"
+    return GateLine.judged("experts", not uncovered, "; ".join(found), advice)
 
 
 def check_line(check: CoordinateCheck | None) -> GateLine:

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig, StudyFileError
-from muscale.plans.expert_axes import axis_changes, experts_line
+from muscale.plans.expert_axes import axis_changes
+from muscale.plans.gate import experts_line
 from muscale.plans.planning import Plan, Planner
 from muscale.proxies import transfer
 from proxy_models.architecture.config import ModelConfig, as_decoder

@@ -23,7 +23,7 @@ from muscale.plans.device_lines import (
     layout_line,
     memory_line,
 )
-from muscale.plans.expert_axes import axis_changes, experts_line
+from muscale.plans.expert_axes import axis_changes
 from muscale.plans.gate import (
     Gate,
     GateLine,
@@ -32,6 +32,7 @@ from muscale.plans.gate import (
     check_line,
     context_line,
     data_line,
+    experts_line,
     forecast_line,
     hyperparameters_line,
     leak_line,
