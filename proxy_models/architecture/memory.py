@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, in_flight
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of the residual stream and of all products; weights and moments are always fp32, and fp16 scales the loss."""
@@ -49,6 +50,9 @@ _MOMENTS = {
 MAX_ROTATED_DIM = 10_000
 """Largest side of a matrix for which SOAP has a factor and an eigenbasis; its authors' default."""
 LARGEST_FLASH_HEAD = 256
+KEPT_APART = 1.7
+"""Bytes that schedules of `SPLIT_BACKWARD` keep, over the activations in flight: gradients of what blocks compute also stay until
+those of the weights follow. An upper bound; traced were 1.1 to 1.6 (tests/benchmarks/RESULTS.md)."""
 
 
 def is_chunked(n_positions: int, vocab_size: int) -> bool:
@@ -682,6 +686,8 @@ class _StageRank:
         in_all = part.bias_bytes + max(
             sum(n * of_stage for n, of_stage in zip(count, of_stages, strict=True)) for count in counts
         )
+        if self.pipeline.schedule in SPLIT_BACKWARD:
+            in_all = int(KEPT_APART * in_all)
         whole, block = part.compute * part.n_params, part.compute * part.block
         n_dense, n_sparse = min(self.blocks, key=sum)
         dense = part.compute * part.dense.block if part.dense else block

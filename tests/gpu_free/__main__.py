@@ -20,6 +20,8 @@ from tests.gpu_free.cases import LAYOUTS, PIPELINES, RANKS, SEQUENCES, SHAPES, S
 from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
+LOOSE = 0.5
+"""Most by which the estimate, an upper bound, may exceed the peak of a schedule that computes gradients of weights apart."""
 
 
 def main() -> int:
@@ -55,8 +57,7 @@ def main() -> int:
             if checkpointing == "none" or not PIPELINES[layout].splits_backward
         ),
     ):
-        if abs(row(case)) > TOLERANCE and abs(row(replace(case, layers=None))) > TOLERANCE:
-            missed = True
+        missed |= not is_within(case, row(case)) and not is_within(case, row(replace(case, layers=None)))
     print("\n| layout, optimizer | steps | waits in steps | at their reads | graphs | breaks |")
     print("| --- | --- | --- | --- | --- | --- |")
     for steps in CASES:
@@ -67,6 +68,11 @@ def main() -> int:
         )
         missed |= bool(found.in_steps) or found.graphs != steps.compiled or found.breaks > 0
     return int(missed)
+
+
+def is_within(case: Case, error: float) -> bool:
+    """Return whether the error is small, or an estimate that is a bound is one."""
+    return 0 <= error <= LOOSE if case.parallelism.splits_backward else abs(error) <= TOLERANCE
 
 
 def row(case: Case) -> float:
