@@ -35,7 +35,7 @@ from scaling.decisions.limits import Limits, as_number
 from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
 from scaling.presentation import counted

@@ -10,7 +10,7 @@ import numpy as np
 
 from scaling.decisions.accelerators import Accelerator, Budget, accelerator, require_positive
 from scaling.errors import ScalingError
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import Form
 from scaling.forms.spending import UNIQUE, Spending
 from scaling.presentation import Result

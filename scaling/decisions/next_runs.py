@@ -274,7 +274,7 @@ def _full_width(scale: float, level: float) -> float:
 def _with_runs(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
     """Return the rows with further runs, whose losses are unknown."""
     added = points.assign(stem=[f"next {len(rows) + number}" for number in range(len(points))])
-    return pd.concat([rows.astype({"stem": object}, copy=False), added], ignore_index=True)
+    return pd.concat([rows.astype({"stem": object}), added], ignore_index=True)
 
 
 def _spaced(low: float, high: float, per_decade: float) -> Array:

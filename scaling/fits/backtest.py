@@ -26,7 +26,7 @@ from scaling.fits.runs import Table, naming, read_runs, require_convention
 from scaling.fits.sparsity import with_sparsity
 from scaling.fits.support import unsupported
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla, forecast_form
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted
 from scaling.quantiles import two_sided

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.fits.law_prior import PRIOR, precision, shifts
+from scaling.fits.law_prior import OF_EXPERTS, PRIOR, precision, shifts
 from scaling.forms import Joint
 from scaling.forms.law import NATS, Form, Law, compute_flops
 from scaling.forms.problem import Problem, Values
@@ -39,6 +39,7 @@ RESIDUAL_RATIO = (2.0, 500.0)
 N_FINALISTS, N_DRAWS = 6, 60
 MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+_JOINT = Joint()
 _LEAST_SIGMA = 1e-4  # least scale of log residuals; with a smaller one a prior would weigh nothing
 _SCALE_STEPS = 4  # alternations of fit and residual scale
 
@@ -109,7 +110,7 @@ class Ensemble:
 
 
 def fit_ensemble(
-    rows: pd.DataFrame, *, form: Form | None = None, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
+    rows: pd.DataFrame, *, form: Form = _JOINT, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
 ) -> Ensemble:
     """Fit every variant.
 
@@ -121,7 +122,7 @@ def fit_ensemble(
     Raises:
         ScalingError: the rows have too few distinct points for the form.
     """
-    fits = BaseFits.of(rows, form or Joint(), n_params_convention=n_params_convention, loss_unit=loss_unit)
+    fits = BaseFits.of(rows, form, n_params_convention=n_params_convention, loss_unit=loss_unit)
     points, wanted = len(rows[[*fits.form.columns]].drop_duplicates()), len(fits.problem.lower) + 1
     if points < wanted:
         raise ScalingError(
@@ -174,7 +175,9 @@ class BaseFits:
     loss_unit: str
 
     @classmethod
-    def of(cls, rows: pd.DataFrame, form: Form, *, n_params_convention: str = "", loss_unit: str = NATS) -> BaseFits:
+    def of(
+        cls, rows: pd.DataFrame, form: Form = _JOINT, *, n_params_convention: str = "", loss_unit: str = NATS
+    ) -> BaseFits:
         """Bind rows with the form's columns, loss and possibly `noise`, which weighs them."""
         log_loss = np.log(rows["loss"].to_numpy())
         columns = {name: rows[name].to_numpy() for name in form.columns}
@@ -183,7 +186,7 @@ class BaseFits:
 
     def prior(self, variance: float, shift: Array | float = 0.0) -> NormalPrior:
         """Prior in the units of an objective whose residuals have this variance, with the mean moved by `shift`, [P] or [J, P]."""
-        centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
+        centres = {name: math.log(centre) for name, (centre, _) in (PRIOR | OF_EXPERTS).items()}
         centres["E"] += float(self.log_loss.min())
         mean = np.array([centres.get(name, 0.0) for name in self.form.parameters])
         free = self.problem.free

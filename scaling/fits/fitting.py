@@ -23,7 +23,7 @@ from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
 from scaling.fits.sparsity import with_sparsity
 from scaling.forms import ALL_FORMS, Chinchilla, forecast_form
-from scaling.forms.experts import OF_TOKENS, SPARSITY
+from scaling.forms.expert_law import OF_TOKENS, SPARSITY
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening

@@ -25,7 +25,7 @@ left out. Without it they held 82 % between 1.5 and 2 decades and 62 % beyond (m
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,6 +33,7 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.fits.ensemble import Ensemble
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
@@ -64,7 +65,7 @@ class Forecast(JsonResult):
         reasons: why the forecast is unsupported (`scaling.fits.support`); empty if it is supported.
         law_loss: loss by the fitted law alone, for comparison.
         n_params_convention, loss_unit: what N counts, and the unit of the losses, as in the fit.
-        columns: the law's further columns, such as the sparsity.
+        sparsity: total over active parameters, None under a law without this column.
     """
 
     n_params: float
@@ -79,12 +80,17 @@ class Forecast(JsonResult):
     law_loss: float | None = None
     n_params_convention: str = ""
     loss_unit: str = NATS
-    columns: Mapping[str, float] = field(default_factory=dict)
+    sparsity: float | None = None
 
     @property
     def supported(self) -> bool:
         """True if no reason suggests that the interval misses."""
         return not self.reasons
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """The law's further columns."""
+        return {} if self.sparsity is None else {SPARSITY: self.sparsity}
 
     @property
     def compute_flops(self) -> float:
@@ -147,7 +153,7 @@ def forecast(
         law_loss=float(law.loss(n_params, n_tokens, **columns)),
         n_params_convention=law.n_params_convention,
         loss_unit=law.loss_unit,
-        columns={name: float(value) for name, value in columns.items()},
+        sparsity=float(columns[SPARSITY]) if SPARSITY in columns else None,
     )
 
 

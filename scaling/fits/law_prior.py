@@ -14,28 +14,22 @@ from scaling.arrays import Array
 from scaling.forms.law import Form
 from scaling.forms.powers import Joint
 
-PRIOR = {
-    "E": (0.7, 0.6),
-    "alpha": (0.3, 0.35),
-    "beta": (0.27, 0.4),
-    "g": (0.46, 0.45),
-    "alpha_total": (0.2, 0.35),
-    "h": (1.0, 0.7),
-}
+PRIOR = {"E": (0.7, 0.6), "alpha": (0.3, 0.35), "beta": (0.27, 0.4), "g": (0.46, 0.45)}
 """Centre (E: as a share of the least loss) and standard deviation of the logarithm.
 
 The centres are close to those of nine families of finished public ladders (.73, .30, .27, .47 by `tests/benchmarks/prior.py`). The
 deviations are above the families' (.18, .26, .36, .36), most for E, whose share is near .3 in ladders of the smallest models.
-The centres of alpha_total and h, for experts, are those of the two routers of Clark et al. (2202.01169) and the deviations are
-assumed: two routers of one paper show no spread.
 """
-
+OF_EXPERTS = {"alpha_total": (0.2, 0.35), "h": (1.0, 0.7)}
+"""The same for the further numbers of a law of experts. The centres are those of the two routers of Clark et al. (2202.01169); the
+deviations are assumed, as two routers of one paper show no spread."""
 _JOINT = Joint()
 
 
 def precision(unknown: float = 0.0, form: Form = _JOINT) -> Array:
     """Precision of the theta of a forecast's form, [P, P]; A and B have the precision `unknown`."""
-    return np.diag([PRIOR[name][1] ** -2 if name in PRIOR else unknown for name in form.parameters])
+    known = PRIOR | OF_EXPERTS
+    return np.diag([known[name][1] ** -2 if name in known else unknown for name in form.parameters])
 
 
 def shifts(n_draws: int, seed: int, form: Form = _JOINT) -> Array:
@@ -44,5 +38,6 @@ def shifts(n_draws: int, seed: int, form: Form = _JOINT) -> Array:
     Each refit to resampled runs also has a drawn prior mean: refits under one mean would leave out the uncertainty of the prior
     (randomise, then optimise: Bardsley et al. 2014, SIAM J. Sci. Comput. 36, A1895).
     """
-    deviations = np.array([PRIOR[name][1] if name in PRIOR else 0.0 for name in form.parameters])
+    known = PRIOR | OF_EXPERTS
+    deviations = np.array([known[name][1] if name in known else 0.0 for name in form.parameters])
     return np.asarray(deviations * np.random.default_rng([seed, 1]).standard_normal((n_draws, len(deviations))))

@@ -24,7 +24,7 @@ from scaling.fits.size_figures import draw_sizes, sizes_data
 from scaling.fits.spread_figures import draw_parameters, draw_variants, parameters_data, variants_data
 from scaling.fits.support import unsupported
 from scaling.forms import forecast_form
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.quantiles import tails

@@ -7,7 +7,7 @@ import pandas as pd
 
 from scaling.checks import column_name, or_nan, plain, row_name
 from scaling.fits.as_found import NOTES
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 
 ACTIVE = (
     "n_params_active active_params n_active_params active_parameters n_active activated_params activated_parameters"

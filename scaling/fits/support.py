@@ -14,7 +14,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.fits.ensemble import MAD, Ensemble
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import NATS, compute_flops
 
 MIN_RUNS = 10

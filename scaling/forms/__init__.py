@@ -1,6 +1,6 @@
 """Forms of the loss law: frozen values with formula, parameters, bounds and source."""
 
-from scaling.forms.experts import JointExperts, MixtureOfExperts
+from scaling.forms.expert_law import JointExperts, MixtureOfExperts
 from scaling.forms.law import Form
 from scaling.forms.powers import Chinchilla, Joint, Kaplan, TiedChinchilla
 from scaling.forms.repeated import RepeatedData

@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
-from scaling.forms.experts import SPARSITY
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, N_SHARE, Form
 from scaling.forms.problem import Values
 

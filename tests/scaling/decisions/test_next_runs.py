@@ -15,6 +15,7 @@ from scaling.fits.forecast import interval_factor
 from scaling.fits.identification import LEAST_NOISE
 from scaling.fits.law_prior import precision
 from scaling.forms.powers import Joint, JointPowers
+from scaling.forms.problem import Problem
 
 TARGET = (2e9, 4e10)
 
@@ -37,8 +38,9 @@ def design(fitted: ScalingFit) -> Design:
     return Design.of(fitted.ensemble, fitted.rows, *TARGET)
 
 
-def numeric_gradient(fitted: ScalingFit, law: JointPowers, n_params: float, n_tokens: float) -> np.ndarray:
+def numeric_gradient(fitted: ScalingFit, law: Problem, n_params: float, n_tokens: float) -> np.ndarray:
     """Of the base fit's log loss in (e, a, b, log alpha, log beta, log g), by differences in its own formula."""
+    assert isinstance(law, JointPowers)
     base = next(iter(fitted.ensemble.variants.values()))
     log_n, log_d = law.terms.centre
 

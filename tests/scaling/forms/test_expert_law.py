@@ -21,7 +21,7 @@ from scaling import (
 )
 from scaling.fits.sparsity import with_sparsity
 from scaling.forms import FORECAST_FORMS, form_named
-from scaling.forms.experts import ExpertPowers, JointExperts
+from scaling.forms.expert_law import ExpertPowers, JointExperts
 from tests.benchmarks import routed_law
 
 NUMBERS = {"E": 1.7, "A": 90.0, "B": 600.0, "alpha": 0.3, "beta": 0.3, "A_total": 30.0, "alpha_total": 0.25, "h": 0.8}
