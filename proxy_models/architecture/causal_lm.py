@@ -7,6 +7,7 @@ layers. At the base's depth the multiplier is 1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,10 +30,20 @@ class CausalLM(nn.Module):
     branch_multiplier: Tensor
     readout_multiplier: Tensor
 
-    def __init__(self, network: nn.Module) -> None:
-        """Wrap a model and register its multipliers; raise FamilyError if it has no embedding, no readout, or no list of blocks."""
+    def __init__(self, network: nn.Module, routers: Sequence[str] = ()) -> None:
+        """Wrap a model and register its multipliers; raise FamilyError if it has no embedding, no readout, or no list of blocks.
+
+        `routers` are the names of the routers in the network, whose logits the auxiliary loss needs.
+        """
         super().__init__()
         self.network = network
+        self._router_logits: list[
+            Tensor
+        ] = []  # of the last pass; transformers' own way to collect them does not compile
+        for name in routers:
+            network.get_submodule(name).register_forward_hook(
+                lambda _module, _inputs, output: self._router_logits.append(output[0])
+            )
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
         table = _name(self, cast(Any, network).get_input_embeddings(), "an input embedding")
@@ -45,10 +56,14 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, *, of_routers: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits, computed without a cache of keys and values; with `of_routers` also their auxiliary loss, weighted."""
+        self._router_logits.clear()
+        logits = cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
         if not of_routers:
-            return cast(Tensor, self.network(input_ids=tokens, use_cache=False).logits)
-        output = self.network(input_ids=tokens, use_cache=False, output_router_logits=True)
-        return output.logits, cast(Any, self.network).config.router_aux_loss_coef * output.aux_loss
+            return logits
+        config = cast(Any, self.network).config
+        balance = cast(Any, sys.modules[type(self.network).__module__]).load_balancing_loss_func
+        collected = tuple(self._router_logits)
+        return logits, config.router_aux_loss_coef * balance(collected, config.num_experts, config.num_experts_per_tok)
 
     def _scale_branch(self, _block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         return change_stream(

@@ -56,6 +56,11 @@ def expert_classes(names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def router_names(network: nn.Module) -> list[str]:
+    """Return the names of the routers."""
+    return [name for name, _ in network.named_modules() if name.endswith(".mlp.gate")]
+
+
 def active_shares(config: Any, classes: Mapping[str, str]) -> dict[str, float]:
     """Return the share of each stack that one token uses, by name."""
     share = config.num_experts_per_tok / config.num_experts
@@ -90,4 +95,4 @@ def grouped_experts(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: T
     rows = tokens.to(dtype).repeat_interleave(chosen.shape[1], dim=0)[order]
     rows = stacks._apply_gate(grouped_product(rows, stacks.gate_up_proj.to(dtype), ends))
     rows = grouped_product(rows, stacks.down_proj.to(dtype), ends)[places].view(*chosen.shape, -1)
-    return cast("Tensor", (rows * gates.unsqueeze(-1)).sum(1).to(tokens.dtype))
+    return (rows * gates.unsqueeze(-1)).sum(1).to(tokens.dtype)

@@ -29,6 +29,7 @@ from proxy_models.architecture.config_experts import (
     has_experts,
     register,
     require_chosen,
+    router_names,
     units_of_rows,
 )
 from proxy_models.architecture.family import Family, FamilyError, Loss
@@ -229,6 +230,8 @@ class ConfigFamily(Family):
                 "vocab_size": self.vocab_size,
             }
             longest = dict.fromkeys(self._longest, self.context_length)
+            if self._has_experts:
+                sizes["output_router_logits"] = False  # `CausalLM` collects them
             tokens = {name: None if allows_none(self.config_class, name) else 0 for name in _TOKENS}
             return self.config_class(**{**tokens, **longest, **self.arguments, **sizes})
 
@@ -243,7 +246,8 @@ class ConfigFamily(Family):
             register()
             options["experts_implementation"] = IMPLEMENTATION
         with self._refusing(d_model=width, n_layers=depth):
-            return CausalLM(AutoModelForCausalLM.from_config(self.config(width, depth), **options))
+            network = AutoModelForCausalLM.from_config(self.config(width, depth), **options)
+            return CausalLM(network, router_names(network) if self._asks_for_balance else ())
 
     def member(self, width: int, depth: int) -> Member:
         """Return the member of this width and depth. The first call also checks by a forward pass that the sizes fit together.
@@ -271,7 +275,7 @@ class ConfigFamily(Family):
     @property
     def training_loss(self) -> Loss:
         """Cross-entropy, and the auxiliary loss of routers if the config asks for it by `output_router_logits`."""
-        if not (self._has_experts and self._pattern.output_router_logits):
+        if not self._asks_for_balance:
             return super().training_loss
         from proxy_models.architecture.causal_lm import loss_with_routers
 
@@ -280,6 +284,10 @@ class ConfigFamily(Family):
     @cached_property
     def _has_experts(self) -> bool:
         return has_experts(self._pattern)
+
+    @property
+    def _asks_for_balance(self) -> bool:
+        return self._has_experts and self._pattern.output_router_logits
 
     @cached_property
     def readout(self) -> str:  # type: ignore[override]

@@ -98,9 +98,11 @@ def train_beside(folder: Path, run: FullRun) -> None:
         "my_family:Convolutions",
         "transformers:Qwen3Config",
         "transformers:GPT2Config",
+        "transformers:Qwen3MoeConfig",
         pytest.param("tests.muscale.full_runs.train.test_one_rank:WithSharedLayer", marks=pytest.mark.soak),
         pytest.param("transformers:XGLMConfig", marks=pytest.mark.soak),  # its positions are a buffer of the width
         pytest.param("transformers:LlamaConfig", marks=pytest.mark.soak),
+        pytest.param("transformers:MixtralConfig", marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.usefixtures("transformers")
