@@ -7,7 +7,7 @@ without a loss (Wang et al., arXiv 2408.15664): a bias on each expert's score, i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ from proxy_models.architecture.grouped import grouped_product
 from proxy_models.architecture.mlp import MLP, activated
 from proxy_models.architecture.sharded import own
 
-if TYPE_CHECKING:
-    from proxy_models.architecture.shared_experts import ExpertShare
-
 BALANCE_BIAS, ROUTED = "balance_bias", "routed"
+Exchange = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor]
+"""Function of experts, sorted rows and the load of all experts, as `proxy_models.architecture.shared_experts.ExpertShare`."""
 
 
 class Routing(NamedTuple):
@@ -126,7 +125,7 @@ class MixtureOfExperts(nn.Module):
         share: Exchange between ranks that have different experts; None: all experts are here.
     """
 
-    share: ExpertShare | None = None
+    share: Exchange | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
