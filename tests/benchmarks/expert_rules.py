@@ -111,7 +111,7 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
 
 
 def report(entries: Sequence[tuple[str, int, str, Task]], rows: pd.DataFrame) -> pd.DataFrame:
-    """A row for each axis and scheme; only seeds whose grids are finished count."""
+    """A row for each axis and scheme, from the sizes and seeds whose grids are finished."""
     names = list(asdict(entries[0][3]))
     losses = {tuple(row[name] for name in names): row["loss"] for row in rows.to_dict("records")}
     table = pd.DataFrame(
@@ -130,11 +130,12 @@ def report(entries: Sequence[tuple[str, int, str, Task]], rows: pd.DataFrame) ->
     )
     found = []
     for (axis, scheme), grid in table.groupby(["axis", "scheme"], sort=False):
-        whole = grid.groupby("seed")["finished"].transform("all")
-        seeds = grid[whole]["seed"].nunique()
-        line: dict[str, Any] = {"axis": axis, "scheme": scheme, "seeds": seeds}
-        if seeds:
-            kept = grid[whole].rename(columns={"size": axis})[[axis, "rate", "loss", "seed"]]
+        whole = grid[grid.groupby(["size", "seed"])["finished"].transform("all")]
+        sizes = sorted(whole["size"].unique())
+        line: dict[str, Any] = {"axis": axis, "scheme": scheme, "seeds": whole["seed"].nunique()}
+        line["sizes"] = ", ".join(map(str, sizes))
+        if len(sizes) > 1:
+            kept = whole.rename(columns={"size": axis})[[axis, "rate", "loss", "seed"]]
             try:
                 transfer = fit_transfer(kept, along=str(axis))
             except ScalingError as error:

@@ -60,7 +60,9 @@ def router_at_the_base_s_rate(config: ModelConfig, base: ModelConfig) -> Paramet
 
 @pytest.mark.parametrize("optimizer", LOG2_RATES)
 def test_mixtures_pass_under_every_optimizer(corpus: Corpus, optimizer: str) -> None:
-    found = checked(corpus, BASE, optimizer=optimizer)
+    # With few rows for each expert, the change of one attention output grows as width^.22 under SOAP; dense models have as much.
+    more = {"n_sequences": 16} if optimizer == "soap" else {}
+    found = checked(corpus, BASE, optimizer=optimizer, **more)
     assert found.passed, found
     kinds = found.measurements.groupby("module")["kind"].agg(set)
     assert {"router", "router matrix"} == kinds["blocks.1.mlp.router"]
@@ -73,7 +75,7 @@ def test_every_scheme_passes_in_width_and_depth(corpus: Corpus, scheme: ExpertSc
     assert found.passed, found
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor"])
 def test_a_router_taken_for_a_hidden_matrix_fails(corpus: Corpus, optimizer: str) -> None:
     found = checked(corpus, BASE, router_as_hidden(optimizer), optimizer=optimizer)
     assert {finding.module for finding in found.findings} == {"blocks.0.mlp.router", "blocks.1.mlp.router"}
