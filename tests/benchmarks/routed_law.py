@@ -36,7 +36,8 @@ class Rival:
         rng, measured = np.random.default_rng(0), np.log(known["loss"].to_numpy())
 
         def residual(theta: np.ndarray) -> np.ndarray:
-            return np.nan_to_num(self.log_loss(theta, *_columns(known)) - measured, nan=1e3, posinf=1e3, neginf=-1e3)
+            off = self.log_loss(theta, *_columns(known)) - measured
+            return np.asarray(np.nan_to_num(off, nan=1e3, posinf=1e3, neginf=-1e3))
 
         starts = [np.array(self.start) + (i > 0) * rng.normal(0, 0.3, len(self.start)) for i in range(4)]
         with np.errstate(all="ignore"):

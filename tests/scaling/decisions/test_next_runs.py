@@ -39,7 +39,7 @@ def design(fitted: ScalingFit) -> Design:
 
 
 def numeric_gradient(fitted: ScalingFit, law: Problem, n_params: float, n_tokens: float) -> np.ndarray:
-    """Of the base fit's log loss in (e, a, b, log alpha, log beta, log g), by differences in its own formula."""
+    """Gradient of the base fit's log loss in (e, a, b, log alpha, log beta, log g), by differences in its own formula."""
     assert isinstance(law, JointPowers)
     base = next(iter(fitted.ensemble.variants.values()))
     log_n, log_d = law.terms.centre
@@ -178,7 +178,7 @@ def test_it_stops_when_no_run_is_worth_it(fitted: ScalingFit) -> None:
 
 
 def test_it_stops_at_the_floor_of_the_interval(fitted: ScalingFit) -> None:
-    """What the residual, the floor and the distance leave stays: compute for a hundredth of the width is not advised."""
+    """The part of the width due to residual, floor and distance stays: compute for a hundredth of the width is not advised."""
     target = (4e8, 8e9)
     found = next_runs(fitted, *target, affordable_flops=1e21, n_runs=8, width=1e-4)
     assert len(found.runs) < 8

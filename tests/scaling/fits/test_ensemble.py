@@ -28,7 +28,7 @@ def test_without_noise_every_variant_recovers_the_truth(ladder: Ladder, planted:
 
 
 def test_moves_are_of_every_fit_with_every_draw(ladder: Ladder) -> None:
-    """What a fit says against their mean, and a draw against the first fit: here by laws, one by one."""
+    """Moves are a fit against the mean of fits, and a draw against the first fit: here by laws, one by one."""
     found = fit_ensemble(with_stems(ladder(noise=0.003)))
     n, d = TARGET
     rows = Joint().columns_of({"n_params": np.array([n]), "n_tokens": np.array([d])})
