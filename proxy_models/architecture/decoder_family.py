@@ -36,7 +36,7 @@ MOST_SIZES = 4096
 class DecoderFamily(Family):
     """Decoders that differ from `config` in width and depth; their table and counts are formulas, not comparisons of models."""
 
-    branch_ends: ClassVar[tuple[str, ...]] = ("attention.output", "mlp.down")
+    branch_ends: ClassVar[tuple[str, ...]] = ("attention.output", "mlp.down", "mlp.experts.down", "mlp.shared.down")
     state_buffers: ClassVar[tuple[str, ...]] = ("balance_bias",)
 
     config: ModelConfig
@@ -127,14 +127,23 @@ class DecoderFamily(Family):
         """Return the sizes of a block and of the tables.
 
         A block moves two norms (one read, one write each), two residual sums (two reads, one write each), rotated queries and
-        keys, and the activation of the MLP.
+        keys, and the activation of the MLP. With experts it also sorts a token's rows and sorts them back (one read and one write
+        each) and sums them (one read), and the router reads the token in fp32, twice as wide (two reads, one write). Sizes are means
+        over blocks; a token's products are those of the experts that it passes.
         """
         model = cast(ModelConfig, member)
-        gate = 3 if model.activation == "swiglu" else 2
+        gate, n_sparse = 3 if model.activation == "swiglu" else 2, model.n_sparse_layers
         groups = model.n_params_by_group
+        hidden = (model.n_layers - n_sparse) * model.d_ff
+        rows = 0
+        if n_sparse:
+            hidden += n_sparse * (model.experts_per_token + model.n_shared_experts) * model.expert_width
+            rows = 5 * n_sparse * (model.experts_per_token + 1) * model.d_model
         return StepSizes(
             block_entries=model.n_matrix_entries / model.n_layers,
-            block_moves=12 * model.d_model + 2 * model.n_kv_heads * model.head_dim + gate * model.d_ff,
+            block_moves=12 * model.d_model
+            + 2 * model.n_kv_heads * model.head_dim
+            + (gate * hidden + rows) / model.n_layers,
             attention_width=model.d_model,
             key_width=model.n_kv_heads * model.head_dim,
             table_params=groups["embedding"] + groups["positions"] + groups["readout"],

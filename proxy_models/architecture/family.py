@@ -55,8 +55,8 @@ class Family(ABC):
         context_length: Tokens in one training sequence.
         readout: Name of the module that maps the width to logits.
         blocks: Name of the list of residual blocks.
-        branch_ends: Last names of the modules in a block whose outputs are multiplied by the branch multiplier; if empty, the
-            whole block's output is.
+        branch_ends: Last names of the modules in a block, or of their stacks, whose outputs are multiplied by the branch multiplier;
+            if empty, the whole block's output is.
         width_step: Divisor of all widths.
         state_buffers: Last names of the buffers that `end_step` changes; they must be persistent, and are part of every state and
             checkpoint. All other buffers stay constant.

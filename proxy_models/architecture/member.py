@@ -88,6 +88,15 @@ class Member(Serializable, ABC):
         return self.n_params_total - self.n_params > looked_up
 
     @property
+    def shown_params(self) -> str:
+        """N for reading, with the number of all parameters if a token passes only some."""
+        return (
+            f"{self.n_params:,} active, {self.n_params_total:,} in total"
+            if self.has_idle_params
+            else f"{self.n_params:,}"
+        )
+
+    @property
     def is_random(self) -> bool:
         """False only if no training step draws random numbers."""
         return True

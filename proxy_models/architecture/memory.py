@@ -513,14 +513,15 @@ class _Part:
         n_chosen, is_root = config.experts_per_token, config.expert_scheme == "sqrt_gate"
         router = _FP32 * (config.n_experts * (2 if config.router_z_loss else 1) + (2 + is_root) * n_chosen + 1)
         if self.low:
-            router += _FP32 * config.d_model - (0 if config.n_shared_experts else self.low * config.d_model)
+            reads_alone = not config.n_shared_experts and not config.parallel
+            router += (_FP32 - (self.low if reads_alone else 0)) * config.d_model
         return hidden + 2 * self.compute * self._rows + router + 3 * _INT64 * n_chosen
 
     def in_block(self, kept: int, checkpointing: Checkpointing) -> int:
         """Return the bytes per token in a block's backward pass beyond its `kept` bytes: recomputed tensors and gradients."""
         compute, width = self.compute, self.config.d_model
-        # The MLP's hidden layer twice, the rows of experts, and the stream.
-        gradients = compute * (2 * self._hidden + self._rows + width // self.ranks)
+        # The MLP's hidden layer twice, after rows of experts were freed, or these rows twice; and the stream.
+        gradients = compute * (max(2 * self._hidden - self._rows, 2 * self._rows) + width // self.ranks)
         if self.ranks > 1:
             gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
         unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product

@@ -6,7 +6,7 @@ Rounding is to nearest and symmetric: a scale is the largest magnitude of its we
 These tools better the rounding by calibration, so that their loss increases less. The activations keep the run's precision.
 
 Embedding, learned positions and readout stay in bf16 unless `tables` is true: recipes for serving with vLLM round linear layers except
-`lm_head`, and bitsandbytes leaves the head out too. llama.cpp rounds the tables, but to more bits than the rest.
+`lm_head`, and bitsandbytes leaves the head out too. llama.cpp rounds the tables, but to more bits than the rest. Routers always stay.
 """
 
 from __future__ import annotations
@@ -102,17 +102,19 @@ def _matrices(
     model: nn.Module, numerics: Numerics, part: Callable[[Tensor], Tensor] = own, *, tables: bool
 ) -> list[Tensor]:
     """Return views of a part of the matrices, with one row for each output channel, or each token of a table."""
-    rules, wanted = numerics.parametrization("adamw").rules, MATRICES if tables else HIDDEN_MATRICES
+    rules = numerics.parametrization("adamw").rules
+    wanted = MATRICES - {TensorClass.ROUTER} if tables else HIDDEN_MATRICES
     found = []
     for name, parameter in model.named_parameters():
         if (tensor_class := rules[name].tensor_class) in wanted:
             weight = part(parameter.detach())
-            if has_inputs_first(model.get_submodule(name.rpartition(".")[0])):
-                if is_sharded(parameter):
-                    raise ValueError(
-                        f"quantised loss: ranks must not share the inputs of a matrix, which have one scale; {name} of shape "
-                        f"{tuple(parameter.shape)} has them first; measure it in one process"
-                    )
+            inputs_first = has_inputs_first(model.get_submodule(name.rpartition(".")[0]))
+            if is_sharded(parameter) and (inputs_first or own(parameter).shape[-1] < parameter.shape[-1]):
+                raise ValueError(
+                    f"quantised loss: ranks must not share the inputs of a matrix, which have one scale; {name} of shape "
+                    f"{tuple(parameter.shape)} is sharded along them; measure it in one process"
+                )
+            if inputs_first:
                 found.append(weight.T)
             else:  # (outputs, inputs, kernel), or (matrices, outputs, inputs)
                 found.append(weight.flatten(0, -2) if tensor_class is TensorClass.HIDDEN_STACK else weight.flatten(1))

@@ -19,6 +19,8 @@ CASES = (
     Case(shape="8B", layout="tensor", checkpointing="full", ranks=1024, layers=2),
     Case(shape="70B", layout="full", checkpointing="full", ranks=1024, layers=2),
     Case(shape="70B", layout="1f1b", checkpointing="full", layers=4),
+    Case(shape="8x7B", layout="full", layers=3),
+    Case(shape="64x16B", layout="hybrid", checkpointing="selective", layers=3),
 )
 GOLDEN = Path(__file__).with_name("collectives.json")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.formatting import format_duration
 from muscale.pages.sections import count
+from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def _of_plan(contents: ReportContents) -> list[Tile]:
         return []
     n_params, n_tokens = plan["n_params"], plan["n_tokens"]
     found = [
-        Tile(label="parameters N", value=count(n_params), note=f"{n_params:,} without the embedding table"),
+        Tile(
+            label="parameters N",
+            value=count(n_params),
+            note=f"{Member.from_dict(plan['model']).shown_params} without the embedding table",
+        ),
         Tile(label="tokens D", value=count(n_tokens), note=f"{n_tokens:,}"),
         Tile(label="D/N", value=f"{n_tokens / n_params:.3g}", note="tokens per parameter"),
         Tile(label="compute C", value=f"{plan['compute_flops']:.3g}", note="FLOPs, 6·N·D"),

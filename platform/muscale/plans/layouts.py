@@ -208,7 +208,8 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
     ]
     if (chosen := propose_layout(layouts)) is None:
         raise StageError(
-            f"{key}: no layout of {plan.n_params:,} parameters fits {settings.workers} × {config.plan.accelerator}; use more workers"
+            f"{key}: no layout of {plan.model.shown_params} parameters fits {settings.workers} × {config.plan.accelerator}; use "
+            "more workers"
         )
     return config.model_copy(update={"promote": settings.model_copy(update=chosen.keys)})
 

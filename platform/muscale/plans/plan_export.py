@@ -26,7 +26,7 @@ _WITHOUT_BETAS = ("muon", "adafactor")
 _README = """\
 # Plan {key} for another framework
 
-{n_params:,} parameters without the embedding table, {n_tokens:,} tokens, {n_steps:,} steps. Forecast {loss:.4f} {loss_unit},
+N = {n_params} without the embedding table, {n_tokens:,} tokens, {n_steps:,} steps. Forecast {loss:.4f} {loss_unit},
 {level:.0%} interval [{low:.4f}, {high:.4f}].
 
 `plan.json` has everything, the CSV files the tables. All values are absolute: nothing is to be scaled by width or depth again, so
@@ -41,7 +41,7 @@ leave the framework's own muP switches off.
 | tensor_class | embedding, hidden, readout, norms, biases: what the rules distinguish |
 | init_mean, init_std | initial values are normal with these; a standard deviation of 0 is a constant |
 | learning_rate | at schedule factor 1: Megatron's `lr_mult` times `lr`, a parameter group's `lr` in torchtitan |
-| multiplier | of the output of token embedding, readout (logits), the decoder's `attention.output` and `mlp.down` (branches) |
+| multiplier | of the output of token embedding, readout (logits), and of the decoder's branches (`attention.output`, each `down`) |
 | block_multiplier | x + block_multiplier · (block(x) - x) replaces block(x); 1 in the decoder, where `multiplier` does this |
 | weight_decay | decoupled, as in torch.optim.AdamW: each step takes rate · decay · weight off |
 | beta1, beta2 | of the optimizer's averages; empty for an optimizer without |
@@ -102,7 +102,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
     )
     readme = _README.format(
         key=plan.key,
-        n_params=plan.n_params,
+        n_params=plan.model.shown_params,
         n_tokens=plan.n_tokens,
         n_steps=n_steps,
         thinned=thinned,
@@ -199,7 +199,7 @@ def _applied(
         token_table = min(tables, key=lambda name: len(tensors[name]) != plan.model.vocab_size)
         applied[token_table] = multipliers.embedding
     branch_ends = family_of(plan.model).branch_ends
-    ends = [name for name in classes if name.rpartition(".")[0].endswith(branch_ends)]
+    ends = [name for name in classes if name.endswith(branch_ends) or name.rpartition(".")[0].endswith(branch_ends)]
     return applied | dict.fromkeys(ends, multipliers.branch)
 
 

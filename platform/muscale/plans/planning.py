@@ -113,7 +113,7 @@ class Plan(Recorded):
     def __str__(self) -> str:
         forecast, model = self.forecast, self.model
         lines = [
-            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} "
+            f"plan: width {model.d_model}, depth {model.n_layers}, N = {model.shown_params} "
             f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} {forecast.loss_unit}, {forecast.level:.0%} interval "

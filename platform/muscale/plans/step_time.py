@@ -11,6 +11,9 @@ A pipeline's step lasts as long as its slowest rank computes, plus the time in w
 (`idle_seconds`). Its ranks reduce gradients once, after the last micro-batch, which nothing hides. Under "gpipe" and "1f1b" torch
 waits for each transfer between stages; under the other schedules only those of the fill and drain are exposed.
 
+In a mixture of experts, products are those of the experts that a token passes, while collectives and the optimizer move all of them.
+Groups of rows are assumed to reach the share of the peak that large products reach; small groups reach less (not measured).
+
 The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
 compares the prediction with published runs; tests/benchmarks/RESULTS.md has the rows ("The predicted step and published runs").
 """

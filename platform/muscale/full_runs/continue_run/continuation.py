@@ -166,7 +166,7 @@ class Continuation(Result):
         begins = f"continues at {self.position:,} tokens" if self.position else "from its start"
         lines = [
             f"continuation {self.name} {self.key}: {self.n_tokens:,} tokens after {self.parent.tokens_before:,}, "
-            f"N = {model.n_params:,}, C = {self.compute_flops:.3g} FLOPs",
+            f"N = {model.shown_params}, C = {self.compute_flops:.3g} FLOPs",
             f"  from checkpoint {self.parent.checkpoint}",
             *format_lineage(self.parent.lineage),
             f"  corpus {self.corpus.key}: {begins}",
