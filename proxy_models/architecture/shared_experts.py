@@ -47,18 +47,22 @@ class ExpertShare:
             experts: Function of rows sorted by this rank's experts, and each expert's end among them.
             load: Rows of each expert of all ranks, (experts,), int64.
         """
-        n, group = self._group.size(), self._group
-        received = wait_tensor(all_to_all_single(load, None, None, group)).view(n, -1)  # (senders, own experts)
+        n = self._group.size()
+        counts = wait_tensor(all_to_all_single(load, None, None, self._group))  # type: ignore[no-untyped-call]
+        received = counts.view(n, -1)  # (senders, own experts)
         leaving, arriving = torch.stack([load.view(n, -1).sum(1), received.sum(1)]).tolist()
-        rows = cast(Tensor, wait_tensor(all_to_all_single_autograd(rows, arriving, leaving, group)))
+        rows = self._sent(rows, arriving, leaving)
         own = torch.arange(received.shape[1], device=rows.device).repeat(n)
         order = own.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
         places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         rows = _scaled(permuted(rows, order, places), n)
         made = _scaled(experts(rows, received.sum(0).cumsum(0).int()), 1 / n)
-        return cast(
-            Tensor, wait_tensor(all_to_all_single_autograd(permuted(made, places, order), leaving, arriving, group))
-        )
+        return self._sent(permuted(made, places, order), leaving, arriving)
+
+    def _sent(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
+        """Return the rows that arrive from each rank, for those that leave to each."""
+        rows = all_to_all_single_autograd(rows, arriving, leaving, self._group)
+        return cast(Tensor, wait_tensor(rows))  # type: ignore[no-untyped-call]
 
 
 def _scaled(rows: Tensor, factor: float) -> Tensor:

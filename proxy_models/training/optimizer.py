@@ -182,10 +182,12 @@ def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         by_mesh.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
-    if len(by_mesh) == 1:
-        return whole(clip_grad_norm_(*by_mesh.values(), max_norm, foreach=True))
+    first, *others = by_mesh.values()
+    if not others:
+        return whole(clip_grad_norm_(first, max_norm, foreach=True))
     gradients = [[p.grad for p in of_mesh if p.grad is not None] for of_mesh in by_mesh.values()]
-    norm = torch.linalg.vector_norm(torch.stack([whole(get_total_norm(of, foreach=True)) for of in gradients]))
+    norms = torch.stack([whole(get_total_norm(of_mesh, foreach=True)) for of_mesh in gradients])
+    norm = cast(Tensor, torch.linalg.vector_norm(norms))
     for of_mesh in by_mesh.values():
         clip_grads_with_norm_(of_mesh, max_norm, norm, foreach=True)
     return norm

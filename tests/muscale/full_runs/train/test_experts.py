@@ -63,7 +63,7 @@ def make_run(corpus: Corpus, tmp_path: Path) -> MakeRun:
             numerics=Numerics(
                 model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120, guard=guard
             ),
-            segments=chain(Hyperparameters(**recipe | (values or {})), BATCH * STEPS),  # type: ignore[arg-type]
+            segments=chain(Hyperparameters(**recipe | (values or {})), BATCH * STEPS),
             directory=tmp_path / "run",
             corpus=corpus.folder,
             checkpoint_every_tokens=BATCH * 3,
