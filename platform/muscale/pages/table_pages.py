@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muscale.pages.law_sections import GROUP, sections_of_fit, variant_section
 from muscale.pages.report import write_page
 from muscale.pages.sections import Section, as_table, drawn, moment
 from muscale.store.ledger import now
 from scaling import ScalingError, backtest, next_runs
+from scaling.fits.backtest import FORMS_COMPARED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,8 +120,8 @@ def _backtest(fit: ScalingFit) -> Section:
         about="Larger runs, forecast from the runs below a tenth and a thirtieth of the largest compute; errors in per cent.",
     )
     try:
-        forms = {"forms": fit.law.form} if len(fit.law.form.columns) > 2 else {}
-        found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, **forms)
+        forms = fit.law.form if len(fit.law.form.columns) > 2 else FORMS_COMPARED
+        found = backtest(fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, forms=forms)
         return section(
             drawings=drawn(found.plot(), "losses forecast from smaller runs against measured losses"),
             table=as_table(found.table().drop(columns=["coverage_0.95", "width_0.95"])),
@@ -134,7 +135,7 @@ def _following(fit: ScalingFit, decision: Decision | None) -> list[Section]:
     if decision is None or decision.forecast is None:
         return []
     affordable = max(0.1 * decision.total_flops, fit.compute_range[1])
-    columns = decision.forecast.columns
+    columns: dict[str, Any] = decision.forecast.columns
     found = next_runs(fit, decision.n_params, decision.n_tokens, affordable_flops=affordable, **columns)
     return [
         _of_fit(
