@@ -285,6 +285,12 @@ class ConfigFamily(Family):
     def _has_experts(self) -> bool:
         return has_experts(self._pattern)
 
+    def stage_errors(self, member: Member) -> Iterator[str]:
+        """Yield also the auxiliary loss of routers, which the last stage does not have."""
+        yield from super().stage_errors(member)
+        if self._asks_for_balance:
+            yield "with output_router_logits, since routers of other stages add nothing to the loss of the last"
+
     @property
     def _asks_for_balance(self) -> bool:
         return self._has_experts and self._pattern.output_router_logits

@@ -692,8 +692,8 @@ class _StageRank:
         whole, block = part.compute * part.n_params, part.compute * part.block
         n_dense, n_sparse = min(self.blocks, key=sum)
         dense = part.compute * part.dense.block if part.dense else block
-        of_blocks = [dense] * n_dense + [block] * n_sparse
-        gathered = whole - again * sum(of_blocks[:-2])  # after a stage's forward pass
+        bytes_of_blocks = [dense] * n_dense + [block] * n_sparse
+        gathered = whole - again * sum(bytes_of_blocks[:-2])  # after a stage's forward pass
         late = part.compute * part.largest_matrix  # gradient of the MLP's last matrix
         moments = [
             _Moment(gathered, late, in_all + in_block),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,12 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(
     parallelism: Parallelism, n_experts: int
 ) -> None:
     with rank_of(0, RANKS):
-        variant = {"n_experts": n_experts, "first_dense_layers": 1, "n_shared_experts": 1, "expert_ratio": 0.5}
+        variant: dict[str, Any] = {
+            "n_experts": n_experts,
+            "first_dense_layers": 1,
+            "n_shared_experts": 1,
+            "expert_ratio": 0.5,
+        }
         model, found = built(parallelism, precision="bf16", **variant), Collectives()
         with found:
             for last in (False, True):

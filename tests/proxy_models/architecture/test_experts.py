@@ -46,7 +46,7 @@ def one_by_one(module: MixtureOfExperts, x: Tensor) -> Tensor:
                 experts.down[expert] @ hidden
             )
     if config.n_shared_experts:
-        mixed = mixed + module.shared(x)
+        mixed = cast(Tensor, mixed + module.shared(x))
         return mixed * 0.5**0.5 if config.expert_scheme == "sqrt_gate" else mixed
     return mixed
 

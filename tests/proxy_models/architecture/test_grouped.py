@@ -31,9 +31,9 @@ def test_products_and_gradients_are_those_of_one_matrix_after_the_other(dtype: t
     product = torch.compile(grouped_product, fullgraph=True, dynamic=False) if compiled else grouped_product
     results = []
     for function in (lambda: product(rows, matrices, ENDS), lambda: one_by_one(rows, matrices)):
-        result = function()
+        result = function()  # type: ignore[no-untyped-call]
         rows.grad = matrices.grad = None
-        result.sum(0).square().sum().backward()  # its gradient is expanded
+        result.sum(0).square().sum().backward()  # type: ignore[no-untyped-call]  # its gradient is expanded
         results.append((result, rows.grad, matrices.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -61,6 +61,6 @@ def test_no_row_gives_no_product_and_a_gradient_of_zero() -> None:
 def test_a_product_is_counted_and_needs_no_values() -> None:
     rows, matrices = values(torch.float32)
     with FlopCounterMode(display=False) as counter:
-        grouped_product(rows, matrices, ENDS).sum().backward()
+        grouped_product(rows, matrices, ENDS).sum().backward()  # type: ignore[no-untyped-call]
     assert counter.get_total_flops() == 3 * 2 * 17 * 16 * 24
     assert grouped_product(rows.to("meta"), matrices.to("meta"), ENDS.to("meta")).shape == (17, 24)
