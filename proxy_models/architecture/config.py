@@ -271,7 +271,7 @@ class ModelConfig(Member):
 
     @property
     def n_params_convention(self) -> str:
-        """What `n_params` counts, in words."""
+        """Parameters that `n_params` counts, in words."""
         return (
             "parameters that a token uses, without the embedding table"
             if self.n_experts

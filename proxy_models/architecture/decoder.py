@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
-from proxy_models.architecture.experts import BALANCE_BIAS, MixtureOfExperts, Router
+from proxy_models.architecture.experts import BALANCE_BIAS, RoutedMLP, Router
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.mlp import MLP
@@ -170,7 +170,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and MLP; the depth multiplier scales each sum into the residual stream, or a single sum of both.
 
-    In a mixture of experts the MLP is `MixtureOfExperts`, except in the first dense layers.
+    In a mixture of experts the MLP is `RoutedMLP`, except in the first dense layers.
 
     Attributes:
         checkpointing: Kind of activation checkpointing.
@@ -187,7 +187,7 @@ class Block(nn.Module):
         self.attention = Attention(config, config.window_of(layer))
         if not config.parallel:
             self.mlp_norm = norm_of(config)
-        self.mlp = MixtureOfExperts(config) if config.is_sparse(layer) else MLP(config, config.d_ff, bias=config.biases)
+        self.mlp = RoutedMLP(config) if config.is_sparse(layer) else MLP(config, config.d_ff, bias=config.biases)
 
     def forward(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         """Map the residual stream (batch, time, width) to the same shape."""
@@ -197,7 +197,7 @@ class Block(nn.Module):
             return mapped
         x, routed, penalty = mapped
         if self.training:  # here, since a recomputation would count again
-            router = cast(MixtureOfExperts, self.mlp).router
+            router = cast(RoutedMLP, self.mlp).router
             router.routed.add_(routed.detach())
             self.penalty = penalty if self.config.has_penalty else None
         return x

@@ -118,7 +118,7 @@ def _stack(*shape: int) -> nn.Parameter:
     return nn.init.normal_(parameter, std=shape[-1] ** -0.5)  # type: ignore[return-value]
 
 
-class MixtureOfExperts(nn.Module):
+class RoutedMLP(nn.Module):
     """Router, routed experts and, if any, an MLP that every token passes, as wide as all shared experts together.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Permuted(torch.autograd.Function):
 def balance(
     model: nn.Module, config: ModelConfig, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
 ) -> Mapping[str, Tensor]:
-    """Move the biases of all routers after a step, and begin to count anew; return figures of the step's routing.
+    """Move the biases of all routers after a step, set their counts to zero, and return figures of the step's routing.
 
     A bias moves by `balance_rate` towards equal loads, by the sign of mean load - load (arXiv 2408.15664, algorithm 1). Buffers are
     found by name, since a rank of a pipeline has some of the routers.

@@ -54,7 +54,7 @@ class Member(Serializable, ABC):
 
     @property
     def n_params_convention(self) -> str:
-        """What `n_params` counts, in words."""
+        """Parameters that `n_params` counts, in words."""
         return "all parameters but the embedding table"
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from proxy_models.architecture.experts import MixtureOfExperts, permuted
+from proxy_models.architecture.experts import RoutedMLP, permuted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def share_experts(model: Decoder, mesh: DeviceMesh) -> Iterator[nn.Module]:
     """Give each rank of a mesh as many experts of each block of a decoder without values; yield the modules of experts."""
-    for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
+    for mixture in (module for module in model.modules() if isinstance(module, RoutedMLP)):
         mixture.share = ExpertShare(mesh.get_group())
         for name, stack in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, nn.Parameter(distribute_tensor(stack.detach(), mesh, [Shard(0)])))

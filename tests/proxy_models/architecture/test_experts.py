@@ -10,7 +10,7 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ExpertScheme, ModelConfig, RouterScores
 from proxy_models.architecture.decoder import Block, Decoder, training_loss
-from proxy_models.architecture.experts import MixtureOfExperts, balance
+from proxy_models.architecture.experts import RoutedMLP, balance
 from proxy_models.architecture.parametrization import TensorClass, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.optimizer import initialize
@@ -21,16 +21,16 @@ CONFIG = ModelConfig(
 RECIPE = Hyperparameters(learning_rate=0.01, batch_tokens=64).resolve(6400)
 
 
-def mixture(config: ModelConfig = CONFIG, seed: int = 0) -> MixtureOfExperts:
+def mixture(config: ModelConfig = CONFIG, seed: int = 0) -> RoutedMLP:
     torch.manual_seed(seed)
-    return MixtureOfExperts(config)
+    return RoutedMLP(config)
 
 
 def tokens(config: ModelConfig = CONFIG) -> Tensor:
     return torch.randn(3, 7, config.d_model, generator=torch.Generator().manual_seed(1))
 
 
-def one_by_one(module: MixtureOfExperts, x: Tensor) -> Tensor:
+def one_by_one(module: RoutedMLP, x: Tensor) -> Tensor:
     """The mixture as its definition has it: a token after the other, an expert after the other."""
     config, experts = module.config, module.experts
     mixed = torch.zeros_like(x)
@@ -179,7 +179,7 @@ def test_schemes_differ_in_what_finer_experts_do_to_the_first_output(scheme: Exp
         fine = replace(base, expert_ratio=2.0 / granularity, n_experts=4 * granularity, experts_per_token=granularity)
         model = Decoder(fine)
         initialize(model, parametrize(fine, base), RECIPE, seed=0)
-        module = cast(MixtureOfExperts, cast(Any, model.blocks[0]).mlp)
+        module = cast(RoutedMLP, cast(Any, model.blocks[0]).mlp)
         x = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(3))
         sizes.append(float(module(x)[0].detach().square().mean().sqrt()))
     for size, granularity in zip(sizes[1:], (4, 8), strict=True):
