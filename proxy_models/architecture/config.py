@@ -243,8 +243,8 @@ class ModelConfig(Member):
     def along(self, axis: ExpertAxis, size: float) -> Self:
         """Return the mixture of another size along one axis.
 
-        Along "experts", the number of experts and of those that a token passes change alike. Along "granularity", their size
-        changes as the inverse of both; along "sparsity", the number of experts alone, over the number passed.
+        Along "experts", the number of experts and of those active for a token change alike. Along "granularity", both change, and the
+        number of shared experts, as the inverse of an expert's size. Along "sparsity", the number of experts changes alone.
 
         Raises:
             ValueError: If this is no mixture, or the number of experts, of those passed, or the size of one is not whole.
@@ -257,7 +257,8 @@ class ModelConfig(Member):
             changed["experts_per_token"] = self.experts_per_token * factor
         if axis == "granularity":
             changed["expert_ratio"] = self._expert_ratio / factor
-        for name in ("n_experts", "experts_per_token"):
+            changed["n_shared_experts"] = self.n_shared_experts * factor
+        for name in ("n_experts", "experts_per_token", "n_shared_experts"):
             if name in changed and not math.isclose(whole := round(changed[name]), changed[name], rel_tol=1e-9):
                 raise ValueError(f"{axis} {size:g} needs a whole {name}, got {changed[name]:g}")
             if name in changed:
@@ -268,15 +269,6 @@ class ModelConfig(Member):
     def active_share(self) -> float:
         """Share of the routed experts that a token passes; 1 without experts."""
         return self.experts_per_token / self.n_experts if self.n_experts else 1.0
-
-    @property
-    def n_params_convention(self) -> str:
-        """Parameters that `n_params` counts, in words."""
-        return (
-            "parameters that a token uses, without the embedding table"
-            if self.n_experts
-            else super().n_params_convention
-        )
 
     @property
     def has_penalty(self) -> bool:
@@ -365,10 +357,10 @@ class ModelConfig(Member):
         law at small sizes).
         """
         groups = self.n_params_by_group
-        return self.n_params_total - groups["embedding"] - groups["positions"] - self.n_idle_params
+        return self.n_params_total - groups["embedding"] - groups["positions"] - self.n_inactive_params
 
     @property
-    def n_idle_params(self) -> int:
+    def n_inactive_params(self) -> int:
         """Parameters of the experts that a token does not pass."""
         of_experts = self.n_params_by_group["experts"]
         return of_experts - round(of_experts * self.active_share)
@@ -411,10 +403,6 @@ class ModelConfig(Member):
         n_sparse = self.n_sparse_layers
         apart = (dense - sparse) / self.n_layers if n_dense else 0.0
         return [mean + n_sparse * apart] * n_dense + [mean - n_dense * apart] * (self.n_layers - n_dense)
-
-    @property
-    def has_idle_params(self) -> bool:
-        return self.n_idle_params > 0
 
     @property
     def attended(self) -> float:

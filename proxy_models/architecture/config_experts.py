@@ -84,15 +84,15 @@ def grouped_experts(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: T
     """
     import torch
 
+    from proxy_models.architecture.experts import load_of, through_experts
     from proxy_models.architecture.grouped import grouped_product
 
     stacks, kind = cast(Any, experts), tokens.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
-    order = chosen.flatten().argsort(stable=True)
-    places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-    ones = torch.ones_like(order)
-    ends = ones.new_zeros(len(stacks.down_proj)).index_add(0, chosen.flatten(), ones).cumsum(0).int()
-    rows = tokens.to(dtype).repeat_interleave(chosen.shape[1], dim=0)[order]
-    rows = stacks._apply_gate(grouped_product(rows, stacks.gate_up_proj.to(dtype), ends))
-    rows = grouped_product(rows, stacks.down_proj.to(dtype), ends)[places].view(*chosen.shape, -1)
-    return (rows * gates.unsqueeze(-1)).sum(1).to(tokens.dtype)
+    ends = load_of(chosen, len(stacks.down_proj)).cumsum(0).int()
+
+    def compute(rows: Tensor) -> Tensor:
+        hidden = stacks._apply_gate(grouped_product(rows, stacks.gate_up_proj.to(dtype), ends))
+        return grouped_product(hidden, stacks.down_proj.to(dtype), ends)
+
+    return through_experts(tokens.to(dtype), chosen, gates, compute).to(tokens.dtype)

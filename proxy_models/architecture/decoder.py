@@ -196,10 +196,9 @@ class Block(nn.Module):
         if not isinstance(mapped, tuple):
             return mapped
         x, routed, penalty = mapped
+        self.penalty = penalty if self.training and self.config.has_penalty else None
         if self.training:  # here, since a recomputation would count again
-            router = cast(RoutedMLP, self.mlp).router
-            router.routed.add_(routed.detach())
-            self.penalty = penalty if self.config.has_penalty else None
+            cast(RoutedMLP, self.mlp).router.routed.add_(routed.detach())
         return x
 
     def compile_recomputed(self) -> None:

@@ -74,8 +74,7 @@ class Router(nn.Module):
         gates = gates / (gates.sum(-1, keepdim=True) + torch.finfo(gates.dtype).tiny)
         if config.expert_scheme == "sqrt_gate":
             gates = gates.sqrt()
-        ones = torch.ones_like(chosen).flatten()
-        load = ones.new_zeros(len(self.weight)).index_add(0, chosen.flatten(), ones)
+        load = load_of(chosen, len(self.weight))
         shares = scores / scores.sum(-1, keepdim=True)
         entropy = torch.special.entr(shares.detach()).sum()
         return Routing(logits, chosen, gates, load, entropy, self._penalty(logits, shares, load))
@@ -138,13 +137,14 @@ class RoutedMLP(nn.Module):
         """Map (batch, time, width) to the same shape, and return the entries to add to `Router.routed`, and the penalty."""
         config, tokens = self.config, x.flatten(0, -2)
         routing = self.router(tokens)
-        order = routing.chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-        rows: Tensor = _Sent.apply(tokens, order, places)  # type: ignore[no-untyped-call]
         load = routing.load
-        rows = self.share(self.experts, rows, load) if self.share else self.experts(rows, load.cumsum(0).int())
-        rows = permuted(rows, places, order).view(*routing.chosen.shape, -1)
-        mixed = (rows * routing.gates.to(rows.dtype).unsqueeze(-1)).sum(1).view_as(x)
+
+        def compute(rows: Tensor) -> Tensor:
+            if self.share:
+                return self.share(self.experts, rows, load)
+            return cast(Tensor, self.experts(rows, load.cumsum(0).int()))
+
+        mixed = through_experts(tokens, routing.chosen, routing.gates.to(tokens.dtype), compute).view_as(x)
         mixed = F.dropout(mixed, config.mlp_dropout, self.training)
         if config.n_shared_experts:
             mixed = mixed + self.shared(x)
@@ -152,6 +152,32 @@ class RoutedMLP(nn.Module):
                 mixed = mixed * 0.5**0.5
         routed = torch.cat([load.float(), routing.entropy[None]])
         return mixed, routed, routing.penalty
+
+
+def load_of(chosen: Tensor, n_experts: int) -> Tensor:
+    """Return the tokens of each expert, (n_experts,), int64, without a wait for the device; `chosen` has the experts of each token."""
+    ones = torch.ones_like(chosen).flatten()
+    return ones.new_zeros(n_experts).index_add(0, chosen.flatten(), ones)
+
+
+def through_experts(tokens: Tensor, chosen: Tensor, gates: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the sum over each token's experts of gate times output, (tokens, width).
+
+    Args:
+        tokens: (tokens, width).
+        chosen, gates: Experts of each token and their weights, (tokens, experts per token).
+        compute: Function of the rows sorted by expert, (tokens · experts per token, width), to the outputs in the same order.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    places = inverse(order)
+    rows: Tensor = _Sent.apply(tokens, order, places)  # type: ignore[no-untyped-call]
+    rows = permuted(compute(rows), places, order).view(*chosen.shape, -1)
+    return (rows * gates.unsqueeze(-1)).sum(1)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Sent(torch.autograd.Function):

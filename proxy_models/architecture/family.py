@@ -494,4 +494,5 @@ def count_member(family: Family, width: int, depth: int) -> Counts:
         n_params=n_params,
         n_params_total=sum(sizes.values()),
         train_flops_per_token=6.0 * n_params + family.attention_flops_per_token(width, depth),
+        n_inactive_params=round(sum(sizes[name] * (1 - share) for name, share in active.items())),
     )

@@ -55,6 +55,8 @@ class Member(Serializable, ABC):
     @property
     def n_params_convention(self) -> str:
         """Parameters that `n_params` counts, in words."""
+        if self.n_inactive_params:
+            return "parameters that a token uses, without the embedding table"
         return "all parameters but the embedding table"
 
     @property
@@ -82,17 +84,16 @@ class Member(Serializable, ABC):
         return [(self.train_flops_per_token - readout) / self.n_layers] * self.n_layers
 
     @property
-    def has_idle_params(self) -> bool:
-        """Whether a token passes only some of the parameters besides embeddings, as in a mixture of experts."""
-        looked_up = (self.vocab_size + self.context_length) * self.d_model
-        return self.n_params_total - self.n_params > looked_up
+    def n_inactive_params(self) -> int:
+        """Parameters of experts that a token is not routed to, in all blocks."""
+        return 0
 
     @property
     def shown_params(self) -> str:
         """N for reading, with the number of all parameters if a token passes only some."""
         return (
             f"{self.n_params:,} active, {self.n_params_total:,} in total"
-            if self.has_idle_params
+            if self.n_inactive_params
             else f"{self.n_params:,}"
         )
 
@@ -110,13 +111,14 @@ class Counts:
     n_params_total: int
     train_flops_per_token: float
     loss_unit: str = NATS
+    n_inactive_params: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_params <= self.n_params_total or not 0 < self.train_flops_per_token < math.inf:
             raise ValueError(f"counts must be positive and finite, n_params at most n_params_total, got {self}")
 
 
-# The default unit is left out, so that keys of trainings from before units existed stay the same.
+# Defaults are left out, so that keys of trainings from before these fields existed stay the same.
 converter.register_unstructure_hook(Counts, make_dict_unstructure_fn(Counts, converter, _cattrs_omit_if_default=True))
 
 
@@ -183,3 +185,7 @@ class ModuleConfig(Member):
     @property
     def loss_unit(self) -> str:
         return self.counts.loss_unit
+
+    @property
+    def n_inactive_params(self) -> int:
+        return self.counts.n_inactive_params

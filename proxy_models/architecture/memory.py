@@ -314,7 +314,7 @@ class _Part:
     @property
     def in_blocks(self) -> int:
         """Entries of the blocks' matrices, without those of routers."""
-        entries = self.config.n_matrix_entries + self.config.n_idle_params - self._groups["router"]
+        entries = self.config.n_matrix_entries + self.config.n_inactive_params - self._groups["router"]
         return entries // self.ranks
 
     @property

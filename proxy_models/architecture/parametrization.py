@@ -144,7 +144,7 @@ class TensorClass(StrEnum):
     TIED = "tied"
 
 
-CARRIED_EXPERTS = ("n_experts", "experts_per_token", "expert_ratio")
+CARRIED_EXPERTS = ("n_experts", "experts_per_token", "expert_ratio", "n_shared_experts")
 """Fields of a mixture of experts in which a member may differ from its base."""
 _LISTED = 3  # largest number of differences between two tables that an error lists
 
@@ -308,7 +308,7 @@ def tensor_rule(
         TensorClass.READOUT: 1 / math.sqrt(base_fan_in),
         TensorClass.TIED: 1 / math.sqrt(base_fan_in),
         TensorClass.ROUTER: 1 / math.sqrt(shape.fan_in * (m if scheme == "mup" else 1)),
-    }.get(tensor_class, 0.0) * shape.init_factor
+    }.get(tensor_class, 0.0) * (shape.init_factor if scheme == "mup" else 1.0)
     if scheme == "standard":
         return TensorRule(
             tensor_class=tensor_class,
@@ -352,24 +352,28 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
         hidden, of_base = config.expert_width, base.expert_width
         ratio = (of_base / base.d_model) / (hidden / width)
         init_factor = math.sqrt(ratio) if config.expert_scheme == "mean_field" else 1.0
-        yield (
-            f"{name}.experts.down",
-            replace(stack, fan_in=hidden, width_mult=hidden / of_base, init_factor=init_factor),
-        )
-        if config.n_shared_experts:
-            yield from mlp(f"{name}.shared", config.n_shared_experts * hidden, biases=False)
+        yield f"{name}.experts.down", replace(from_hidden(stack, hidden, of_base), init_factor=init_factor)
+        if n_shared := config.n_shared_experts:
+            yield from mlp(f"{name}.shared", n_shared * hidden, base.n_shared_experts * of_base, biases=False)
 
-    def mlp(name: str, hidden: int, *, biases: bool) -> Iterator[tuple[str, TensorShape]]:
+    def from_hidden(of: TensorShape, hidden: int, of_base: int) -> TensorShape:
+        """A matrix that reads a hidden layer, of another width in the base; its gradient keeps to the width of the stream."""
+        apart = hidden / of_base / m
+        return replace(of, fan_in=hidden, width_mult=hidden / of_base, gradient_factor=of.gradient_factor * apart)
+
+    def mlp(name: str, hidden: int, of_base: int, *, biases: bool) -> Iterator[tuple[str, TensorShape]]:
         if config.activation == "swiglu":
             yield from linear(f"{name}.gate", biases=biases)
         yield from linear(f"{name}.up", biases=biases)
-        yield from linear(f"{name}.down", hidden, biases=biases)
+        yield from linear(f"{name}.down", biases=biases, of=from_hidden(shape(TensorClass.HIDDEN), hidden, of_base))
 
     def shape(tensor_class: TensorClass, fan_in: int = width) -> TensorShape:
         return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=m)
 
-    def linear(name: str, fan_in: int = width, *, biases: bool = config.biases) -> Iterator[tuple[str, TensorShape]]:
-        yield f"{name}.weight", shape(TensorClass.HIDDEN, fan_in)
+    def linear(
+        name: str, *, biases: bool = config.biases, of: TensorShape | None = None
+    ) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.weight", of or shape(TensorClass.HIDDEN)
         if biases:
             yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS, 1)
 
@@ -401,7 +405,7 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
         if config.is_sparse(layer):
             yield from experts(block + "mlp")
         else:
-            yield from mlp(block + "mlp", config.d_ff, biases=config.biases)
+            yield from mlp(block + "mlp", config.d_ff, base.d_ff, biases=config.biases)
     yield from norm("final_norm", TensorClass.FINAL_NORM, TensorClass.FINAL_BIAS)
     if not config.tied:
         yield "readout.weight", shape(TensorClass.READOUT)
@@ -421,6 +425,13 @@ def parametrize(config: ModelConfig, base: ModelConfig, **options: Unpack[TableO
                 f"muP carries across {', '.join(carried)} only: {name} is {getattr(config, name)} "
                 f"but {getattr(base, name)} in the base"
             )
+    if (
+        not config.n_shared_experts == base.n_shared_experts == 0
+        and not config.n_shared_experts * base.n_shared_experts
+    ):
+        raise ValueError(
+            f"a mixture and its base must both have shared experts or none, got {config.n_shared_experts} and {base.n_shared_experts}"
+        )
     return parametrization_of(
         dict(decoder_shapes(config, base)),
         depth_mult=config.n_layers / base.n_layers,

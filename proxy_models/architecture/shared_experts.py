@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from proxy_models.architecture.experts import RoutedMLP, permuted
+from proxy_models.architecture.experts import RoutedMLP, inverse, permuted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ class ExpertShare:
         rows = self._sent(rows, arriving, leaving)
         own = torch.arange(received.shape[1], device=rows.device).repeat(n)
         order = own.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
-        places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        places = inverse(order)
         rows = _scaled(permuted(rows, order, places), n)
         made = _scaled(experts(rows, received.sum(0).cumsum(0).int()), 1 / n)
         return self._sent(permuted(made, places, order), leaving, arriving)

@@ -23,7 +23,7 @@ MOST_FLOPS = 1e32
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Model settings without a transfer rule; 0 turns a regularizer off."""
-OF_EXPERTS = dict(zip(CARRIED_EXPERTS, (int, int, float), strict=True))
+OF_EXPERTS = dict(zip(CARRIED_EXPERTS, (int, int, float, int), strict=True))
 DECLARED = {"context_length": int, "rope_theta": float, "attention_window": int} | OF_EXPERTS
 """Model settings in which the full run may differ from its proxies if the study file declares it; no forecast covers that."""
 OF_MODEL = dict.fromkeys(REGULARIZERS, float) | DECLARED

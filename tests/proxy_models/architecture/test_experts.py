@@ -194,11 +194,32 @@ def test_rules_of_experts_carry_width_and_the_size_of_one_expert() -> None:
     assert (router.tensor_class, up.tensor_class) == (TensorClass.ROUTER, TensorClass.HIDDEN_STACK)
     assert (router.lr_factor, up.lr_factor, down.lr_factor) == (1 / 4, 1 / 4, 1)  # an expert's width stays 16
     assert (router.init_std, up.init_std, down.init_std) == pytest.approx(((4 * 128) ** -0.5, 128**-0.5, 0.25))
-    assert (router.eps_factor, up.eps_factor, down.eps_factor) == pytest.approx((1 / 2, 1 / 32, 1 / 8))
-    with pytest.raises(ValueError, match="n_shared_experts"):
+    # the gradient of `down` falls with the width of the stream, not with that of an expert
+    assert (router.eps_factor, up.eps_factor, down.eps_factor) == pytest.approx((1 / 8, 1 / 32, 1 / 32))
+    with pytest.raises(ValueError, match="shared experts"):
         parametrize(replace(member, n_shared_experts=1), CONFIG)
     with pytest.raises(ValueError, match="n_experts"):
         parametrize(member, replace(CONFIG, n_experts=None, expert_ratio=None))
+
+
+def test_finer_experts_keep_the_computation_of_a_token_and_the_shape_of_shared_experts() -> None:
+    base = replace(CONFIG, n_shared_experts=1)
+    fine = base.along("granularity", 2 * base.granularity)
+    assert (fine.n_experts, fine.experts_per_token, fine.expert_ratio, fine.n_shared_experts) == (12, 4, 0.25, 2)
+    router = base.n_layers * base.d_model * 6  # rows of the router are as many more
+    assert fine.n_params == base.n_params + router
+    table = parametrize(fine, base).rules
+    shared, routed = (table[f"blocks.0.mlp.{name}"] for name in ("shared.down.weight", "experts.down"))
+    assert (shared.lr_factor, routed.lr_factor) == (1, 2)
+    assert (shared.init_std, routed.init_std) == pytest.approx((16**-0.5, 8**-0.5))
+    wider = parametrize(replace(base, expert_ratio=1.0), base).rules["blocks.0.mlp.shared.down.weight"]
+    assert (wider.lr_factor, wider.eps_factor) == (0.5, 1)
+
+
+def test_standard_parametrization_has_plain_fan_in_under_every_scheme() -> None:
+    base = replace(CONFIG, expert_scheme="mean_field")
+    rule = parametrize(base.along("granularity", 11.0), base, scheme="standard").rules["blocks.0.mlp.experts.down"]
+    assert rule.init_std == pytest.approx(8**-0.5)
 
 
 def test_parameters_count_once_for_the_law_if_a_token_passes_them() -> None:
@@ -207,7 +228,7 @@ def test_parameters_count_once_for_the_law_if_a_token_passes_them() -> None:
     attention, norms, readout = 2 * 4 * 32 * 32, 5 * 32, 64 * 32
     assert config.n_params == attention + norms + readout + dense + 6 * 32 + (2 + 1) * one_expert
     assert config.n_params_total == config.n_params + readout + 4 * one_expert
-    assert (config.granularity, config.active_share) == (5.5, 1 / 3)
+    assert (config.granularity, config.active_share, config.n_inactive_params) == (5.5, 1 / 3, 4 * one_expert)
 
 
 def test_weights_without_the_state_of_a_router_are_refused() -> None:

@@ -120,7 +120,13 @@ class PlannedWorker:
         )
 
     def memory(self) -> MemoryEstimate:
-        """Memory that training at the full batch takes; raises ValueError if a custom model is not imported, or can't be traced."""
+        """Memory that training at the full batch takes.
+
+        Raises:
+            ValueError: If a custom model is not imported or can't be traced, or workers share out experts, which no estimate knows.
+        """
+        if (shared := self.config.promote.expert_parallel) > 1:
+            raise ValueError(f"the estimate does not know expert_parallel = {shared}")
         from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
         return estimated_memory(self.plan.model, micro_batch=self.micro_batch, **self._conditions)
