@@ -16,6 +16,7 @@ from muscale.actors.corpora import open_corpus
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.fingerprint import require_same_package
+from muscale.idle_experts import idle_experts
 from muscale.layout import CORPUS, CURVES, EVALUATED, STALLS, STATES
 from muscale.programs.program_trainer import ProgramTrainer
 from muscale.store.evaluations import Evaluated, missing, record
@@ -228,8 +229,8 @@ class Worker:
             state = f"{STATES}/{chain.key}.pt"
             result.state.save(self.directory / state)
         self._write_curve(chain, result)
-        if (dead := result.curve.figures.get("dead_experts", [0])[-1]) > 0:
-            _log.warning("segment %s: %.0f of the experts of all blocks got no token in the last step", chain.key, dead)
+        if warning := idle_experts(result.curve.figures.get("dead_experts", ())):
+            _log.warning("segment %s: %s", chain.key, warning)
         divergence = result.divergence
         row = {
             **chain.row(),

@@ -11,9 +11,10 @@ import pandas as pd
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote.promotion import recorded_promotion
-from muscale.full_runs.records.alarms import find_alarms, idle_experts
+from muscale.full_runs.records.alarms import find_alarms
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import FIGURES, RunRecords
+from muscale.idle_experts import IDLE_STEPS, idle_experts
 from muscale.layout import EXTERNAL_RUNS, FAILURE, FULL_RUNS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.external_run import ExternalRun
@@ -77,7 +78,7 @@ class Monitor:
             run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
             tokens_per_second=_tokens_per_second(steps),
             mfu=_mfu(steps),
-            experts=idle_experts(steps),
+            experts=idle_experts(steps["dead_experts"], least_steps=IDLE_STEPS),
             idle_seconds=_idle_seconds(self._records.metrics),
             promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,

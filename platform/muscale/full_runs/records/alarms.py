@@ -20,8 +20,6 @@ from muscale.store.ledger_tables import ResultKind, results
 from muscale.store.statements import insert_once
 
 OUTSIDE = ("above", "below")
-IDLE_STEPS = 128
-"""Steps in a row without a token of some expert that are reported (assumed)."""
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -91,21 +89,6 @@ def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asser
                 )
             )
     return tuple(found)
-
-
-def idle_experts(steps: pd.DataFrame) -> str | None:
-    """A warning about experts that got no token in each of the last `IDLE_STEPS` steps; None: there are none, or fewer steps.
-
-    Args:
-        steps: Column dead_experts, the number of such experts in all blocks for each step; NaN for models without experts.
-    """
-    last = steps["dead_experts"].dropna().tail(IDLE_STEPS)
-    if len(last) < IDLE_STEPS or not (least := int(last.min())):
-        return None
-    return (
-        f"in each of the last {IDLE_STEPS} steps at least {least} of the experts of all blocks got no token; "
-        "model.balance_rate moves tokens to them"
-    )
 
 
 def known_alarms(ledger: Ledger, alarms: Sequence[Alarm]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,10 +14,8 @@ import pytest
 
 from muscale import StudyConfig, StudyFileError
 from muscale.full_runs.records.alarms import (
-    IDLE_STEPS,
     Alarm,
     find_alarms,
-    idle_experts,
     known_alarms,
     post,
     raise_alarms,
@@ -133,15 +130,3 @@ def test_a_url_in_the_study_file_is_refused_and_not_echoed(make_study: Any) -> N
         StudyConfig.read(path, [f'promote.webhook="https://example.org/{SECRET}"'])
     assert SECRET not in str(refused.value)
     assert StudyConfig.read(path, ["promote.webhook=WATCH_HOOK"]).to_dict()["promote"]["webhook"] == "WATCH_HOOK"
-
-
-def test_experts_that_never_get_a_token_are_reported_after_a_stretch_of_steps() -> None:
-    def dead(*counts: float) -> pd.DataFrame:
-        return pd.DataFrame({"dead_experts": counts})
-
-    assert idle_experts(dead(*[math.nan] * IDLE_STEPS)) is None, "a model without experts"
-    assert idle_experts(dead(*[2.0] * (IDLE_STEPS - 1))) is None
-    assert idle_experts(dead(*[2.0] * IDLE_STEPS, 0.0)) is None
-    found = idle_experts(dead(0.0, *[3.0, 2.0] * (IDLE_STEPS // 2)))
-    assert found is not None
-    assert "at least 2 " in found
