@@ -14,7 +14,7 @@ from scaling.drawing import Figure
 from scaling.errors import ScalingError
 from scaling.optima.axis_law import AxisLaw, fit_axis_law
 from scaling.optima.batch_law import BatchLaw, fit_batch_law
-from scaling.optima.drift import MAX_DRIFT, OF_EXPERTS, Judgement, Transfer, fit_transfer
+from scaling.optima.drift import MAX_DRIFT, OF_EXPERTS, UNORDERED, Judgement, Transfer, fit_transfer
 from scaling.optima.evidence import COLUMNS, runs_to_decide
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum_figures import draw_drifts, draw_verdict
@@ -80,8 +80,9 @@ class Verdict(JsonResult):
 
     @property
     def wider_is_better(self) -> bool:
-        """True if there is a transfer, and larger models are no worse beyond the noise along every checked scale."""
-        return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
+        """True if larger models are no worse beyond the noise along every checked scale but UNORDERED, and there is such a scale."""
+        ordered = [transfer.larger_is_better for transfer in self.transfers if transfer.along not in UNORDERED]
+        return bool(ordered) and all(ordered)
 
     def of_axes(self, along: Container[str]) -> "Verdict":
         """Return the verdict without the scales of experts that are not among these."""
@@ -101,6 +102,12 @@ class Verdict(JsonResult):
             horizons=tuple(self.horizons[number] for number in kept),
             missing=missing,
         )
+
+    @property
+    def axis_verdicts(self) -> dict[str, Judgement]:
+        """Judgement of the rate along each tested scale of experts."""
+        judged = {transfer.along: transfer.verdict for transfer in self.transfers if transfer.along in OF_EXPERTS}
+        return judged | {axis: "not enough evidence" for axis in OF_EXPERTS if f"rate along {axis}" in self.missing}
 
     @cached_property
     def axis_laws(self) -> dict[str, AxisLaw | str]:

@@ -138,9 +138,15 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
 def _of_transfer(contents: ReportContents) -> list[Tile]:
     if contents.transfer is None:
         return []
-    verdict = contents.transfer.verdict
+    verdict = contents.transfer.of_axes(()).verdict
     state = {"pass": "good", "fail": "bad"}.get(verdict, "")
-    return [Tile(label="transfer verdict", value=verdict, note="of the best rate across widths", state=state)]
+    return [
+        Tile(label="transfer verdict", value=verdict, note="of the best rate across widths", state=state),
+        *(
+            Tile(label=f"along {axis}", value=judged, note="for full runs of other experts")
+            for axis, judged in contents.transfer.axis_verdicts.items()
+        ),
+    ]
 
 
 def _of_gate(contents: ReportContents) -> list[Tile]:
@@ -163,7 +169,8 @@ def _tokens(corpus: Corpus) -> str:
 
 def lineage(contents: ReportContents) -> list[Step]:
     """Return the steps from the corpus to the bundle."""
-    corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
+    corpus, law, bundle = contents.corpus, contents.fit, contents.bundle
+    verdict = contents.transfer and contents.transfer.of_axes(())
     plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
     return [
         _step("Corpus", "the-corpus", *((_tokens(corpus), f"key {corpus.key[:8]}") if corpus else _OPEN)),

@@ -13,7 +13,9 @@ import pytest
 from muscale.pages.contents import ReportContents
 from muscale.pages.sections import as_table, count, escaped
 from muscale.pages.summary import conclusion, headline, lineage, ruler, tiles
+from scaling import fit_verdict
 from tests.muscale.pages.test_report import COLUMNS, promoted
+from tests.scaling.optima.test_verdict import rows
 
 
 def contents(**known: Any) -> ReportContents:
@@ -37,6 +39,16 @@ def test_without_a_forecast_nothing_is_drawn() -> None:
     assert tiles(contents()) == []
     assert {step.state for step in lineage(contents())} == {"open"}
     assert headline(contents(forecast=FORECAST)) == ("forecast 1.0000, not measured yet", "waiting")
+
+
+def test_axes_of_experts_are_apart_from_the_verdict_that_the_gate_reads() -> None:
+    drifting = rows((-6.0, -7.2, -8.4), along="sparsity", sizes=(4, 8, 16))
+    verdict = fit_verdict(pd.concat([rows(), drifting]))
+    assert verdict.verdict == "fail"
+    found = contents(transfer=verdict)
+    assert [(tile.value, tile.state) for tile in tiles(found)] == [("pass", "good"), ("fail", "")]
+    (step,) = [step for step in lineage(found) if step.title == "Transfer"]
+    assert (step.value, step.state) == ("pass", "done")
 
 
 @pytest.mark.parametrize(("loss", "inside"), [(1.05, True), (1.5, False), (0.2, False)])

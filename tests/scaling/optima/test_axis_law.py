@@ -79,7 +79,10 @@ def test_a_dense_verdict_has_no_law_of_an_axis_and_stays_as_it_is() -> None:
 @pytest.mark.parametrize(("along", "expected"), [("granularity", "pass"), ("sparsity", "pass"), ("experts", "fail")])
 def test_finer_and_sparser_mixtures_need_not_be_better(along: str, expected: str) -> None:
     worse = rows((-6.5, -6.5, -6.5), along=along, sizes=(1, 2, 4), gain=-0.03)
-    (transfer,) = fit_verdict(worse).transfers
+    verdict = fit_verdict(pd.concat([rows(), worse]))
+    transfer = verdict.transfers[-1]
+    assert verdict.wider_is_better == (expected == "pass")
+    assert not fit_verdict(worse).wider_is_better
     assert not transfer.larger_is_better
     assert transfer.verdict == expected
 
