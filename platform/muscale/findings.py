@@ -21,6 +21,7 @@ from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import runs
 from muscale.store.statements import find
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
@@ -132,6 +133,12 @@ class Stages:
         self.known = replace(self.known, transfer=found)
         return found
 
+    def widest_transfer(self) -> Verdict:
+        """The verdict of larger finished grids if the grids of [transfer] were extended: the gate's, and that of axes of experts."""
+        config, ledger = self._contents.config, self._contents.ledger
+        own = self.transfer()
+        return transfer.widest_verdict(self.sweep(), config, self.numerics, ledger) or own
+
     def horizon(self) -> HorizonLaw:
         """The law of the best rate in the tokens; raises StageError that names what would determine it."""
         return transfer.horizon_of(self.transfer())
@@ -162,13 +169,14 @@ class Stages:
             StageError: As `fit`, or if the budget can't be spent.
         """
         config, law, sweep = config or self._contents.config, self.fit(), self.sweep()
+        other_experts = any(name in config.plan.explicit for name in CARRIED_EXPERTS)
         plan = Planner(
             config,
             sweep.best,
             self.horizon(),
             law,
             batches=self.transfer().batch,
-            axis_laws=self.transfer().axis_laws,
+            axis_laws=self.widest_transfer().axis_laws if other_experts else {},
             corpus=self._corpus(),
             winner=sweep.winner,
         ).plan()

@@ -341,12 +341,8 @@ class Study(Result):
 
     @property
     def _gate_verdict(self) -> Verdict:
-        """Return the verdict for the gate; it uses larger finished grids if the grids of [transfer] were extended.
-
-        The gate judges axes of experts one by one, only those along which the run differs from its proxies.
-        """
-        own = self.transfer()
-        return transfer.widest_verdict(self.sweep(), self.config, self._numerics, self.ledger) or own
+        """Return the verdict for the gate, which judges axes of experts only if the run differs from its proxies along them."""
+        return self._stages.widest_transfer()
 
     def ladder(self) -> pd.DataFrame:
         """Return every annealed run with its size, tokens, loss, predicted regret, and the reason if the fit leaves it out.

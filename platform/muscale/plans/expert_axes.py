@@ -8,19 +8,20 @@ from dataclasses import dataclass
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from scaling import AxisLaw
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisChange:
-    """The sizes of the full run and of its proxies along one axis."""
+    """The sizes of the full run and of its proxies along one axis; a size along "experts" is no model's number of experts."""
 
     axis: str
     full: float
     proxies: float
 
     def __str__(self) -> str:
-        return f"{self.axis} {self.full:g}, {self.proxies:g} in proxies"
+        return f"axis {self.axis} from {self.proxies:g} to {self.full:g}"
 
 
 def axis_changes(full: Member, proxies: Member) -> tuple[AxisChange, ...]:
@@ -32,6 +33,15 @@ def axis_changes(full: Member, proxies: Member) -> tuple[AxisChange, ...]:
     sizes, before = full.expert_sizes(proxies), proxies.expert_sizes(proxies)
     found = (AxisChange(axis=axis, full=size, proxies=before[axis]) for axis, size in sizes.items())
     return tuple(change for change in found if not math.isclose(change.full, change.proxies, rel_tol=1e-9))
+
+
+def experts_text(full: ModelConfig, proxies: ModelConfig) -> str:
+    """Return the fields of the full run's experts, each with that of its proxies."""
+    sizes = [
+        (model.n_experts, model.experts_per_token, model.mlp_ratio / model.granularity) for model in (full, proxies)
+    ]
+    named = zip(CARRIED_EXPERTS, *sizes, strict=True)
+    return ", ".join(f"{name} {own:g} ({before:g} in proxies)" for name, own, before in named)
 
 
 def laws_of(changes: tuple[AxisChange, ...], laws: Mapping[str, AxisLaw | str]) -> dict[AxisChange, AxisLaw]:

@@ -136,19 +136,36 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
 
 
-def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, stated: bool) -> GateLine:
-    """Whether the rate transfers along each changed axis, by its verdict or by its law, or is stated for the full run."""
-    laws = laws_of(changes, verdict.axis_laws)
-    judged = {transfer.along: transfer.verdict for transfer in verdict.transfers if transfer.over == "rate"}
-    found, uncovered = [], []
+def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, experts: str, rule: str) -> GateLine:
+    """Whether the plan's rate is that of the verdict along each changed axis: kept after a pass, moved by a law, or stated.
+
+    Args:
+        experts: The full run's experts and its proxies'.
+        rule: The plan's rule of the learning rate, which has the laws that moved it.
+    """
+    laws, stated = laws_of(changes, verdict.axis_laws), rule == "explicit"
+    found, uncovered, outdated = [], [], []
     for change in changes:
-        basis = f"by law: {laws[change]}" if change in laws else judged.get(change.axis, "no grids")
-        found.append(f"{change} ({'rate stated' if stated else basis})")
-        if not stated and change not in laws and basis != "pass":
+        law, judged = laws.get(change), verdict.axis_verdicts.get(change.axis, "no grids")
+        basis = f"by law: {law}" if law else judged
+        if not stated and (str(law) not in rule if law else f"∝ {change.axis}^" in rule):
+            outdated.append(change.axis)
+            basis += ", which is not the plan's rule"
+        elif not stated and not law and judged != "pass":
             uncovered.append(change.axis)
+        found.append(f"{change}: {'rate stated' if stated else basis}")
     keys = " and ".join(f"transfer.{plural(axis)}" for axis in uncovered)
-    advice = f"measure it: {keys}, several sizes around the proxies', or set plan.explicit.learning_rate"
-    return GateLine.judged("experts", not uncovered, "; ".join(found), advice)
+    advice = [
+        *(
+            [f"measure it: {keys}, several sizes around the proxies', or set plan.explicit.learning_rate"]
+            * bool(uncovered)
+        ),
+        *(
+            [f"make a new plan, whose rate follows the grids along {' and '.join(outdated)}: `muscale plan`"]
+            * bool(outdated)
+        ),
+    ]
+    return GateLine.judged("experts", not advice, "; ".join((experts, *found)), "; ".join(advice))
 
 
 def check_line(check: CoordinateCheck | None) -> GateLine:

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig, StudyFileError
-from muscale.plans.expert_axes import axis_changes
+from muscale.plans.expert_axes import axis_changes, experts_text
 from muscale.plans.gate import experts_line
 from muscale.plans.planning import Plan, Planner
 from muscale.proxies import transfer
@@ -127,7 +127,12 @@ def test_a_run_with_other_experts_needs_the_verdict_of_each_axis_or_its_law(
     plan = planned(config, verdict)
     model = as_decoder(plan.model)
     assert all(getattr(model, name) == value for name, value in explicit.items() if hasattr(model, name))
-    line = experts_line(axis_changes(model, changes_of), verdict, stated="learning_rate" in explicit)
+    line = experts_line(
+        axis_changes(model, changes_of),
+        verdict,
+        experts=experts_text(model, as_decoder(changes_of)),
+        rule=plan.rules["learning_rate"],
+    )
     assert (line.status == "passed") == passes
     assert any("n_experts" in reason for reason in plan.forecast.reasons)
     base = plan.chain(numerics_of(config)).numerics.base
@@ -145,6 +150,21 @@ def test_the_law_of_an_axis_moves_the_rate_of_a_run_along_it(make_study: MakeStu
     ratio = plan.hyperparameters.learning_rate / kept.hyperparameters.learning_rate
     assert ratio == pytest.approx(2**-law.exponent, rel=1e-9)
     assert str(law) in plan.rules["learning_rate"]
+
+
+def test_a_plan_whose_rate_other_grids_moved_or_kept_does_not_pass(make_study: MakeStudy) -> None:
+    config = StudyConfig.read(make_study(), [*AXES, "plan.explicit.experts_per_token=4"])
+    flat, drifting, steeper = (verdict_of(config, {"experts": drift}) for drift in (0.0, -0.6, -0.9))
+    verdicts = (flat, drifting, steeper)
+    for made_from in verdicts:
+        plan = planned(config, made_from)
+        model, changes = as_decoder(plan.model), axis_changes(plan.model, config.model)
+        experts, rule = experts_text(model, as_decoder(config.model)), plan.rules["learning_rate"]
+        assert "n_experts 8 (8 in proxies), experts_per_token 4 (2 in proxies), expert_ratio 1 " in experts
+        for judged in verdicts:
+            along_experts = tuple(change for change in changes if change.axis == "experts")
+            line = experts_line(along_experts, judged, experts=experts, rule=rule)
+            assert (line.status == "passed") == (judged is made_from)
 
 
 def test_a_run_of_its_proxies_experts_has_no_line_of_experts(make_study: MakeStudy) -> None:

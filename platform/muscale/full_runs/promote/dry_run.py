@@ -23,7 +23,7 @@ from muscale.plans.device_lines import (
     layout_line,
     memory_line,
 )
-from muscale.plans.expert_axes import axis_changes
+from muscale.plans.expert_axes import axis_changes, experts_text
 from muscale.plans.gate import (
     Gate,
     GateLine,
@@ -43,6 +43,7 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import StepTime
 from muscale.settings.config import StudyConfig
+from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MemoryEstimate
@@ -175,7 +176,6 @@ def dry_run(
     step, proposed = _predicted(worker, corpus)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
-    changes = axis_changes(model, config.model)
     judged = verdict.of_axes(())
     gate = Gate(
         plan=plan.key,
@@ -186,7 +186,7 @@ def dry_run(
                 judged.options,
                 tied_reach=model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0,
             ),
-            *((experts_line(changes, verdict, stated="learning_rate" in config.plan.explicit),) if changes else ()),
+            *_experts(plan, config, verdict),
             check_line(check),
             forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
@@ -219,6 +219,13 @@ def dry_run(
     )
     launch = Launch.of(worker, folder, cadence=str(cadence), checkpoint_bytes=checkpoint, proposed=str(proposed or ""))
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def _experts(plan: Plan, config: StudyConfig, verdict: Verdict) -> Iterator[GateLine]:
+    """The gate line about the axes of experts along which the run differs from its proxies, if there are any."""
+    if changes := axis_changes(plan.model, config.model):
+        experts = experts_text(as_decoder(plan.model), as_decoder(config.model))
+        yield experts_line(changes, verdict, experts=experts, rule=plan.rules["learning_rate"])
 
 
 def _memory(worker: PlannedWorker) -> tuple[MemoryEstimate | None, tuple[GateLine, GateLine]]:
