@@ -244,7 +244,8 @@ class ModelConfig(Member):
         """Return the mixture of another size along one axis.
 
         Along "experts", the number of experts and of those active for a token change alike. Along "granularity", both change, and the
-        number of shared experts, as the inverse of an expert's size. Along "sparsity", the number of experts changes alone.
+        number of shared experts, as the inverse of an expert's size. Along "sparsity", the number of experts changes alone;
+        this axis counts experts, while the property `sparsity` counts parameters.
 
         Raises:
             ValueError: If this is no mixture, or the number of experts, of those passed, or the size of one is not whole.

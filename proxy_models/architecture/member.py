@@ -89,6 +89,11 @@ class Member(Serializable, ABC):
         return 0
 
     @property
+    def sparsity(self) -> float:
+        """Total over active parameters, both without those that are only looked up, as a law of experts has it; 1 if dense."""
+        return (self.n_params + self.n_inactive_params) / self.n_params
+
+    @property
     def shown_params(self) -> str:
         """N for reading, with the number of all parameters if a token passes only some."""
         return (

@@ -76,7 +76,8 @@ def decide(
         tokens_per_param: D/N, stated rather than decided; with `Limits.sizes`, the nearest size is taken. This needs a budget.
         tolerance: width of the band of near-optimal sizes, as a share of the loss.
         columns: the law's further columns. The sparsity of a law of experts is decided unless it is given here: it is the largest
-            within the memory for all parameters, `Limits.max_sparsity` and the range of the fitted runs.
+            within the memory for all parameters, `Limits.max_sparsity` and the range of the fitted runs, or the one that the chosen
+            of `Limits.sizes` states.
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
@@ -101,7 +102,8 @@ def decide(
                 f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
             )
         require_positive("tokens_per_param", tokens_per_param)
-    if fit and SPARSITY in point.form.columns and limits.max_sparsity is None and SPARSITY not in columns:
+    decides_sparsity = SPARSITY in point.form.columns and SPARSITY not in columns and not limits.states_sparsity
+    if fit and decides_sparsity and limits.max_sparsity is None:
         limits = replace(limits, max_sparsity=float(fit.rows[SPARSITY].max()))
     spending = limits.spending(point.form, served_tokens, serving_price, columns)
     values = _stacked(point)
@@ -111,7 +113,7 @@ def decide(
         given = budget if isinstance(budget, Budget) else Budget(compute_flops=as_number("budget", budget))
     if tokens_per_param is not None:
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
-    elif fit and (limits.choices is None or len(limits.choices) > 1):
+    elif fit and (spending.sizes is None or len(np.unique(spending.sizes)) > 1):
         least, most = fit.n_tokens_range
         if least == most:
             raise ScalingError(
@@ -140,7 +142,7 @@ def decide(
         unique_tokens=limits.unique_tokens,
         budget=given,
         target_loss=loss,
-        config=None if limits.choices is None else limits.choices[case.n_params],
+        config=limits.config(case.n_params, case.columns.get(SPARSITY)),
         stated_ratio=tokens_per_param,
         near=case.near(),
         tolerance=tolerance,
@@ -240,13 +242,14 @@ class _Case:
             low, high = spending.band(self.values, self.n_params, self.budget, loss * (1 + self.tolerance))
             sizes = np.array([low, self.n_params, high])
         else:
-            losses = spending.at(self.values, spending.sizes[None], self.budget)[0]
-            sizes = spending.sizes[losses <= loss * (1 + self.tolerance)]
+            sizes = spending.sizes
         tokens = spending.tokens(sizes, self.budget)
-        losses = spending.loss(self.values, sizes[None], tokens[None])[0]
-        return pd.DataFrame(
-            {"n_params": sizes, "n_tokens": tokens, "loss": losses, "loss_above_best": losses / loss - 1}
-        )
+        sparsity = spending.sparsity(sizes) if spending.sparsities is None else spending.sparsities
+        losses = spending.loss(self.values, sizes[None], tokens[None], sparsity[None])[0]
+        of_experts = {SPARSITY: sparsity} if SPARSITY in spending.form.columns else {}
+        columns = {"n_params": sizes, **of_experts, "n_tokens": tokens, "loss": losses}
+        table = pd.DataFrame({**columns, "loss_above_best": losses / loss - 1})
+        return table if spending.sizes is None else table[losses <= loss * (1 + self.tolerance)].reset_index(drop=True)
 
     def size_by_fit(self) -> pd.Series | None:
         """Best N under each fit in the forecast's mean, and under the fitted form alone; None without a forecast."""

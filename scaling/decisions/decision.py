@@ -28,8 +28,8 @@ class Decision(Result):
         target_loss: the requested loss, None if a budget was given.
         config: the chosen configuration, if configurations were given.
         stated_ratio: D/N given by the caller, None if it was decided.
-        near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the bounds of the
-            band with the best between them, or all given sizes in the band.
+        near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share), under a law of experts
+            also sparsity; the bounds of the band with the best between them, or all given sizes in the band.
         tolerance: width of this band, as a share of the loss.
         intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss, by
             `scaling.decisions.intervals`; None for a law alone.

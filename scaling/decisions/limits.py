@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from scaling.arrays import Array
 from scaling.decisions.accelerators import Accelerator, Budget, accelerator, require_positive
 from scaling.errors import ScalingError
 from scaling.forms.expert_law import SPARSITY
@@ -97,7 +97,7 @@ class Limits:
         memory: limits that the model must fit into, with all experts.
         max_sparsity: most total over active parameters, for a law of experts.
         sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts) and, for a law of
-            experts, `sparsity`.
+            experts, `sparsity`, total over active parameters. The sparsity is decided if no size states it.
         deadline: limit of the training alone, without serving: `Budget.of_days`.
 
     Raises:
@@ -120,17 +120,24 @@ class Limits:
         if self.max_epochs is not None and self.unique_tokens is None:
             raise ValueError(f"max_epochs needs unique_tokens, got max_epochs={self.max_epochs!r} alone")
         object.__setattr__(self, "memory", tuple(self.memory))
-        for size in self.choices or ():
-            require_positive("sizes", size)
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", sizes := tuple(self.sizes))
+            if not sizes:
+                raise ValueError("sizes must hold at least one size, got none")
+            for size in sizes:
+                require_positive("sizes", _n_params(size))
 
-    @cached_property
-    def choices(self) -> dict[float, Any] | None:
-        """The allowed sizes by their parameters N; the first of equal sizes wins."""
-        if self.sizes is None:
-            return None
-        if not (given := [*self.sizes]):
-            raise ValueError("sizes must hold at least one size, got none")
-        return {as_number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)}
+    @property
+    def states_sparsity(self) -> bool:
+        """True if a size states its sparsity."""
+        return any(getattr(size, SPARSITY, None) is not None for size in self.sizes or ())
+
+    def config(self, n_params: float, sparsity: float | None) -> Any:
+        """Return the first size with this N and, under a law of experts, this sparsity if it states one; None without sizes."""
+        for size in self.sizes or ():
+            if _n_params(size) == n_params and (sparsity is None or _sparsity(size) in (None, sparsity)):
+                return size
+        return None
 
     def spending(
         self, form: Form, served_tokens: float, serving_price: float, columns: Mapping[str, float]
@@ -139,8 +146,8 @@ class Limits:
 
         Raises:
             ValueError: the form knows no repeats and `max_epochs` is given, or no experts and `max_sparsity` is given, or a column
-                is missing or unknown, or nothing limits the sparsity.
-            ScalingError: no allowed size fits into the memory.
+                is missing or unknown, or nothing limits the sparsity, or only some sizes state theirs, or not the given one.
+            ScalingError: no allowed size is within the limits.
         """
         repeats = UNIQUE in form.columns
         if self.max_epochs is not None and not repeats:
@@ -151,14 +158,7 @@ class Limits:
             named = ", ".join(sorted(expected)) or "no further columns"
             raise ValueError(f"{form.name} needs {named}, got {', '.join(columns) or 'none'}")
         most = min((limit.max_params for limit in self.memory), default=math.inf)
-        choices = self.choices
-        least = sparsities or dict.fromkeys(choices or (), columns.get(SPARSITY, 1.0))
-        fitting = None if choices is None else np.array(sorted(size for size in choices if size * least[size] <= most))
-        if choices and fitting is not None and not fitting.size:
-            smallest = min(size * least[size] for size in choices)
-            raise ScalingError(
-                f"sizes must fit the {most:.4g} parameters of the memory limit, got {smallest:.4g} as the smallest"
-            )
+        shapes = self._fitting(sparsities, columns.get(SPARSITY, 1.0), most)
         unique = math.inf if self.unique_tokens is None else self.unique_tokens
         return Spending(
             form=form,
@@ -169,13 +169,27 @@ class Limits:
             max_params=most,
             max_sparsity=self.max_sparsity or math.inf,
             max_training_flops=self.deadline.compute_flops if self.deadline else math.inf,
-            sizes=fitting,
-            sparsities=np.array([sparsities[size] for size in fitting]) if sparsities and fitting is not None else None,
+            sizes=None if shapes is None else shapes[:, 0],
+            sparsities=shapes[:, 1] if sparsities and shapes is not None else None,
             columns=columns,
         )
 
-    def _sparsities(self, form: Form, columns: Mapping[str, float]) -> dict[float, float] | None:
-        """Sparsity of each configuration, or None if they state none; raises ValueError if nothing limits it."""
+    def _fitting(self, sparsities: list[float] | None, least: float, most: float) -> Array | None:
+        """N and sparsity of the sizes within the limits, [M, 2], in ascending order of N and then descending of sparsity."""
+        if self.sizes is None:
+            return None
+        sizes = [_n_params(size) for size in self.sizes]
+        shapes = {*zip(sizes, sparsities or [least] * len(sizes), strict=True)}
+        sparsest = self.max_sparsity or math.inf
+        if not (fitting := [(n, s) for n, s in shapes if n * s <= most and s <= sparsest]):
+            raise ScalingError(
+                f"sizes must have at most {most:.4g} parameters in memory and a sparsity of at most {sparsest:.4g}, got "
+                + ", ".join(f"{n:.4g} parameters × {s:.4g}" for n, s in sorted(shapes))
+            )
+        return np.array(sorted(fitting, key=lambda shape: (shape[0], -shape[1])))
+
+    def _sparsities(self, form: Form, columns: Mapping[str, float]) -> list[float] | None:
+        """Sparsity of each size, or None if it is given or decided; raises ValueError as `spending`."""
         if SPARSITY not in form.columns:
             if self.max_sparsity is not None:
                 raise ValueError(
@@ -183,18 +197,45 @@ class Limits:
                 )
             return None
         if SPARSITY in columns:
-            if not columns[SPARSITY] >= 1:
-                raise ValueError(f"{SPARSITY} must be at least 1, 1 for a dense model, got {columns[SPARSITY]!r}")
+            given, most = columns[SPARSITY], self.max_sparsity or math.inf
+            if not 1 <= given <= most:
+                raise ValueError(f"{SPARSITY} must be at least 1 (dense) and at most {most:.4g}, got {given!r}")
+            if others := [size for size in self.sizes or () if _sparsity(size) not in (None, given)]:
+                raise ValueError(
+                    f"sizes must have the {SPARSITY} that is given, {given!r}, got {_sparsity(others[0])!r}: leave out "
+                    f"{SPARSITY}=… to compare sizes with their own"
+                )
             return None
-        stated = {size: getattr(choice, SPARSITY, None) for size, choice in (self.choices or {}).items()}
-        if stated and None not in stated.values():
-            return {size: as_number(SPARSITY, value) for size, value in stated.items()}
+        if self.states_sparsity:
+            stated = []
+            for size in self.sizes or ():
+                if (sparsity := _sparsity(size)) is None:
+                    raise ValueError(
+                        f"sizes must all state a {SPARSITY} (1 for a dense model), or none of them, got none for {size}"
+                    )
+                stated.append(sparsity)
+            return stated
         if self.max_sparsity is None and not self.memory:
             raise ValueError(
                 f"{form.name}: further experts always lower the loss, so a limit must be given: {SPARSITY}=…, "
                 "Limits(max_sparsity=…) or Limits(memory=…)"
             )
         return None
+
+
+def _n_params(size: Any) -> float:
+    return as_number("sizes", getattr(size, "n_params", size))
+
+
+def _sparsity(size: Any) -> float | None:
+    """Sparsity that a size states, or None; raises ValueError if it is below 1."""
+    if (stated := getattr(size, SPARSITY, None)) is None:
+        return None
+    if not 1 <= (value := as_number(SPARSITY, stated)) < math.inf:
+        raise ValueError(
+            f"{SPARSITY} of sizes must be total over active parameters, finite and at least 1, got {stated!r}"
+        )
+    return value
 
 
 def as_number(name: str, value: Any) -> float:

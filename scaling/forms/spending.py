@@ -6,7 +6,7 @@ fixes D for each N, and the best N is sought along this line: on a grid, which i
 The search needs no derivative, and works for any form and for lines that end or bend (unique tokens, memory).
 
 Under a law of experts, further experts cost no compute and lower the loss. So each N has the largest sparsity that the limits allow:
-`max_sparsity`, or the memory for all parameters.
+`max_sparsity`, or the memory for all parameters. If sizes state their sparsities, the sparsest of equal N is best.
 """
 
 import math
@@ -46,7 +46,7 @@ class Spending:
         max_sparsity: most total over active parameters, under a law of experts whose sparsity `columns` do not fix; or infinite.
         max_training_flops: most FLOPs of the training alone, or infinite.
         sizes: the only N that can be chosen, [M], or None for any.
-        sparsities: sparsity of each of `sizes`, [M], or None if it is decided.
+        sparsities: sparsity of each of `sizes`, [M], or None if it is decided. Of equal sizes the sparsest comes first.
         columns: the form's other columns, the same for every run.
     """
 
@@ -85,12 +85,12 @@ class Spending:
         )
         return np.asarray(np.minimum(flops_per_param / FLOPS_PER_PARAM_TOKEN, self.max_tokens))
 
-    def loss(self, values: Values, n_params: Array, n_tokens: Array) -> Array:
-        """Expected loss, infinite without tokens."""
+    def loss(self, values: Values, n_params: Array, n_tokens: Array, sparsity: Array | None = None) -> Array:
+        """Expected loss, infinite without tokens; with the sparsity that `self.sparsity` chooses unless it is given."""
         positive = np.maximum(n_tokens, 1.0)
         rows: dict[str, Any] = {"n_params": n_params, "n_tokens": positive, **self.columns}
         if SPARSITY in self.form.columns:
-            rows[SPARSITY] = self.sparsity(n_params)
+            rows[SPARSITY] = self.sparsity(n_params) if sparsity is None else sparsity
         if UNIQUE in self.form.columns:
             rows[UNIQUE] = np.minimum(positive, self.unique_tokens)
         loss = np.asarray(self.form.loss(values, {name: rows[name] for name in self.form.columns}))
@@ -149,8 +149,9 @@ class Spending:
         )  # training·N² + serving·N = budget
         if self.sizes is not None:
             nearest = np.abs(np.log(self.sizes / size)).argmin()
-            chosen = None if self.sparsities is None else self.sparsities[[nearest]]
-            return replace(self, sizes=self.sizes[[nearest]], sparsities=chosen)
+            kept = self.sizes == self.sizes[nearest]
+            chosen = None if self.sparsities is None else self.sparsities[kept]
+            return replace(self, sizes=self.sizes[kept], sparsities=chosen)
         return replace(self, sizes=np.array([min(size, self.max_active_params)]))
 
     def range(self, budget: Array) -> tuple[Array, Array]:

@@ -47,7 +47,8 @@ class TransferSettings(StrictTable):
     experts: tuple[PositiveInt, ...] = ()
     # likewise, by mlp_ratio / expert_ratio: finer experts, as many more of them, and as many more passed
     granularities: tuple[PositiveFloat, ...] = ()
-    sparsities: tuple[PositiveFloat, ...] = ()  # likewise, by n_experts / experts_per_token, which stays
+    # likewise, by n_experts / experts_per_token, which stays; a law of experts counts total over active parameters instead
+    sparsities: tuple[PositiveFloat, ...] = ()
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from proxy_models.architecture.config import ExpertAxis, ModelConfig
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Counts, ModuleConfig
 from proxy_models.architecture.parametrization import parametrize
 
 BASE = ModelConfig(d_model=32, n_layers=2, n_experts=8, experts_per_token=2, mlp_ratio=2.0, expert_ratio=1.0)
@@ -55,6 +57,20 @@ def test_granularity_and_sparsity_keep_a_token_s_computation_but_the_router_s() 
 def test_a_size_without_whole_experts_is_refused(axis: ExpertAxis, size: float) -> None:
     with pytest.raises(ValueError, match=r"whole|multiples"):
         BASE.along(axis, size)
+
+
+def test_the_property_sparsity_counts_parameters_of_the_law() -> None:
+    assert ModelConfig(d_model=32, n_layers=2).sparsity == 1
+    for tied in (False, True):
+        model = replace(BASE, tied=tied)
+        tables = 0 if tied else model.vocab_size * 32
+        assert model.sparsity == (model.n_params_total - tables) / model.n_params
+        idle = 2 * 6 * 3 * 32 * 32
+        assert model.sparsity == 1 + idle / model.n_params
+    counts = Counts(n_params=1000, n_params_total=1000 + (256 + 128) * 4, train_flops_per_token=6e3)
+    dense = ModuleConfig(d_model=4, n_layers=1, family="a:B", source="", counts=counts)
+    assert dense.sparsity == 1
+    assert replace(dense, counts=replace(counts, n_params=999)).sparsity is None
 
 
 @pytest.mark.parametrize("axis", get_args(ExpertAxis))

@@ -1,12 +1,14 @@
 """Laws of experts: planted numbers, derivatives, the dense limit, one length, and the public table of Clark et al. (2202.01169)."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from proxy_models.architecture.config import ModelConfig
 from scaling import (
     Law,
     Limits,
@@ -208,6 +210,89 @@ def test_a_stated_sparsity_and_stated_shapes_are_kept(fitted: ScalingFit) -> Non
         decide(PLANTED, 1e20, sparsity=0.5)
     with pytest.raises(ValueError, match=r"max_sparsity.*got 0\.5"):
         Limits(max_sparsity=0.5)
+
+
+def shape(n_params: float, sparsity: float | None) -> SimpleNamespace:
+    return SimpleNamespace(n_params=n_params, sparsity=sparsity)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("bytes_", "best"), [(1e11, 16.0), (1e10, 4.0)])
+def test_equal_active_sizes_of_several_sparsities_are_all_compared(order: int, bytes_: float, best: float) -> None:
+    shapes = [shape(1e9, 4.0), shape(1e9, 16.0), shape(5e7, 16.0)][::order]
+    memory = MemoryLimit(what="serving", memory_bytes=bytes_, bytes_per_param=1.0, share=1.0)
+    n_tokens = 1e21 / 6e9
+    for ratio in (None, n_tokens / 1e9):
+        found = decide(
+            PLANTED, 1e21, limits=Limits(sizes=shapes, memory=[memory]), tokens_per_param=ratio, tolerance=0.1
+        )
+        assert (found.n_params, found.sparsity) == (1e9, best)
+        assert found.config == shape(1e9, best)
+        losses = {s: float(PLANTED.loss(1e9, n_tokens, sparsity=s)) for s in (16.0, 4.0) if s <= best}
+        assert found.loss == pytest.approx(losses[best], rel=1e-12)
+        near = found.near[found.near["n_params"] == 1e9]
+        assert near["sparsity"].tolist() == [*losses]
+        np.testing.assert_allclose(near["loss"], [*losses.values()], rtol=1e-12)
+
+
+def test_one_size_needs_no_identified_ratio(one_length: ScalingFit) -> None:
+    shapes = [shape(1e9, 4.0), shape(1e9, 16.0)]
+    assert decide(one_length, 1.2e20, limits=Limits(sizes=iter(shapes))).config == shapes[1]
+    with pytest.raises(ScalingError):
+        decide(one_length, 1.2e20, limits=Limits(sizes=[*shapes, shape(2e9, 4.0)]))
+
+
+def test_mixtures_of_the_built_in_family_state_their_sparsity(fitted: ScalingFit) -> None:
+    """T/N of 7.553 and 8.328, counted by hand without the embedding table."""
+    base = ModelConfig(
+        d_model=256, n_layers=8, head_dim=32, n_experts=64, experts_per_token=2, mlp_ratio=1.0, n_shared_experts=6
+    )
+    configs = [base, replace(base, n_shared_experts=5)]
+    sparsities = []
+    for config in configs:
+        expert, width = 3 * 256 * 256, 256
+        rest = 8 * (4 * width**2 + 64 * width + 2 * width + config.n_shared_experts * expert) + width + 256 * width
+        sparsities.append((rest + 8 * 64 * expert) / (rest + 8 * 2 * expert))
+        assert config.sparsity == pytest.approx(sparsities[-1], rel=1e-12)
+    assert sparsities == pytest.approx([7.553, 8.328], abs=1e-3)
+    for limits in (Limits(sizes=configs, max_sparsity=64), Limits(sizes=configs)):
+        found = decide(fitted, 1e18, limits=limits, tokens_per_param=20)
+        number = configs.index(found.config)
+        assert found.sparsity == pytest.approx(sparsities[number], rel=1e-12)
+        assert found.forecast is not None
+        assert found.forecast.columns == {"sparsity": found.sparsity}
+        expected = fitted.best_law.loss(found.n_params, found.n_tokens, sparsity=sparsities[number])
+        assert found.loss == pytest.approx(float(expected), rel=1e-12)
+    most = (sparsities[0] + sparsities[1]) / 2
+    assert decide(fitted, 1e18, limits=Limits(sizes=configs, max_sparsity=most), tokens_per_param=20).config == base
+    with pytest.raises(ScalingError):
+        decide(fitted, 1e18, limits=Limits(sizes=configs, max_sparsity=2), tokens_per_param=20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "match"),
+    [
+        ([shape(1e9, 4.0), shape(2e9, None)], {}, "sparsity"),
+        ([1e9, shape(2e9, 1.0)], {}, "sparsity"),
+        ([shape(1e9, 0.25)], {}, r"sparsity.*0\.25"),
+        ([shape(1e9, np.nan)], {}, "sparsity.*nan"),
+        ([shape(1e9, 4.0)], {"sparsity": 8.0}, r"sparsity.*8\.0.*4\.0"),
+        ([1e9], {"sparsity": 128.0}, r"sparsity.*64.*128\.0"),
+    ],
+)
+def test_sizes_that_contradict_the_sparsity_are_refused(
+    sizes: list[object], columns: dict[str, float], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        decide(PLANTED, 1e20, limits=Limits(sizes=sizes, max_sparsity=64), **columns)
+
+
+def test_sizes_that_state_no_sparsity_or_the_given_one_are_kept() -> None:
+    assert decide(PLANTED, 1e20, limits=Limits(sizes=[3e8, 6e8], max_sparsity=64)).sparsity == 64
+    kept = [shape(3e8, 8.0), shape(3e8, None)]
+    assert decide(PLANTED, 1e20, sparsity=8.0, limits=Limits(sizes=kept)).config == kept[0]
+    dense = decide(Law.from_dict(DENSE), 1e20, limits=Limits(sizes=[shape(3e8, 0.25), shape(3e8, 4.0)]))
+    assert (dense.sparsity, dense.config.sparsity, len(dense.near)) == (None, 0.25, 1)
 
 
 DENSE = {
