@@ -133,8 +133,9 @@ class ConfigFamily(Family):
         for name in map(self._own, ("hidden_size", "head_dim", *_IN_PROPORTION)):
             if (size := self.arguments.get(name, 1)) < 1:
                 raise FamilyError(f"{name} must be at least 1, got {size}")
-        if self._has_experts:
-            require_chosen(self._pattern)
+        with self._refusing():
+            if self._has_experts:
+                require_chosen(self._pattern)
         for name in self._longest:
             if (longest := self.arguments.get(name, self.context_length)) < self.context_length:
                 raise FamilyError(f"{name} must be at least the context_length, {self.context_length}, got {longest}")
@@ -283,7 +284,7 @@ class ConfigFamily(Family):
 
     @cached_property
     def _has_experts(self) -> bool:
-        return has_experts(self._pattern)
+        return self.config_class.model_type in EXPERT_WIDTHS and has_experts(self._pattern)
 
     def stage_errors(self, member: Member) -> Iterator[str]:
         """Yield also the auxiliary loss of routers, which the last stage does not have."""
