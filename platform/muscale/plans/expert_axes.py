@@ -38,7 +38,8 @@ def axis_changes(full: Member, proxies: Member) -> tuple[AxisChange, ...]:
 def experts_text(full: ModelConfig, proxies: ModelConfig) -> str:
     """Return the fields of the full run's experts, each with that of its proxies."""
     sizes = [
-        (model.n_experts, model.experts_per_token, model.mlp_ratio / model.granularity) for model in (full, proxies)
+        (model.n_experts, model.experts_per_token, model.mlp_ratio / model.granularity, model.n_shared_experts)
+        for model in (full, proxies)
     ]
     named = zip(CARRIED_EXPERTS, *sizes, strict=True)
     return ", ".join(f"{name} {own:g} ({before:g} in proxies)" for name, own, before in named)
