@@ -65,7 +65,7 @@ def train(
 def train_in_units(folder: Path, numerics: Numerics, segment: Segment) -> SegmentResult:
     """What each rank trains, where even small units are gathered one at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp.shard, "__kwdefaults__", {"min_unit_params": 0, "root": None})
+        patch.setattr(fsdp.shard, "__kwdefaults__", {**(fsdp.shard.__kwdefaults__ or {}), "min_unit_params": 0})
         return train(folder, numerics, [(segment, None)], None)[0]
 
 
@@ -78,7 +78,7 @@ def train_compiled(
     torch._dynamo.reset()
     counters.clear()
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(recompile_limit=8):
-        patch.setattr(fsdp.shard, "__kwdefaults__", {"min_unit_params": 0, "root": None})
+        patch.setattr(fsdp.shard, "__kwdefaults__", {**(fsdp.shard.__kwdefaults__ or {}), "min_unit_params": 0})
         patch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, **options))
         patch.setattr(compilation, "configure", lambda: None)  # which sets the limit
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
