@@ -212,12 +212,12 @@ class Block(nn.Module):
             kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
             branch = (branch * kept / (1 - self.drop)).to(x.dtype)
         normed = self.attention_norm(x)
-        attended = self.attention(normed, positions, attention_scale)
         if self.config.parallel:
+            attended = self.attention(normed, positions, attention_scale)
             mixed, *of_routing = self._mixed(normed)
             x = x + branch * (attended + mixed)
         else:
-            x = x + branch * attended
+            x = x + branch * self.attention(normed, positions, attention_scale)
             mixed, *of_routing = self._mixed(self.mlp_norm(x))
             x = x + branch * mixed
         return (x, *of_routing) if of_routing else x

@@ -107,9 +107,12 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Map rows, sorted by their expert, of which each expert's end at `ends`, (rows, width) to the same shape."""
-        hidden = grouped_product(rows, own(self.up).to(rows.dtype), ends)
-        gate = grouped_product(rows, own(self.gate).to(rows.dtype), ends) if self.activation == "swiglu" else None
-        return grouped_product(activated(self.activation, hidden, gate), own(self.down).to(rows.dtype), ends)
+        hidden = activated(
+            self.activation,
+            grouped_product(rows, own(self.up).to(rows.dtype), ends),
+            lambda: grouped_product(rows, own(self.gate).to(rows.dtype), ends),
+        )
+        return grouped_product(hidden, own(self.down).to(rows.dtype), ends)
 
 
 def _stack(*shape: int) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ from proxy_models.architecture.config import Activation, ModelConfig
 from proxy_models.architecture.products import Linear
 
 
-def activated(activation: Activation, hidden: Tensor, gate: Tensor | None) -> Tensor:
-    """Return the activation of hidden values; only "swiglu" has a gate."""
+def activated(activation: Activation, hidden: Tensor, gate: Callable[[], Tensor]) -> Tensor:
+    """Return the activation of hidden values. Only "swiglu" computes the gate, which is freed before the product."""
     match activation:
         case "swiglu":
-            return F.silu(cast(Tensor, gate)) * hidden
+            return F.silu(gate()) * hidden
         case "gelu":
             return F.gelu(hidden)
         case "relu":
@@ -37,7 +37,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
-        activation = self.config.activation
-        hidden = self.up(x)
-        gate = self.gate(x) if activation == "swiglu" else None
-        return F.dropout(self.down(activated(activation, hidden, gate)), self.config.mlp_dropout, self.training)
+        hidden = activated(self.config.activation, self.up(x), lambda: self.gate(x))
+        return F.dropout(self.down(hidden), self.config.mlp_dropout, self.training)

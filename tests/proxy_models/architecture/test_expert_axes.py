@@ -70,7 +70,7 @@ def test_the_property_sparsity_counts_parameters_of_the_law() -> None:
     counts = Counts(n_params=1000, n_params_total=1000 + (256 + 128) * 4, train_flops_per_token=6e3)
     dense = ModuleConfig(d_model=4, n_layers=1, family="a:B", source="", counts=counts)
     assert dense.sparsity == 1
-    assert replace(dense, counts=replace(counts, n_params=999)).sparsity is None
+    assert replace(dense, counts=replace(counts, n_inactive_params=500)).sparsity == 1.5
 
 
 @pytest.mark.parametrize("axis", get_args(ExpertAxis))
