@@ -9,16 +9,10 @@ from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_memory import evaluation_memory, fitting, training_memory
 from proxy_models.architecture.family import Family, Loss
 from proxy_models.architecture.member import AttentionKernel, Member, StepSizes
-from proxy_models.architecture.memory import (
-    Checkpointing,
-    MemoryEstimate,
-    Precision,
-    evaluation_memory,
-    fitting,
-    training_memory,
-)
+from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import Parametrization, TableOptions, parametrize
 
 if TYPE_CHECKING:
@@ -96,7 +90,7 @@ class DecoderFamily(Family):
         return [*decoder.blocks, *(() if self.config.tied else (decoder.embedding, decoder.readout))]
 
     def fitting(self, member: Member, sequences: int, **limits: Any) -> tuple[int | None, Checkpointing]:
-        """Return the micro-batch and checkpointing that fit by the estimate of `proxy_models.architecture.memory`."""
+        """Return the micro-batch and checkpointing that fit by the estimate of `proxy_models.architecture.decoder_memory`."""
         return fitting(cast(ModelConfig, member), sequences, **limits)
 
     def is_tied(self, member: Member) -> bool:
@@ -114,13 +108,13 @@ class DecoderFamily(Family):
         return self.config.attention_window
 
     def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate:
-        """Return the estimate of `proxy_models.architecture.memory`."""
+        """Return the estimate of `proxy_models.architecture.decoder_memory`."""
         return training_memory(cast(ModelConfig, member), **conditions)
 
     def evaluation_memory(
         self, member: Member, sequences: int, training: MemoryEstimate, precision: Precision, **layout: Any
     ) -> int:
-        """Return the bound of `proxy_models.architecture.memory`."""
+        """Return the bound of `proxy_models.architecture.decoder_memory`."""
         return evaluation_memory(cast(ModelConfig, member), sequences, training, precision, **layout)
 
     def step_sizes(self, member: Member) -> StepSizes:

@@ -228,7 +228,7 @@ class Family(ABC):
     def training_memory(self, member: Member, **conditions: Any) -> MemoryEstimate | None:
         """Return the memory of training on each device; None: it is found by tracing a pass.
 
-        `conditions` are the arguments of `proxy_models.architecture.memory.training_memory`.
+        `conditions` are the arguments of `proxy_models.architecture.decoder_memory.training_memory`.
         """
         return None
 
@@ -237,7 +237,7 @@ class Family(ABC):
     ) -> int | None:
         """Return the bytes on each device during an evaluation within training; None: they are found by tracing a pass.
 
-        `layout` are the arguments from sharding on of `proxy_models.architecture.memory.evaluation_memory`.
+        `layout` are the arguments from sharding on of `proxy_models.architecture.decoder_memory.evaluation_memory`.
         """
         return None
 

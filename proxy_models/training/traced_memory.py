@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_memory import state_bytes
 from proxy_models.architecture.families import family_of, parameter_shapes
 from proxy_models.architecture.family import Family
 from proxy_models.architecture.member import Member
@@ -28,7 +29,6 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     rotated_numbers,
-    state_bytes,
 )
 from proxy_models.architecture.parametrization import TensorClass
 from proxy_models.training.fsdp import units_by_themselves

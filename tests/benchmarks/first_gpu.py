@@ -30,7 +30,8 @@ from muscale.formatting import finite
 from muscale.machine.gpu.gpu_checks import check_gpus, predicted_mfu
 from muscale.machine.gpu.training import Case, Device, measure
 from proxy_models.architecture.attention import attend
-from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch, training_memory
+from proxy_models.architecture.decoder_memory import training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED

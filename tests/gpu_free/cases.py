@@ -16,14 +16,8 @@ from muscale.full_runs.train.sharding import build_model, build_pipeline, mesh_o
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
-from proxy_models.architecture.memory import (
-    Checkpointing,
-    MemoryEstimate,
-    Precision,
-    _StageRank,
-    evaluation_memory,
-    training_memory,
-)
+from proxy_models.architecture.decoder_memory import StageRank, evaluation_memory, training_memory
+from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.data.batches import EvaluationSet
@@ -160,7 +154,7 @@ class Case:
         conditions = self._conditions
         if pipeline := conditions.pop("pipeline", None):
             whole = conditions["sharding"] in ("none", "zero2")
-            of_stages = _StageRank.all_of(self.model, self.precision, conditions["tensor_parallel"], pipeline)
+            of_stages = StageRank.all_of(self.model, self.precision, conditions["tensor_parallel"], pipeline)
             traced = next(one for one in of_stages if one.rank == self.stage)
             return traced.memory(
                 SEQUENCES[self.shape],

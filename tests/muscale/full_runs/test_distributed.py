@@ -25,7 +25,8 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.sharding import fitting_micro_batch, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch, training_memory
+from proxy_models.architecture.decoder_memory import training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from tests.muscale.fake_gpus import first_allocation, write_first_allocation
 from tests.muscale.forked_ranks import call_each, small_corpus, small_run
 

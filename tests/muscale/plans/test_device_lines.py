@@ -13,7 +13,8 @@ from muscale.plans.device_lines import (
 from muscale.plans.layouts import fitting_layouts, propose_layout
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import MEMORY_SHARE, training_memory
+from proxy_models.architecture.decoder_memory import training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE
 
 ESTIMATE = training_memory(ModelConfig(d_model=64, n_layers=2), micro_batch=4, sharding="full", world_size=2)
 

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
-from proxy_models.architecture.memory import Precision, evaluation_bytes
+from proxy_models.architecture.decoder_memory import evaluation_bytes
+from proxy_models.architecture.memory import Precision
 from proxy_models.training.precision import DTYPES
 from tests.gpu_free.memory_trace import MemoryTrace
 

@@ -13,18 +13,14 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
-from proxy_models.architecture.memory import (
+from proxy_models.architecture.decoder_memory import (
     KEPT_APART,
-    Checkpointing,
-    Precision,
-    Sharding,
     activation_bytes,
     evaluation_memory,
     fitting,
-    largest_micro_batch,
-    least_memory,
     training_memory,
 )
+from proxy_models.architecture.memory import Checkpointing, Precision, Sharding, largest_micro_batch, least_memory
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import PipelineSchedule

@@ -10,15 +10,8 @@ import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
-from proxy_models.architecture.memory import (
-    Checkpointing,
-    Precision,
-    activation_bytes,
-    evaluation_memory,
-    fitting,
-    least_memory,
-    training_memory,
-)
+from proxy_models.architecture.decoder_memory import activation_bytes, evaluation_memory, fitting, training_memory
+from proxy_models.architecture.memory import Checkpointing, Precision, least_memory
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import blocks_of_stages

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.pipeline_counts import (
     PipelineShare,
     blocks_of_ranks,

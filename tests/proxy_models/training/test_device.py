@@ -14,7 +14,7 @@ import torch
 
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Block
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.families import build, family_of, load
 from proxy_models.architecture.family import Family
-from proxy_models.architecture.memory import training_memory
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.optimizer import make_optimizer

@@ -30,7 +30,8 @@ from muscale.machine.gpu.training import Case, Device, Measurement, measure
 from muscale.plans.step_time import StepTime
 from muscale.secrets import redacted
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch, training_memory
+from proxy_models.architecture.decoder_memory import training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
 

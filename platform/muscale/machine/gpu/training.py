@@ -26,8 +26,9 @@ from muscale.layout import METRICS, PROFILE
 from muscale.machine.gpu.traces import StepTrace
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision, training_memory
+from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain

@@ -21,9 +21,10 @@ from muscale.plans.layouts import with_layout
 from muscale.plans.planning import Planner
 from muscale.settings.space_rules import unordered_errors
 from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member, StepSizes
-from proxy_models.architecture.memory import MemoryEstimate, training_memory
+from proxy_models.architecture.memory import MemoryEstimate
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus

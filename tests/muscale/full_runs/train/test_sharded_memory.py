@@ -17,14 +17,9 @@ from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import training_loss
+from proxy_models.architecture.decoder_memory import activation_bytes, training_memory
 from proxy_models.architecture.families import family_of
-from proxy_models.architecture.memory import (
-    MIN_UNIT_PARAMS,
-    Sharding,
-    activation_bytes,
-    largest_micro_batch,
-    training_memory,
-)
+from proxy_models.architecture.memory import MIN_UNIT_PARAMS, Sharding, largest_micro_batch
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
