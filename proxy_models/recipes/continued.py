@@ -1,17 +1,29 @@
-"""Training that continues from the state of another run: its recipe, and a schedule that counts tokens from there."""
+"""Training that goes on from the state of another run: its recipes, and a schedule that counts tokens from there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.recipe import Recipe
-from proxy_models.recipes.schedule import COOLING, Cooldown, LinearCooldown, Phase
-from proxy_models.recipes.segments import Segment, branch, single_phase
+from proxy_models.recipes.schedule import (
+    COOLING,
+    Constant,
+    Cooldown,
+    CosineDecay,
+    LinearCooldown,
+    LinearDecay,
+    Phase,
+    Shifted,
+)
+from proxy_models.recipes.segments import Segment
 
 ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
 """Schedules that need only a warmup, a cooldown fraction or a final fraction."""
+REPLACED = ("beta1", "beta2", "eps", "clip_norm", "embedding_rate", "output_rate")
+"""Values that an amendment replaces in every recipe, without an effect on the others."""
 
 
 def continued(
@@ -43,28 +55,189 @@ def continued(
     Raises:
         ValueError: If no tokens remain for the schedule after the re-warming.
     """
-    batch = before.batch_tokens
-    n_tokens = max(1, round(n_tokens / batch)) * batch
-    warmup = round(rewarm_tokens / batch) * batch
-    swapped = optimizer is not None and optimizer != before.optimizer
-    if swapped or learning_rate != before.learning_rate:
-        before = before.swapped(optimizer or before.optimizer, learning_rate)
-    recipe = replace(before, warmup_tokens=warmup, batch_doublings=0, batch_ramp_tokens=0)
-    cooldown = min(max(1, round(n_tokens * cooldown_fraction / batch)) * batch, n_tokens) if schedule in COOLING else 0
-    stable = n_tokens - cooldown
-    if warmup and warmup >= (stable if cooldown else n_tokens):
-        raise ValueError(
-            f"a re-warming of {warmup} tokens does not fit into the {stable} tokens before the cooldown "
-            f"of a continuation of {n_tokens}"
+    recipe = amended_recipe(before, {"learning_rate": learning_rate, "optimizer": optimizer or before.optimizer})
+    length = _whole(n_tokens, recipe.batch_tokens)
+    return _new_schedule(
+        recipe,
+        schedule,
+        length,
+        cooldown=round(length * cooldown_fraction),
+        final_fraction=final_fraction,
+        rewarm_tokens=rewarm_tokens,
+    )
+
+
+def amended(
+    segments: Sequence[Segment],
+    after: int,
+    values: Mapping[str, Any],
+    *,
+    n_tokens: int | None = None,
+    before: int = 0,
+) -> tuple[Segment, ...]:
+    """Return the segments, counted from 0, of a run that branches off after `after` tokens of a run with these segments.
+
+    Without `schedule`, `cooldown_fraction`, `final_fraction` and `n_tokens` it follows the rest of the parent's schedule. With any
+    of them it follows a schedule of that kind, which begins at the factor that the parent's rate had, or with `rewarm_tokens`
+    at the peak.
+
+    Args:
+        segments: Segments of the parent.
+        after: Tokens of the parent at which the run branches off.
+        values: Changed values: those of `amended_recipe`, and `schedule`, `cooldown_fraction` (the share of `n_tokens` that
+            cools down), `final_fraction` and `rewarm_tokens`.
+        n_tokens: Length of the whole run, with `before` and `after`; None: the parent's.
+        before: Tokens trained before the parent's token 0.
+
+    Raises:
+        ValueError: If the parent's schedule is of a kind that can't be stretched, its rate is 0 there, or no tokens remain for the
+            schedule.
+    """
+    total = before + segments[-1].end if n_tokens is None else n_tokens
+    rest = [segment for segment in segments if segment.end > after] or [segments[-1]]
+    if "learning_rate" in values:  # later stages have rates of their own
+        values = {**values, "learning_rate_factor": values["learning_rate"] / rest[0].recipe.learning_rate}
+        del values["learning_rate"]
+    recipes = [amended_recipe(segment.recipe, values, total) for segment in rest]
+    batch, rewarm = recipes[0].batch_tokens, values.get("rewarm_tokens", 0)
+    if total <= before + after:
+        raise ValueError(f"n_tokens: must be more than the {before + after} tokens at the checkpoint, got {total}")
+    length = _whole(total - before - after, batch)
+    if n_tokens is None and not values.keys() & {"schedule", "cooldown_fraction", "final_fraction"}:
+        warmup = round(rewarm / batch) * batch
+        ends = [*(_whole(segment.end - after, batch) for segment in rest[:-1]), length]
+        parts = zip(rest, recipes, [0, *ends], ends, strict=False)
+        return tuple(
+            Segment(
+                recipe=replace(recipe, warmup_tokens=warmup),
+                phase=Shifted(phase=segment.phase, tokens=after, warmup_tokens=warmup),
+                start=start,
+                end=end,
+            )
+            for segment, recipe, start, end in parts
+            if end > start
         )
-    if cooldown and stable:
-        return branch(recipe, stable, n_tokens, schedule)
+    schedule, share, final = _inherited(segments, before, values)
+    scale = 1.0 if rewarm else rest[0].phase.factor(after, batch)
+    if scale <= 0:
+        raise ValueError(
+            f"rewarm_tokens: must be set, because the parent's rate is 0 after {after} tokens; or branch off an earlier checkpoint"
+        )
+    return _new_schedule(
+        recipes[0],
+        schedule,
+        length,
+        cooldown=round(share * total),
+        final_fraction=final,
+        rewarm_tokens=rewarm,
+        scale=scale,
+    )
+
+
+def amended_recipe(recipe: Recipe, values: Mapping[str, Any], n_tokens: int | None = None) -> Recipe:
+    """Return a recipe with changed values, without a batch ramp unless `values` has one.
+
+    The decay's timescale in tokens, batch / (rate · decay), stays the same when the rate or the batch changes, unless
+    `weight_decay_tau` sets it (Wang and Aitchison, arXiv 2405.13698). The moments of the optimizer stay.
+
+    Args:
+        values: `learning_rate`, or `learning_rate_factor` on the recipe's own; `batch_tokens`, `batch_doublings`,
+            `batch_ramp_tokens`, `optimizer`, `weight_decay_tau` and the names of `REPLACED`; others are ignored.
+        n_tokens: Length of the run of which `weight_decay_tau` is a share.
+    """
+    rate = values.get("learning_rate", recipe.learning_rate * values.get("learning_rate_factor", 1.0))
+    batch = values.get("batch_tokens", recipe.batch_tokens)
+    decay = recipe.weight_decay
+    if rate != recipe.learning_rate or batch != recipe.batch_tokens:
+        decay = decay * recipe.learning_rate / rate * (batch / recipe.batch_tokens)
+    if (tau := values.get("weight_decay_tau")) is not None and n_tokens:
+        decay = batch / (rate * tau * n_tokens)
+    return replace(
+        recipe,
+        learning_rate=rate,
+        weight_decay=decay,
+        batch_tokens=batch,
+        batch_doublings=values.get("batch_doublings", 0),
+        batch_ramp_tokens=values.get("batch_ramp_tokens", 0),
+        optimizer=values.get("optimizer", recipe.optimizer),
+        **{name: values[name] for name in REPLACED if name in values},
+    )
+
+
+def _inherited(
+    segments: Sequence[Segment], before: int, values: Mapping[str, Any]
+) -> tuple[ContinuedSchedule, float, float]:
+    """Return schedule, cooldown's share of the run and final fraction, as stated or as the run's segments have them."""
+    last = segments[-1].phase
+    phase = last.phase if isinstance(last, Shifted) else last
+    found: ContinuedSchedule | None = None
+    share, final = 0.15, 0.1
+    match phase:
+        case Cooldown():
+            found = "wsd"
+        case LinearCooldown(start_factor=1.0):
+            found = "wsd_linear"
+        case Constant():
+            found = "constant"
+        case LinearDecay():
+            found = "linear"
+        case CosineDecay():
+            found, final = "cosine", phase.final_fraction
+    if isinstance(phase, Cooldown | LinearCooldown):
+        share = (phase.end - phase.start) / (before + segments[-1].end)
+    if (schedule := values.get("schedule", found)) is None:
+        raise ValueError(
+            f"schedule: must be stated, one of wsd, wsd_linear, constant, linear, cosine, because the rest of the parent's "
+            f"{type(phase).__name__} can't be changed"
+        )
+    return schedule, values.get("cooldown_fraction", share), values.get("final_fraction", final)
+
+
+def _new_schedule(
+    recipe: Recipe,
+    schedule: ContinuedSchedule,
+    length: int,
+    *,
+    cooldown: int,
+    final_fraction: float,
+    rewarm_tokens: int,
+    scale: float = 1.0,
+) -> tuple[Segment, ...]:
+    """Return the segments of a schedule that begins at `scale` times the peak rate, with `cooldown` tokens at its end if it cools."""
+    batch = recipe.batch_tokens
+    warmup = round(rewarm_tokens / batch) * batch
+    cooldown = min(_whole(cooldown, batch), length) if schedule in COOLING else 0
+    stable = length - cooldown
+    if warmup and warmup >= (stable if cooldown else length):
+        raise ValueError(
+            f"rewarm_tokens: {warmup} tokens don't fit into the {stable} tokens before the cooldown, of {length} in all"
+        )
+    recipe = replace(recipe, warmup_tokens=warmup)
+
+    def segment(phase: Phase, start: int, end: int) -> Segment:
+        return Segment(
+            recipe=recipe, phase=phase if scale == 1 else Shifted(phase=phase, scale=scale), start=start, end=end
+        )
+
+    if cooldown:
+        kind = Cooldown if schedule == "wsd" else LinearCooldown
+        cooling = segment(kind(start=stable, end=length), stable, length)
+        return (segment(Constant(warmup_tokens=warmup), 0, stable), cooling) if stable else (cooling,)
     phase: Phase
     match schedule:
-        case "wsd":
-            phase = Cooldown(start=0, end=n_tokens)
-        case "wsd_linear":
-            phase = LinearCooldown(start=0, end=n_tokens)
+        case "linear":
+            phase = LinearDecay(warmup_tokens=warmup, end=length)
+        case "cosine":
+            if final_fraction >= scale:
+                raise ValueError(
+                    f"final_fraction: must be below {scale:.3g}, the factor on the rate at the checkpoint, got {final_fraction}"
+                )
+            phase = CosineDecay(warmup_tokens=warmup, end=length, final_fraction=final_fraction / scale)
         case _:
-            phase = single_phase(schedule, warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
-    return (Segment(recipe=recipe, phase=phase, start=0, end=n_tokens),)
+            phase = Constant(warmup_tokens=warmup)
+    return (segment(phase, 0, length),)
+
+
+def _whole(tokens: int, batch: int) -> int:
+    """Round to whole batches, at least one."""
+    return max(1, round(tokens / batch)) * batch

@@ -188,6 +188,29 @@ class Rewarmed:
         return rewarmed * self.phase.factor(tokens, batch_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shifted:
+    """A phase from `tokens` on, for a run that counts from there: its factor times `scale`, after a linear warmup.
+
+    An amended run follows the rest of its parent's schedule this way, and a new schedule that begins at the rate the parent had.
+    """
+
+    phase: Phase
+    tokens: int = 0
+    scale: float = 1.0
+    warmup_tokens: int = 0
+
+    @property
+    def end(self) -> int | None:
+        """Tokens at which the phase's decay ends, or None for a phase without an end."""
+        end: int | None = getattr(self.phase, "end", None)
+        return None if end is None else end - self.tokens
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        warm = warmup_factor(tokens, batch_tokens, self.warmup_tokens)
+        return warm * self.scale * self.phase.factor(tokens + self.tokens, batch_tokens)
+
+
 Phase = (
     Constant
     | InverseSqrt
@@ -199,6 +222,7 @@ Phase = (
     | StepDecay
     | CosineCycle
     | Rewarmed
+    | Shifted
 )
 
 _KINDS: dict[str, type[Phase]] = {kind.__name__: kind for kind in get_args(Phase)}
