@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle, load_bundle
     from muscale.bundles.evaluate_weights import evaluate
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.full_runs.amend.amendment import Amendment
+    from muscale.full_runs.amend.stage import AmendmentPlan
+    from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
-    from muscale.full_runs.continue_run.continuation import Continuation
-    from muscale.full_runs.continue_run.train import Continued
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.full_runs.promote.smoke_test import SmokeTest
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 __all__ = [
+    "Amended",
+    "Amendment",
+    "AmendmentPlan",
     "Bundle",
     "BundleError",
     "Calibration",
     "CheckpointEvaluation",
-    "Continuation",
-    "Continued",
     "DryRun",
     "Gate",
     "MuscaleError",
@@ -59,8 +61,9 @@ _HOMES = {
     "BundleError": "errors",
     "Calibration": "monitoring.calibration",
     "CheckpointEvaluation": "full_runs.checkpoints.evaluation",
-    "Continuation": "full_runs.continue_run.continuation",
-    "Continued": "full_runs.continue_run.train",
+    "Amendment": "full_runs.amend.amendment",
+    "AmendmentPlan": "full_runs.amend.stage",
+    "Amended": "full_runs.amend.train",
     "Gate": "plans.gate",
     "MuscaleError": "errors",
     "Plan": "plans.planning",

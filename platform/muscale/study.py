@@ -51,8 +51,9 @@ from muscale.search.sweep import Sweep
 from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
-from muscale.settings.config import Overrides, StudyConfig, as_set
+from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import budget_errors
+from muscale.settings.overrides import Overrides, as_set
 from muscale.settings.own_model import require_same_family, write_record
 from muscale.settings.scores import ScoresSettings
 from muscale.store.cancels import cancel_trial, cancellable
@@ -76,7 +77,9 @@ if TYPE_CHECKING:
     from ray.tune import Callback
 
     from muscale.bundles.bundle import Bundle
-    from muscale.full_runs.continue_run.train import Continued
+    from muscale.full_runs.amend.amendment import Amendment
+    from muscale.full_runs.amend.stage import AmendmentPlan
+    from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.prepared import Prepared
     from muscale.full_runs.promote.smoke_test import SmokeTest
@@ -584,27 +587,86 @@ class Study(Result):
         seen.gate.record(self.ledger)
         return seen
 
-    def continue_run(self, file: str | Path) -> Continued:
-        """Continue training from a checkpoint of a full run as set in a continuation file; return the losses before and after.
+    def continue_run(self, file: str | Path) -> Amended:
+        """Continue training from a checkpoint of a full run as set in a continuation file; return forecast and losses.
 
         Raises:
             StudyFileError: If the file can't be used.
             StageError: If there is no such checkpoint, it can't be continued in this way, or the training failed.
             PreemptedError: As for `promote`.
         """
-        from muscale.full_runs.continue_run.continuation import plan_continuation
-        from muscale.full_runs.continue_run.train import train_continuation
+        return self._train_amendment(self.plan_continuation(file), "continue")
+
+    def plan_continuation(self, file: str | Path) -> AmendmentPlan:
+        """Return the run that `continue_run` would train, with its forecast; write its corpus if it is new, and train nothing."""
+        from muscale.full_runs.amend.plan_amendment import plan_continuation
 
         self._require_no_trainer("continue", "continue the run with that program")
         with self._display.reading("corpus") as on_progress:
-            planned = plan_continuation(Path(file), self.config, self.ledger, self.corpus, self._numerics, on_progress)
-        metrics = planned.folder / METRICS
-        with (
-            lease(self.ledger, name := full_run_lease(planned.key)) as token,
-            self._display.stage("continue") as update,
-            following(metrics, planned.n_tokens, update),
-        ):
-            return train_continuation(planned, self.config, self.ledger.under(name, token))
+            return self._with_forecast(
+                plan_continuation(Path(file), self.config, self.ledger, self.corpus, self._numerics, on_progress)
+            )
+
+    def amend(
+        self,
+        file: str | Path | None = None,
+        *,
+        run: str | None = None,
+        at: int | None = None,
+        reason: str | None = None,
+        changes: Overrides = (),
+    ) -> Amended:
+        """Train a run that branches off a checkpoint of a full run with stated changes; compare its loss with a second forecast.
+
+        The parent run stays as it is. The same call resumes the run, and returns the result once it has ended.
+
+        Args:
+            file: File of the amendment; None: the other arguments have all of it.
+            run: Key of the plan, or key or name of the amended run, to branch off; by default the run that began last.
+            at: Tokens of that run at the checkpoint; by default its newest checkpoint.
+            reason: Why; required here or in the file.
+            changes: Changes by dotted key, such as `{"hyperparameters.cooldown_fraction": 0.4}`.
+
+        Raises:
+            StudyFileError: If the amendment can't be used.
+            StageError: If there is no such checkpoint, it can't take the change, the parent is training now, or the training failed.
+            PreemptedError: As for `promote`.
+        """
+        planned = self.plan_amendment(file, run=run, at=at, reason=reason, changes=changes)
+        return self._train_amendment(planned, "amend")
+
+    def plan_amendment(
+        self,
+        file: str | Path | None = None,
+        *,
+        run: str | None = None,
+        at: int | None = None,
+        reason: str | None = None,
+        changes: Overrides = (),
+    ) -> AmendmentPlan:
+        """Return the run that `amend` would train, with its forecast; write its corpus if it is new, and train nothing."""
+        from muscale.full_runs.amend.plan_amendment import plan_amendment
+        from muscale.settings.amendment_file import AmendmentFile
+
+        self._require_no_trainer("amend", "amend the run with that program")
+        named = {"parent.run": run, "parent.tokens": at, "reason": reason}
+        stated = (*as_set(changes), *as_set({key: value for key, value in named.items() if value is not None}))
+        path = None if file is None else Path(file)
+        amendment = AmendmentFile.read(path, stated, vocab_size=self.config.model.vocab_size)
+        with self._display.reading("corpus") as on_progress:
+            return self._with_forecast(
+                plan_amendment(amendment, path, self.config, self.ledger, self.corpus, self._numerics, on_progress)
+            )
+
+    def _with_forecast(self, amendment: Amendment) -> AmendmentPlan:
+        from muscale.full_runs.amend.stage import AmendmentPlan
+
+        return AmendmentPlan.of(amendment, findings(self.contents, self._stages.known).fit, self.config, self.ledger)
+
+    def _train_amendment(self, planned: AmendmentPlan, stage: str) -> Amended:
+        from muscale.full_runs.amend.stage import train
+
+        return train(planned, stage, self.config, self.ledger, self._display)
 
     def watch(self, losses: str | Path | pd.DataFrame | None = None, plan: str | None = None) -> RunStatus:
         """Compare the full run so far with its forecast; train nothing.
@@ -750,10 +812,10 @@ class Study(Result):
                 in a study opened without `trains`.
             BundleError: If the bundle was written before and is damaged.
         """
-        from muscale.bundles.preserve import preserve, preserve_continuation
+        from muscale.bundles.preserve import preserve, preserve_amendment
 
         if continuation is not None:
-            return preserve_continuation(self.contents, continuation, average=average)
+            return preserve_amendment(self.contents, continuation, average=average)
         return preserve(self.contents, self._stages.known, average=average)
 
     def runs(self) -> pd.DataFrame:

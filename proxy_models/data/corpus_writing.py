@@ -6,19 +6,23 @@ A finished corpus is compared with the request instead of written again, so that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from proxy_models.data.corpus import NAME, NAMED, ONE_SOURCE, OWN_DATA, SOURCES, Corpus
 from proxy_models.data.kept_tokenizer import (
+    TOKENIZER,
+    TOKENIZER_MANIFEST,
     TrainingText,
     discard_tokenizer,
     kept_name,
     make_tokenizer,
     tokenizer_name,
 )
-from proxy_models.data.mixture import Mixture
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import (
     FORMAT,
@@ -104,6 +108,40 @@ def write_mixture(
         tokenizer=tokenizer,
         validation_fraction=validation_fraction,
     ).fulfil(folder, on_progress)
+
+
+def write_reweighted(corpus: Corpus, folder: Path, weights: Mapping[str, float], after: int) -> Corpus:
+    """Write a mixture into `folder` that equals another up to `after` tokens of a run, and then has other weights; or open it.
+
+    Its token files are links to those of `corpus`, and each source is read on where it stopped.
+
+    Args:
+        weights: Weight of each source of `corpus` from there on.
+        after: Tokens of a run; a whole number of sequences.
+
+    Raises:
+        ValueError: If the sources differ, the corpus is no mixture, or its stages end at fractions of a run.
+    """
+    if corpus.mixture is None or corpus.stages_by_fraction:
+        held = "stages that end at fractions of a run" if corpus.mixture else "a single source"
+        raise ValueError(f"new weights need a mixture whose stages end at tokens, but {corpus.folder} has {held}")
+    if set(weights) != set(corpus.mixture.names):
+        raise ValueError(
+            f"new weights must name the sources {', '.join(corpus.mixture.names)}, got {', '.join(sorted(weights))}"
+        )
+    stages = list(
+        takewhile(lambda stage: stage.until_tokens is not None and stage.until_tokens < after, corpus.mixture.stages)
+    )
+    cut = MixtureStage(weights=corpus.mixture.stages[len(stages)].weights, until_tokens=after)
+    mixture = Mixture(stages=(*stages, cut, MixtureStage(weights=dict(weights))))
+    if not (folder / MANIFEST).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (SOURCES, TOKENIZER, TOKENIZER_MANIFEST):
+            if (corpus.folder / name).exists() and not (folder / name).exists():
+                (folder / name).symlink_to(os.path.relpath((corpus.folder / name).resolve(), folder.resolve()))
+        identity = {SOURCES: {name: files.key for name, files in corpus.sources.items()}, "mixture": mixture.to_dict()}
+        write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
+    return Corpus.open(folder)
 
 
 def discard_corpus(folder: Path) -> None:

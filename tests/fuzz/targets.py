@@ -22,11 +22,11 @@ from muscale import Plan, StageError, StudyConfig, StudyDirectoryError, StudyFil
 from muscale.bundles.bundle_files import MANIFEST as BUNDLE_MANIFEST
 from muscale.bundles.bundle_files import verify, write_manifest
 from muscale.errors import BundleError
+from muscale.full_runs.amend.plan_amendment import plan_continuation
 from muscale.full_runs.checkpoints.evaluate import _model
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION, manifest_hash, require_intact
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, alone, read_weights
-from muscale.full_runs.continue_run.continuation import plan_continuation
 from muscale.full_runs.promote import prepared
 from muscale.importers.import_space import import_space
 from muscale.importers.results import outside_results

@@ -320,7 +320,10 @@ def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
 
 
 def _format_continuation(done: Mapping[str, Any]) -> str:
-    return f"{done['after']['own']:.4f} nats per token, of continuation {done['name']}; no forecast"
+    own, forecast = done["after"]["own"], done.get("forecast")
+    if not forecast:
+        return f"{own:.4f} nats per token, of {done['name']}; no forecast"
+    return _format_forecast({**forecast, "forecast": forecast["loss"], "loss": own, "inside": done["inside"]})
 
 
 def _format_forecast(found: Mapping[str, Any]) -> str:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from muscale.full_runs.continue_run.continuation import NOT_FORECAST
 from muscale.plans.planning import format_value
 from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
 if TYPE_CHECKING:
-    from muscale.full_runs.continue_run.train import Continued
+    from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.plans.planning import Plan
     from proxy_models.data.corpus import Corpus
@@ -57,7 +56,7 @@ def model_card(
 
 
 def continuation_card(
-    averaging: dict[str, Any] | None, *, study: str, done: Continued, numerics: Numerics, corpus: Corpus, n_tokens: int
+    averaging: dict[str, Any] | None, *, study: str, done: Amended, numerics: Numerics, corpus: Corpus, n_tokens: int
 ) -> str:
     """The card of a finished continuation; it and the runs before it read `n_tokens` of its corpus."""
     return _render(
@@ -68,7 +67,6 @@ def continuation_card(
         numerics=numerics,
         corpus=corpus,
         epochs=corpus.epochs(n_tokens),
-        not_forecast=NOT_FORECAST,
     )
 
 

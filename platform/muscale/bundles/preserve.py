@@ -12,8 +12,8 @@ from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.bundles.model_card import continuation_card, model_card
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
-from muscale.full_runs.continue_run.parent import find_continuation, plain
-from muscale.full_runs.continue_run.train import Continued
+from muscale.full_runs.amend.parent import find_amendment, plain
+from muscale.full_runs.amend.train import Amended
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
@@ -41,21 +41,21 @@ def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bund
     return _written_once(study, plan.key, average, lambda: _promoted_run(study, known, plan, promotion))
 
 
-def preserve_continuation(study: StudyContents, continuation: str, *, average: int = 1) -> Bundle:
+def preserve_amendment(study: StudyContents, continuation: str, *, average: int = 1) -> Bundle:
     """The bundle of a finished continuation, selected by key or name; as `preserve`.
 
     Raises:
         StageError: If there is no such continuation, it has not ended, or its last weights are gone.
         BundleError: If its bundle exists and is damaged.
     """
-    key, started = find_continuation(continuation, study.ledger)
-    result = study.ledger.result(ResultKind.CONTINUATION, key)
+    key, started = find_amendment(continuation, study.ledger)
+    result = study.ledger.result(ResultKind.AMENDMENT, key)
     if started is None or result is None:
         state = "has not ended yet" if started else "does not exist"
         raise StageError(
             f"bundle: --continuation must be a finished continuation of this study; {continuation!r} {state}"
         )
-    return _written_once(study, key, average, lambda: _continued_run(study, started, Continued.from_dict(result)))
+    return _written_once(study, key, average, lambda: _amended_run(study, started, Amended.from_dict(result)))
 
 
 def _written_once(study: StudyContents, key: str, average: int, gather: Callable[[], FinishedRun]) -> Bundle:
@@ -94,7 +94,7 @@ def _promoted_run(study: StudyContents, known: Findings, plan: Plan, promotion: 
     )
 
 
-def _continued_run(study: StudyContents, started: dict[str, Any], done: Continued) -> FinishedRun:
+def _amended_run(study: StudyContents, started: dict[str, Any], done: Amended) -> FinishedRun:
     numerics, corpus = Numerics.from_dict(started["numerics"]), Corpus.open(study.directory / started["folder"])
     n_tokens = done.lineage[-1].position + done.n_tokens
     registered = study.ledger.forecast(done.lineage[0].run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from muscale.layout import BUNDLES, FULL_RUNS
 
 if TYPE_CHECKING:
     from muscale.study import Study
+
+AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name")
+"""Tables and keys that `--set` changes in an amendment instead of in the study file."""
 
 
 @command(FULL_RUN, example="muscale promote study.toml --dry-run")
@@ -106,21 +110,71 @@ def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOpti
     Args:
         file: The continuation file; paths in it are relative to its directory.
     """
+    once_more = options.line("continue", study, file)
     if options.dry_run:
-        from muscale.full_runs.continue_run.continuation import plan_continuation
+        return _planned_child(study, options, lambda opened: opened.plan_continuation(file), once_more)
+    return _trained_child(study, options, lambda opened: opened.continue_run(file))
 
-        once_more = Ending(next=(options.line("continue", study, file),))
 
-        def planned(opened: Study) -> Any:
-            corpus = opened.corpus
-            return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.shared_numerics(corpus))
+@command(
+    FULL_RUN,
+    example='muscale amend study.toml --set hyperparameters.cooldown_fraction=0.4 --reason "the budget ends in May"',
+)
+def amend(
+    study: StudyFile,
+    file: Path | None = None,
+    *,
+    run: str | None = None,
+    at: Whole | None = None,
+    reason: str | None = None,
+    options: StageOptions = StageOptions(),
+) -> int:
+    """Change a full run from a checkpoint on: train a run that branches off there, and compare its loss with a second forecast.
 
-        return run_stage(study, options, planned, None, ending=lambda *_: once_more, trains=True)
+    The forecast is registered before the first step; exit code 1 if the loss is outside its interval. The run that is amended stays
+    as it is. Run the same command again to resume. With --dry-run, print the changes, what carries over, cost and forecast.
+    An example of a file, which --set, --run, --at and --reason may replace:
+
+        reason = "the budget ends in May"
+
+        [parent]
+        tokens = 2_000_000
+
+        [hyperparameters]
+        cooldown_fraction = 0.4
+
+    Args:
+        file: File of the amendment; paths in it are relative to its directory.
+        run: Key of the plan, or key or name of the amended run, to branch off; by default the run that began last.
+        at: Tokens of that run at the checkpoint; by default its newest checkpoint.
+        reason: Why the run is changed.
+    """
+    stated = tuple(one for one in options.set if one.partition("=")[0].split(".")[0].strip() in AMENDED)
+    others = replace(options, set=tuple(one for one in options.set if one not in stated))
+    given: dict[str, Any] = {"run": run, "at": at, "reason": reason}
+
+    def once_more() -> str:
+        named = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+        return options.line("amend", study, *([file] if file else []), *named)
+
+    if options.dry_run:
+        return _planned_child(
+            study, others, lambda opened: opened.plan_amendment(file, **given, changes=stated), once_more()
+        )
+    return _trained_child(study, others, lambda opened: opened.amend(file, **given, changes=stated))
+
+
+def _planned_child(study: Path, options: StageOptions, plan: Callable[[Study], Any], once_more: str) -> int:
+    return run_stage(study, options, plan, None, ending=lambda *_: Ending(next=(once_more,)), trains=True)
+
+
+def _trained_child(study: Path, options: StageOptions, train: Callable[[Study], Any]) -> int:
     return run_stage(
         study,
         options,
-        lambda opened: opened.continue_run(file),
+        train,
         None,
+        failed=lambda result: result.inside is False,
         ending=lambda _, result: Ending(next=(options.line("bundle", study, "--continuation", result.key),)),
         trains=True,
     )

@@ -12,7 +12,7 @@ import pandas as pd
 from muscale.actors.corpora import open_corpus
 from muscale.errors import StageError
 from muscale.findings import StudyContents
-from muscale.full_runs.continue_run.parent import find_full_run
+from muscale.full_runs.amend.parent import find_full_run
 from muscale.store.ledger import Ledger
 from muscale.store.run_selection import one_run
 from proxy_models.data.batch_documents import batch_documents

@@ -5,31 +5,28 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pydantic
 
 from muscale.errors import StudyFileError, TrainerError
 from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
 from muscale.settings.cross_field_rules import cross_field_errors
+from muscale.settings.overrides import Overrides, override
 from muscale.settings.own_model import OwnModel, read_record
 from muscale.settings.strict import TableError, build_strictly, collecting, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
-from muscale.settings.toml_file import inline, parse_toml, read_toml
+from muscale.settings.toml_file import read_toml
 from muscale.settings.trainer import TrainerSettings, described_member, program_model
 from muscale.settings.variant_models import own_models
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Space, SpaceError, ready_made
-
-Overrides = Sequence[str] | Mapping[str, Any]
-"""Settings that replace those of a study file."""
 
 
 class StudyConfig(StudyTables):
@@ -53,10 +50,7 @@ class StudyConfig(StudyTables):
         values = read_toml(path, StudyFileError, missing=missing, is_folder=is_folder)
         if {"run", "forecast"} <= values.keys():
             raise StudyFileError(f"{path}: is a plan file; give the study file of the study that made the plan")
-        for key, value in (
-            _values(overrides).items() if isinstance(overrides, Mapping) else map(_parsed, as_set(overrides))
-        ):
-            _override(values, key, value)
+        override(values, overrides)
         return cls.from_dict(values, where=str(path), directory=path.parent, trains=trains)
 
     @classmethod
@@ -153,51 +147,3 @@ def _space(table: Any, where: str) -> Space:
         return ready_made(table)
     except SpaceError as error:
         raise SpaceError(f"{where}: {error}") from error
-
-
-def as_set(overrides: Overrides) -> tuple[str, ...]:
-    """The overrides in the form of --set; a single text is one override."""
-    if isinstance(overrides, str):
-        return (overrides,)
-    if not isinstance(overrides, Mapping):
-        return tuple(overrides)
-    plain = {key: value.to_dict() if isinstance(value, Space) else value for key, value in _values(overrides).items()}
-    return tuple(f"{key}={_as_toml(value)}" for key, value in plain.items())
-
-
-def _values(value: Any) -> Any:
-    """Convert numpy numbers and arrays, and paths, which notebooks use, to Python's numbers, lists and text."""
-    if isinstance(value, Mapping) and not isinstance(value, Space):
-        return {key: _values(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_values(entry) for entry in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
-
-
-def _as_toml(value: Any) -> str:
-    try:
-        return inline(value).as_string()
-    except (TypeError, ValueError):  # None, for example, which TOML can't express
-        return str(value)
-
-
-def _parsed(override: str) -> tuple[str, Any]:
-    key, separator, text = override.partition("=")
-    if not separator:
-        raise StudyFileError(f"--set {override}: write table.key=value")
-    try:
-        return key.strip(), parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return key.strip(), text  # a bare word is a string, so that --set sweep.searcher=random needs no quotes
-
-
-def _override(values: dict[str, Any], key: str, value: Any) -> None:
-    *tables, name = key.split(".")
-    table = values
-    for part in tables:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise StudyFileError(f"--set {key}={value}: {part} is a value, not a table")
-    table[name] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -48,6 +48,17 @@ class ContinuationFile(StrictTable):
     def own_corpus(self) -> CorpusSettings | None:
         """[corpus] if the file has one."""
         return self.corpus if "corpus" in self.model_fields_set else None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What the continuation changes, in the terms of an amendment; it always has a schedule of its own."""
+        stated = self.model_dump(
+            mode="json", exclude_unset=True, exclude={"name", "parent", "n_tokens", "seed", "corpus"}
+        )
+        changes = {f"hyperparameters.{name}": value for name, value in ({"schedule": self.schedule} | stated).items()}
+        return changes | (
+            {"corpus": self.corpus.model_dump(mode="json", exclude_unset=True)} if self.own_corpus else {}
+        )
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:

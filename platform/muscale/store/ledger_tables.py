@@ -176,8 +176,8 @@ class ResultKind(StrEnum):
     EXTERNAL_RUN = "external_run"
     ALARM = "alarm"
     ALARM_WEBHOOK = "alarm_webhook"  # result of posting the alarm
-    CONTINUATION_STARTED = "continuation_started"
-    CONTINUATION = "continuation"
+    AMENDMENT_STARTED = "continuation_started"
+    AMENDMENT = "continuation"
     FAILURE = "failure"  # a trial, or an annealed run, that failed at every attempt
     CANCEL_TRIAL = "cancel_trial"
     CANCEL_STUDY = "cancel_study"

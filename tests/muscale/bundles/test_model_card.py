@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from muscale.bundles.model_card import continuation_card, model_card
-from muscale.full_runs.continue_run.parent import LineageSegment
-from muscale.full_runs.continue_run.train import Continued, Losses
+from muscale.full_runs.amend.parent import LineageSegment
+from muscale.full_runs.amend.train import Amended, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
 from proxy_models.data.corpus import Corpus
@@ -110,7 +110,7 @@ def test_a_continuation_of_a_family_of_one_s_own_names_it(corpus: Corpus) -> Non
     numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048)
     numbers: dict[str, Any] = {"tokens": 1024, "position": 0, "seed": 5, "evaluation_tokens": 2048}
     of_corpus: dict[str, Any] = {"corpus": corpus.key, "folder": "corpus", "sources": {}}
-    done = Continued(
+    done = Amended(
         key="fedcba9876543210",
         name="code",
         lineage=(LineageSegment(run="fedcba9876543210", name="code", **numbers, **of_corpus),),

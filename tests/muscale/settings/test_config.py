@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
-from muscale.settings.config import as_set
+from muscale.settings.overrides import as_set
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.stages import HyperparameterStage

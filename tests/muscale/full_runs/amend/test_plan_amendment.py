@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from muscale import Continuation, StageError, Study, StudyConfig, StudyFileError
+from muscale import Amendment, StageError, Study, StudyConfig, StudyFileError
 from muscale.bundles.bundle import CARD, CONTINUED, LINEAGE
 from muscale.cli import app
+from muscale.full_runs.amend.plan_amendment import plan_continuation
+from muscale.full_runs.amend.train import Amended, train_amendment
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.continue_run.continuation import plan_continuation
-from muscale.full_runs.continue_run.train import Continued, train_continuation
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.full_runs.train.attempt import train
@@ -58,14 +58,14 @@ class Case:
     numerics: Numerics
     plan: Plan
 
-    def planned(self, text: str, **config: Any) -> Continuation:
+    def planned(self, text: str, **config: Any) -> Amendment:
         path = self.directory / "continuation.toml"
         path.write_text(text)
         changed = self.config.model_copy(update=config)
         return plan_continuation(path, changed, self.ledger, self.corpus, self.numerics)
 
-    def trained(self, text: str) -> Continued:
-        return train_continuation(self.planned(text), self.config, self.ledger, launcher=train)
+    def trained(self, text: str) -> Amended:
+        return train_amendment(self.planned(text), self.config, self.ledger, launcher=train)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_reading_continues_after_the_promoted_run_and_the_result_is_returned_aga
     assert done.after.own == last_evaluation(continuation.folder) != done.before.own
     assert (done.before.earlier, done.tokens_before, done.n_tokens) == ({}, STEPS * BATCH, 4 * BATCH)
     assert [one.name for one in done.lineage] == ["plan", "more"]
-    assert Continued.from_dict(json.loads(json.dumps(done.to_dict()))) == done
-    never = train_continuation(
+    assert Amended.from_dict(json.loads(json.dumps(done.to_dict()))) == done
+    never = train_amendment(
         case.planned(CONTINUATION), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
     )
     assert never == done
@@ -316,7 +316,7 @@ def test_a_checkpoint_that_is_another_than_when_the_continuation_was_begun_is_re
         raise StageError("no workers")
 
     with pytest.raises(StageError, match="no workers"):
-        train_continuation(continuation, case.config, case.ledger, launcher=fails)
+        train_amendment(continuation, case.config, case.ledger, launcher=fails)
     kept = Checkpoints(continuation.parent.checkpoint.parent)
     away = case.directory / "away"
     continuation.parent.checkpoint.rename(away)

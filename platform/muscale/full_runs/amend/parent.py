@@ -76,12 +76,14 @@ class Parent:
     Attributes:
         checkpoint: Path of the checkpoint, which may be gone.
         recipe: Recipe of the last step before the checkpoint.
+        segments: Segments of the checkpoint's run, to its end.
         lineage: Segments, oldest first; the last segment belongs to the checkpoint's run.
     """
 
     checkpoint: Path
     recipe: Recipe
     numerics: Numerics
+    segments: tuple[Segment, ...]
     lineage: tuple[LineageSegment, ...]
 
     @property
@@ -137,7 +139,9 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics
         position=found.position,
     )
     path = CheckpointFolder(ledger.directory / FULL_RUNS / key / CHECKPOINTS).path(tokens)
-    return Parent(checkpoint=path, recipe=recipe, numerics=found.numerics, lineage=(*found.before, own))
+    return Parent(
+        checkpoint=path, recipe=recipe, numerics=found.numerics, segments=segments, lineage=(*found.before, own)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +173,7 @@ def find_full_run(run: str, ledger: Ledger, corpus: Corpus, numerics: Numerics) 
     Raises:
         StageError: If several continuations have this name.
     """
-    key, started = find_continuation(run, ledger)
+    key, started = find_amendment(run, ledger)
     if started:
         return FoundRun(
             key=key,
@@ -213,9 +217,25 @@ def _promoted_last(ledger: Ledger) -> str:
     return str(found["payload"]["plan"])
 
 
-def find_continuation(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
+def begun_last(ledger: Ledger) -> str:
+    """Key of the full run that began last, promoted or amended; raise StageError if none has begun."""
+    kinds = (ResultKind.PROMOTION_STARTED, ResultKind.AMENDMENT_STARTED)
+    begun = [(row["created_at"], str(row["key"])) for kind in kinds if (row := ledger.latest_result(kind))]
+    if not begun:
+        raise StageError("parent.run: no full run has begun yet; run `muscale promote` first")
+    return max(begun)[1]
+
+
+def newest_checkpoint(run: str | None, ledger: Ledger) -> int | None:
+    """Tokens of a run's newest checkpoint, by the run's key or name; None if it has none."""
+    key, _ = find_amendment(run or "", ledger)
+    found = CheckpointFolder(ledger.directory / FULL_RUNS / key / CHECKPOINTS).newest()
+    return found and found[0]
+
+
+def find_amendment(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
     """Key and record of the continuation with this key or name, or no record; raises StageError if several have this name."""
-    rows = ledger.results(ResultKind.CONTINUATION_STARTED)
+    rows = ledger.results(ResultKind.AMENDMENT_STARTED)
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
     if run in found:
         return run, found[run]
@@ -232,7 +252,7 @@ def plain(lineage: tuple[LineageSegment, ...]) -> list[dict[str, Any]]:
 
 
 def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) -> int:
-    """Tokens of the corpus at which a continuation starts: after all tokens read before in the same order, so none is repeated.
+    """Tokens of the corpus at which a run starts: after all tokens read before in the same order, so none is repeated.
 
     Raises:
         StageError: If the data order differs, or the corpus has a mixture whose stages end at fractions of one run.
@@ -254,11 +274,17 @@ def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) ->
     return last.position + last.tokens
 
 
-def read_again(corpus: Corpus, lineage: Sequence[LineageSegment]) -> list[str]:
-    """One line for each source that was read before as part of another corpus, since it is now read from its start again."""
+def read_again(corpus: Corpus, lineage: Sequence[LineageSegment], position: int) -> list[str]:
+    """One line for each source that was read before as part of another corpus, since it is now read from its start again.
+
+    A reweighted mixture begins at the `position` where the last run stopped, and reads its sources on.
+    """
+    *before, last = lineage
+    if position != last.position + last.tokens:
+        before.append(last)
     lines = []
     for name, files in corpus.sources.items():
-        readers = [past for past in lineage if past.corpus != corpus.key and files.key in past.sources.values()]
+        readers = [past for past in before if past.corpus != corpus.key and files.key in past.sources.values()]
         if readers and corpus.evaluation_weights[name]:
             lines.append(
                 f"{name} was already read by {readers[-1].label}; it is read again from its start, in another order"

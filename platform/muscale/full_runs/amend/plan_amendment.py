@@ -1,0 +1,285 @@
+"""Plans of runs that branch off a checkpoint: by a continuation file, or by an amendment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from muscale.errors import StageError
+from muscale.full_runs.amend.amendment import Amendment
+from muscale.full_runs.amend.parent import (
+    Parent,
+    begun_last,
+    find_parent,
+    newest_checkpoint,
+    position_in,
+    require_checkpoint,
+)
+from muscale.layout import CORPORA
+from muscale.settings.amendment_file import AmendmentFile
+from muscale.settings.config import StudyConfig
+from muscale.settings.continuation_file import ContinuationFile
+from muscale.settings.corpus import CorpusSettings
+from muscale.settings.further_corpus import write_corpus
+from muscale.settings.own_model import require_same_family
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
+from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
+from proxy_models.data.batches import evaluation_sets
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_reweighted
+from proxy_models.hashing import content_key
+from proxy_models.recipes.continued import amended, continued
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
+
+OnProgress = Callable[[int, int], None]
+"""Called with written bytes and total bytes of a corpus."""
+M = TypeVar("M", bound=Member)
+
+
+def plan_continuation(
+    path: Path,
+    config: StudyConfig,
+    ledger: Ledger,
+    first: Corpus,
+    numerics: Numerics,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> Amendment:
+    """Read a continuation file, and write its corpus if it is new; trains nothing.
+
+    Raises:
+        StudyFileError: If the file can't be used.
+        StageError: If there is no such parent, or it can't be continued this way.
+    """
+    file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
+    with _naming(str(path)):
+        parent = find_parent(file.parent, ledger, first, numerics)
+        corpus, evaluation = _corpus(file.own_corpus, parent, path.resolve().parent, config, ledger, first, on_progress)
+        return _plan(
+            parent,
+            config,
+            ledger,
+            name=file.name,
+            segments=_continued(file, parent),
+            corpus=corpus,
+            evaluation_tokens=evaluation,
+            seed=file.seed,
+            changes=file.changes | {"n_tokens": parent.tokens_before + file.n_tokens},
+        )
+
+
+def plan_amendment(
+    file: AmendmentFile,
+    where: Path | None,
+    config: StudyConfig,
+    ledger: Ledger,
+    first: Corpus,
+    numerics: Numerics,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> Amendment:
+    """Plan what an amendment states, and write its corpus if it is new; trains nothing.
+
+    Without `parent.run` it amends the run that began last, and without `parent.tokens` that run's newest checkpoint.
+
+    Args:
+        where: File of the amendment, to whose folder paths are relative; None: to the study's folder.
+
+    Raises:
+        StageError: If there is no such parent, or its checkpoint can't take the change; the message names the key.
+    """
+    with _naming(str(where or "amend")):
+        wanted = file.parent.model_copy(update={"run": file.parent.run or begun_last(ledger)})
+        if wanted.tokens is None:
+            wanted = wanted.model_copy(update={"tokens": newest_checkpoint(wanted.run, ledger)})
+        parent = find_parent(wanted, ledger, first, numerics)
+        base = where.resolve().parent if where else ledger.directory
+        corpus, evaluation = _corpus(file.own_corpus, parent, base, config, ledger, first, on_progress)
+        position = parent.lineage[-1].position + parent.tokens if file.mixture else None
+        if position is not None:
+            corpus = _reweighted(corpus, file.mixture, position, ledger)
+        try:
+            segments = amended(
+                parent.segments,
+                parent.tokens,
+                file.hyperparameters.values,
+                n_tokens=file.n_tokens,
+                before=parent.tokens_before - parent.tokens,
+            )
+        except ValueError as error:
+            raise StageError(f"hyperparameters: {error}") from error
+        return _plan(
+            parent,
+            config,
+            ledger,
+            position=position,
+            numerics=_with_model(parent.numerics, file.model),
+            name=file.name or f"amended_{parent.tokens}",
+            segments=segments,
+            corpus=corpus,
+            evaluation_tokens=evaluation,
+            seed=file.seed,
+            reason=file.reason,
+            changes=file.changes,
+        )
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the file's name before messages of StageError."""
+    try:
+        yield
+    except StageError as error:
+        raise StageError(f"{where}: {error}") from error
+
+
+def _plan(
+    parent: Parent,
+    config: StudyConfig,
+    ledger: Ledger,
+    *,
+    segments: tuple[Segment, ...],
+    corpus: Corpus,
+    evaluation_tokens: int,
+    seed: int | None,
+    position: int | None = None,
+    numerics: Numerics | None = None,
+    **stated: Any,
+) -> Amendment:
+    """Return the run on a corpus, refused if it can't be trained; a run that has not started needs its checkpoint.
+
+    Without `position` it starts after all that earlier runs have read of the corpus, and without `numerics` it has the parent's.
+    """
+    require_same_family(parent.numerics.model, config.model)
+    seeds = [past.seed for past in parent.lineage if past.corpus == corpus.key]
+    numerics = replace(
+        numerics or parent.numerics,
+        corpus_key=corpus.key,
+        seed=[parent.numerics.seed, *seeds][-1] if seed is None else seed,
+        evaluation_tokens=evaluation_tokens,
+        guard=config.promote.guard,
+        stages_by_fraction=corpus.stages_by_fraction,
+        run_tokens=None,
+    ).for_run(segments[-1].end)
+    planned = Amendment(
+        parent=parent,
+        numerics=numerics,
+        segments=segments,
+        corpus=corpus,
+        position=position_in(corpus, parent.lineage, numerics.seed) if position is None else position,
+        on_spike=config.promote.spike_policy,
+        directory=ledger.directory,
+        **stated,
+    )
+    _require_trainable(planned, config)
+    if ledger.result(ResultKind.AMENDMENT_STARTED, planned.key) is None:
+        require_checkpoint(parent)
+    return planned
+
+
+def _corpus(
+    own: CorpusSettings | None,
+    parent: Parent,
+    base: Path,
+    config: StudyConfig,
+    ledger: Ledger,
+    first: Corpus,
+    on_progress: OnProgress,
+) -> tuple[Corpus, int]:
+    """The corpus and its evaluated tokens: the parent's, or that of a [corpus], which inherits settings for held-out text."""
+    if own is None:
+        return Corpus.open(ledger.directory / parent.lineage[-1].folder), parent.numerics.evaluation_tokens
+    defaults = {
+        "evaluation_tokens": parent.numerics.evaluation_tokens,
+        "validation_fraction": config.corpus.validation_fraction,  # so that the study's held-out text stays held out
+    }
+    settings = own.model_copy(
+        update={name: value for name, value in defaults.items() if name not in own.model_fields_set}
+    )
+    corpus = write_corpus(
+        settings,
+        first,
+        base=base,
+        directory=ledger.directory,
+        vocab_size=config.model.vocab_size,
+        on_progress=on_progress,
+    )
+    return corpus, settings.evaluation_tokens
+
+
+def _reweighted(corpus: Corpus, weights: Mapping[str, float], after: int, ledger: Ledger) -> Corpus:
+    """The parent's mixture with other weights after so many of its tokens; each source is read on where it stopped."""
+    folder = ledger.directory / CORPORA / content_key([corpus.key, dict(sorted(weights.items())), after])
+    try:
+        return write_reweighted(corpus, folder, weights, after)
+    except ValueError as error:
+        raise StageError(f"mixture: {error}") from error
+
+
+def _with_model(numerics: Numerics, changes: Mapping[str, Any]) -> Numerics:
+    """The numerics with settings of the model that leave its tensors as they are."""
+    if not changes:
+        return numerics
+
+    def changed(model: M) -> M:
+        if unknown := next((name for name in changes if not hasattr(model, name)), None):
+            raise StageError(f"model.{unknown}: must be a setting of the model's family, got {changes[unknown]!r}")
+        try:
+            found = ModelFamily(base=replace(model, **changes)).at()
+        except ValueError as error:
+            raise StageError(f"model: {error}") from error
+        if found.n_params_total != model.n_params_total:
+            raise StageError(
+                f"model: must keep the shapes of the checkpoint's {model.n_params_total} parameters, got {found.n_params_total} with "
+                + ", ".join(f"{name} = {value!r}" for name, value in changes.items())
+            )
+        return found
+
+    return replace(numerics, model=changed(numerics.model), base=changed(numerics.base))
+
+
+def _continued(file: ContinuationFile, parent: Parent) -> tuple[Segment, ...]:
+    before = parent.recipe
+    if file.optimizer == before.optimizer:
+        raise StageError(
+            f"optimizer: must differ from the parent's, omit it to keep the parent's; got {file.optimizer!r}"
+        )
+    try:
+        return continued(
+            before,
+            file.n_tokens,
+            learning_rate=file.learning_rate or file.learning_rate_factor * before.learning_rate,
+            rewarm_tokens=file.rewarm_tokens,
+            schedule=file.schedule,
+            cooldown_fraction=file.cooldown_fraction,
+            final_fraction=file.final_fraction,
+            optimizer=file.optimizer,
+        )
+    except ValueError as error:
+        raise StageError(str(error)) from error
+
+
+def _require_trainable(planned: Amendment, config: StudyConfig) -> None:
+    """Refuse too little held-out text, steps that are no whole sequences, an optimizer without muP rules, and a wrong layout."""
+    numerics, recipe = planned.numerics, planned.segments[0].recipe
+    context = numerics.model.context_length
+    for key, tokens in {
+        "hyperparameters.batch_tokens": recipe.ramp.first_batch_tokens,
+        "parent.tokens": planned.position,
+    }.items():
+        if tokens % context:
+            raise StageError(f"{key}: must be a multiple of the context length, {context} tokens, got {tokens}")
+    try:
+        evaluation_sets(planned.corpus, context, numerics.evaluation_tokens)
+    except ValueError as error:
+        raise StageError(f"corpus.evaluation_tokens: {error}") from error
+    try:
+        numerics.parametrization(recipe.optimizer)
+    except ValueError as error:
+        raise StageError(f"optimizer: {error}") from error
+    if layout_errors := list(config.promote.parallelism.layout_errors(numerics.model)):
+        raise StageError("; ".join(layout_errors))

@@ -1,0 +1,101 @@
+"""Stages that amend or continue a full run: the plan with its forecast and cost, and the training under its lease."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from muscale.errors import LeaseHeldError, StageError
+from muscale.formatting import format_duration
+from muscale.full_runs.amend.amendment import Amendment
+from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
+from muscale.full_runs.amend.train import Amended, begin, train_amendment
+from muscale.full_runs.records.run_records import RunRecords
+from muscale.layout import FULL_RUNS, METRICS
+from muscale.progress import Display, following
+from muscale.settings.config import StudyConfig
+from muscale.store.lease import full_run_lease, lease
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
+from scaling import ScalingFit
+from scaling.presentation import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmendmentPlan(Result):
+    """A run that branches off another, before it is trained.
+
+    Attributes:
+        forecast: Its forecast, as it is or would be registered; None: there is none.
+        no_forecast: Why there is none.
+        seconds: Time of its training at the parent's mean speed; None if that is not known.
+    """
+
+    amendment: Amendment
+    forecast: SecondForecast | None
+    no_forecast: str
+    seconds: float | None
+
+    @classmethod
+    def of(cls, amendment: Amendment, fit: ScalingFit | None, config: StudyConfig, ledger: Ledger) -> AmendmentPlan:
+        """Plan an amendment under the study's law."""
+        started = ledger.result(ResultKind.AMENDMENT_STARTED, amendment.key)
+        registered = (started or {}).get("forecast")
+        found = (
+            SecondForecast.from_dict(registered)
+            if registered
+            else second_forecast(amendment, fit, ledger, level=config.plan.level)
+        )
+        of_parent = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).steps()
+        return cls(
+            amendment=amendment,
+            forecast=None if isinstance(found, str) else found,
+            no_forecast=found if isinstance(found, str) else "",
+            seconds=_seconds(of_parent, amendment.n_tokens),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        forecast = {"forecast": self.forecast.to_dict() if self.forecast else None, "no_forecast": self.no_forecast}
+        return {**self.amendment.to_dict(), **forecast, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        cost = "" if self.seconds is None else f"  cost: {format_duration(self.seconds)} at the parent's mean speed"
+        forecast = str(self.forecast) if self.forecast else f"no forecast: {self.no_forecast}"
+        lines = [str(self.amendment), *([cost] if cost else []), *(f"  {line}" for line in forecast.splitlines())]
+        return "\n".join(lines)
+
+
+def _seconds(steps: pd.DataFrame, n_tokens: int) -> float | None:
+    """Time of `n_tokens` at the mean speed of these steps, whose first began before the first row."""
+    timed = steps.dropna(subset=["seconds"])
+    if len(timed) < 2:
+        return None
+    tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
+    return n_tokens * seconds / tokens if tokens > 0 and seconds > 0 else None
+
+
+def train(plan: AmendmentPlan, stage: str, config: StudyConfig, ledger: Ledger, display: Display) -> Amended:
+    """Train a run that branches off another, under its lease; its forecast is registered first.
+
+    Raises:
+        StageError: If the other run is training now; otherwise as `train_amendment`.
+        PreemptedError: As `train_amendment`.
+    """
+    amendment, forecast = plan.amendment, plan.forecast or plan.no_forecast
+    with lease(ledger, name := full_run_lease(amendment.key)) as token:
+        own = ledger.under(name, token)
+        if own.result(ResultKind.AMENDMENT_STARTED, amendment.key) is None:
+            parent = amendment.parent.run
+            try:
+                with lease(ledger, full_run_lease(parent), wait=False):
+                    begin(amendment, own, forecast)
+            except LeaseHeldError as error:
+                raise StageError(
+                    f"{stage}: run {parent} is training now ({error}); let it save and stop first, by Ctrl-C, or by a file named "
+                    f"preempt in {amendment.directory / FULL_RUNS / parent}"
+                ) from error
+        with display.stage(stage) as update, following(amendment.folder / METRICS, amendment.n_tokens, update):
+            return train_amendment(amendment, config, own, forecast=forecast)

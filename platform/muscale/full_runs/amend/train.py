@@ -1,0 +1,199 @@
+"""Training of an amended run on the cluster: its forecast, and held-out losses before and after, on its corpus and on earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from muscale import json_lines
+from muscale.full_runs.amend.amendment import Amendment, format_lineage
+from muscale.full_runs.amend.parent import LineageSegment, parent_hash
+from muscale.full_runs.amend.second_forecast import SecondForecast
+from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.promote.launch import launch
+from muscale.full_runs.records.goodput import Goodput
+from muscale.layout import METRICS
+from muscale.serialization import Recorded
+from muscale.settings.config import StudyConfig
+from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind
+from muscale.store.spike_handling import Incident
+
+NOT_ASKED = "none was made"
+NOT_RECORDED = "the run started before amended runs had one"
+Launcher = Callable[[FullRun], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Held-out losses at one time, nats per token.
+
+    Attributes:
+        own: Loss on the run's corpus.
+        sources: Loss on each source of a mixture.
+        earlier: Loss on earlier corpora, by the label of the last run trained on each.
+    """
+
+    own: float
+    sources: dict[str, float]
+    earlier: dict[str, float]
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Self:
+        """The losses in a row of the metrics."""
+        return cls(own=row["val_loss"], sources=row["source_losses"], earlier=row.get("earlier_losses", {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amended(Recorded):
+    """A finished amendment or continuation.
+
+    Attributes:
+        lineage: Segments from the promoted run to this one.
+        before, after: Losses at its start and end.
+        started_at, finished_at: Times in UTC; the forecast was registered at the start.
+        world_size: Workers at the end.
+        seconds: Wall time of the training.
+        goodput: Goodput, as of a promoted run.
+        incidents: Spikes, divergences and restarts, and what was done about each.
+        reason: Why the parent was amended; empty for a continuation.
+        changes: What was changed, by dotted key.
+        forecast: The forecast of `after.own`; None: there was none.
+        no_forecast: Why there was no forecast.
+    """
+
+    DERIVED = ("n_tokens", "tokens_before", "inside")
+
+    key: str
+    name: str
+    lineage: tuple[LineageSegment, ...]
+    before: Losses
+    after: Losses
+    started_at: str
+    finished_at: str
+    world_size: int
+    seconds: float
+    goodput: Goodput
+    incidents: tuple[Incident, ...] = ()
+    reason: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    forecast: SecondForecast | None = None
+    no_forecast: str = NOT_RECORDED
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the final loss is in the forecast's interval; None without a forecast."""
+        return None if self.forecast is None else self.forecast.low <= self.after.own <= self.forecast.high
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the run trained."""
+        return self.lineage[-1].tokens
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens of the earlier runs."""
+        return sum(past.tokens for past in self.lineage[:-1])
+
+    @property
+    def losses(self) -> list[tuple[str, float, float]]:
+        """Held-out text, loss before and loss after."""
+        before, after = self.before, self.after
+        return [
+            ("its own corpus", before.own, after.own),
+            *((name, before.sources[name], loss) for name, loss in after.sources.items()),
+            *((label, before.earlier[label], loss) for label, loss in after.earlier.items()),
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'amended' if self.reason else 'continued'} run {self.name} {self.key}: {self.n_tokens:,} tokens after "
+            f"{self.tokens_before:,}, on {self.world_size} workers",
+            *([f"  because {self.reason}"] if self.reason else []),
+            *(f"  {key} = {value}" for key, value in self.changes.items()),
+            *format_lineage(self.lineage),
+            "  held-out loss, nats per token, before and after:",
+            *(
+                f"    {before:.4f} → {after:.4f} ({after / before - 1:+.2%})  {name}"
+                for name, before, after in self.losses
+            ),
+            *self._compared,
+            f"  {self.goodput}",
+            *(f"  {incident}" for incident in self.incidents),
+        ]
+        return "\n".join(lines)
+
+    @property
+    def _compared(self) -> list[str]:
+        if self.forecast is None:
+            return [f"  no forecast: {self.no_forecast}"]
+        place, error = "inside" if self.inside else "OUTSIDE", self.after.own / self.forecast.loss - 1
+        return [
+            *(f"  {line}" for line in str(self.forecast).splitlines()),
+            f"  measured {self.after.own:.4f}: {place} the interval, {error:+.2%} of the forecast",
+        ]
+
+
+def train_amendment(
+    amendment: Amendment,
+    config: StudyConfig,
+    ledger: Ledger,
+    *,
+    forecast: SecondForecast | str = NOT_ASKED,
+    launcher: Launcher | None = None,
+) -> Amended:
+    """Train an amended run to its end, from its last checkpoint if there is one; return the result, also if it had finished before.
+
+    Args:
+        ledger: Ledger of the study; records start, with the forecast, and result.
+        forecast: The forecast to register at the first start, or why there is none.
+        launcher: Trains a run to its end; default: on the cluster.
+
+    Raises:
+        StageError: If the run diverged, failed for good or more often than `promote.max_failures`, or the parent's checkpoint has
+            changed since it started.
+        PreemptedError: If this process was preempted; the workers have saved.
+    """
+    if known := ledger.result(ResultKind.AMENDMENT, amendment.key):
+        return Amended.from_dict(known)
+    started = begin(amendment, ledger, forecast)
+    run = amendment.full_run(config, started["manifest_hash"])
+    amendment.folder.mkdir(parents=True, exist_ok=True)
+    on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=amendment.key))
+    outcome = on_cluster(run)
+    evaluated = [row for row in json_lines.read(amendment.folder / METRICS) if "val_loss" in row]
+    registered = started.get("forecast")
+    done = Amended(
+        key=amendment.key,
+        name=amendment.name,
+        lineage=amendment.lineage,
+        before=Losses.of_row(evaluated[0]),
+        after=Losses.of_row(evaluated[-1]),
+        started_at=started["at"],
+        finished_at=now(),
+        world_size=int(outcome["environment"]["world_size"]),
+        seconds=float(outcome["seconds"]),
+        goodput=Goodput.from_dict(outcome["goodput"]),
+        incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
+        reason=amendment.reason,
+        changes=dict(amendment.changes),
+        forecast=SecondForecast.from_dict(registered) if registered else None,
+        no_forecast=started.get("no_forecast", NOT_RECORDED),
+    )
+    ledger.record_result(ResultKind.AMENDMENT, amendment.key, done.to_dict())
+    return done
+
+
+def begin(amendment: Amendment, ledger: Ledger, forecast: SecondForecast | str) -> dict[str, Any]:
+    """Record the start of a run with its forecast, once; return the record.
+
+    Raises:
+        StageError: If the parent's checkpoint is damaged.
+    """
+    if known := ledger.result(ResultKind.AMENDMENT_STARTED, amendment.key):
+        return known
+    registered = {"no_forecast": forecast} if isinstance(forecast, str) else {"forecast": forecast.to_dict()}
+    started = {**amendment.facts(), **registered, "manifest_hash": parent_hash(amendment.parent), "at": now()}
+    ledger.record_result(ResultKind.AMENDMENT_STARTED, amendment.key, started)
+    return started
