@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from muscale.bundles.evaluate_weights import evaluate
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.full_runs.amend.amendment import Amendment
-    from muscale.full_runs.amend.stage import AmendmentPlan
+    from muscale.full_runs.amend.amendment_plan import AmendmentPlan
     from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
     from muscale.full_runs.promote.dry_run import DryRun
@@ -62,7 +62,7 @@ _HOMES = {
     "Calibration": "monitoring.calibration",
     "CheckpointEvaluation": "full_runs.checkpoints.evaluation",
     "Amendment": "full_runs.amend.amendment",
-    "AmendmentPlan": "full_runs.amend.stage",
+    "AmendmentPlan": "full_runs.amend.amendment_plan",
     "Amended": "full_runs.amend.train",
     "Gate": "plans.gate",
     "MuscaleError": "errors",

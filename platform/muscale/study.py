@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
     from muscale.bundles.bundle import Bundle
     from muscale.full_runs.amend.amendment import Amendment
-    from muscale.full_runs.amend.stage import AmendmentPlan
+    from muscale.full_runs.amend.amendment_plan import AmendmentPlan
     from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.prepared import Prepared
@@ -659,12 +659,12 @@ class Study(Result):
             )
 
     def _with_forecast(self, amendment: Amendment) -> AmendmentPlan:
-        from muscale.full_runs.amend.stage import AmendmentPlan
+        from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 
         return AmendmentPlan.of(amendment, findings(self.contents, self._stages.known).fit, self.config, self.ledger)
 
     def _train_amendment(self, planned: AmendmentPlan, stage: str) -> Amended:
-        from muscale.full_runs.amend.stage import train
+        from muscale.full_runs.amend.amendment_plan import train
 
         return train(planned, stage, self.config, self.ledger, self._display)
 

@@ -304,6 +304,7 @@ def test_what_a_program_cannot_do_is_refused_in_a_sentence(make: Callable[[str],
         "check": study.check,
         "promote": study.promote,
         "continue": lambda: study.continue_run("more.toml"),
+        "amend": lambda: study.amend(reason="a test"),
     }
     for stage, call in refused.items():
         with pytest.raises(StageError, match=rf"^{stage}:.*\[trainer\] program; "):

@@ -18,6 +18,7 @@ NAMED_AFTER_COMMANDS_AND_TABLES = ("cli", "settings")
 ONE_FOR_EACH_PACKAGE = {"__init__", "errors", "serialization"}
 
 MEMBERS = [
+    "amend",
     "bundle",
     "cancel_trial",
     "check",
@@ -38,6 +39,8 @@ MEMBERS = [
     "next_runs",
     "open",
     "plan",
+    "plan_amendment",
+    "plan_continuation",
     "prepare",
     "promote",
     "register",

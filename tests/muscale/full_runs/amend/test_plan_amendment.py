@@ -2,37 +2,29 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from muscale import Amendment, StageError, Study, StudyConfig, StudyFileError
+from muscale import StageError, Study, StudyFileError
 from muscale.bundles.bundle import CARD, CONTINUED, LINEAGE
 from muscale.cli import app
-from muscale.full_runs.amend.plan_amendment import plan_continuation
 from muscale.full_runs.amend.train import Amended, train_amendment
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.promotion import full_run_of
-from muscale.full_runs.train.attempt import train
-from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
-from muscale.plans.planning import Plan, Planner, register
+from muscale.layout import FULL_RUNS, STUDY_FILE
+from muscale.plans.planning import register
 from muscale.settings.continuation_file import ContinuationFile
-from muscale.store.ledger import Ledger
-from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings
-from proxy_models.training.numerics import Numerics
-from tests.muscale.conftest import MICRO, write_text
-from tests.muscale.planted import planted_fit, planted_horizon
+from tests.muscale.full_runs.amend.conftest import BATCH, STEPS, Case, last_evaluation
 
-BATCH, STEPS = 256, 12
 CONTINUATION = f"""
 name = "more"
 n_tokens = {4 * BATCH}
@@ -45,54 +37,6 @@ n_tokens = {6 * BATCH}
 learning_rate_factor = 0.5
 rewarm_tokens = {2 * BATCH}
 {MIXTURE}"""
-
-
-@dataclass
-class Case:
-    """A study with a run that was promoted, in this process."""
-
-    directory: Path
-    config: StudyConfig
-    ledger: Ledger
-    corpus: Corpus
-    numerics: Numerics
-    plan: Plan
-
-    def planned(self, text: str, **config: Any) -> Amendment:
-        path = self.directory / "continuation.toml"
-        path.write_text(text)
-        changed = self.config.model_copy(update=config)
-        return plan_continuation(path, changed, self.ledger, self.corpus, self.numerics)
-
-    def trained(self, text: str) -> Amended:
-        return train_amendment(self.planned(text), self.config, self.ledger, launcher=train)
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    directory = tmp_path_factory.mktemp("study")
-    write_text(directory / "text", words=200)
-    write_text(directory / "code", documents=20, words=200)
-    for file in (directory / "code").iterdir():
-        file.write_text(file.read_text().upper())
-    (directory / STUDY_FILE).write_text(
-        MICRO.replace("checkpoint_every_tokens = 20480", "checkpoint_every_tokens = 1536")
-    )
-    config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
-    corpus = write_corpus(directory / CORPUS, str(directory / "text"))
-    ledger = Ledger(directory / "ledger.sqlite")
-    plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
-    plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
-    numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
-    train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
-    ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
-    yield Case(directory, config, ledger, corpus, numerics, plan)
-    ledger.close()
-
-
-def last_evaluation(folder: Path) -> float:
-    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return float(rows[-1]["val_loss"])
 
 
 def test_reading_continues_after_the_promoted_run_and_the_result_is_returned_again(case: Case) -> None:
@@ -113,8 +57,7 @@ def test_reading_continues_after_the_promoted_run_and_the_result_is_returned_aga
         case.planned(CONTINUATION), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
     )
     assert never == done
-    assert "continues at 3,072 tokens" in str(continuation)
-    assert "no forecast" in str(done)
+    assert (done.forecast, done.inside) == (None, None)
     assert case.ledger.runs().empty, "a continuation is no run that a law may be fitted from"
 
 
@@ -202,7 +145,7 @@ def test_the_key_is_of_the_parent_and_of_what_the_continuation_computes_and_not_
             "optimizer = 'adamw'\nlearning_rate = 0.1\nrewarm_tokens = 256",
             "optimizer: must differ from the parent's",
         ),
-        ("rewarm_tokens = 5000", "rewarm_tokens: a re-warming of 5120 tokens does not fit"),
+        ("rewarm_tokens = 5000", "rewarm_tokens: 5120 tokens"),
         (
             "[parent]\nrun = 'nobody'",
             "parent.run: must be the key of a plan, or the key or name of a continuation, .* got 'nobody'",
@@ -299,9 +242,8 @@ def test_a_continuation_is_bundled_with_a_lineage_that_names_its_parents(case: C
     assert [one["run"] for one in lineage["segments"]] == [case.plan.key, done.key]
     assert lineage["plan"]["key"] == case.plan.key
     card = (bundle.path / CARD).read_text()
-    for text in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "no forecast"):
+    for text in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |"):
         assert text in card
-    assert "of continuation code; no forecast" in str(bundle)
     assert bundle.generate("", 5)
     with pytest.raises(StageError, match="'nobody' does not exist"):
         study.bundle(continuation="nobody")
@@ -345,9 +287,7 @@ def test_two_workers_train_a_continuation_from_the_command_line(case: Case, capf
     path.write_text(CONTINUATION.replace("more", "cli") + "learning_rate_factor = 0.25\n")
     assert call("--dry-run") == 0
     shown = capfd.readouterr().out
-    assert "continuation cli " in shown
-    assert "learning rate" in shown
-    folder = case.directory / FULL_RUNS / shown.split()[2].removesuffix(":")
+    folder = case.directory / FULL_RUNS / shown.split()[3].removesuffix(":")
     assert not folder.exists()
     assert call("--json") == 0
     output = json.loads(capfd.readouterr().out)
@@ -355,4 +295,3 @@ def test_two_workers_train_a_continuation_from_the_command_line(case: Case, capf
     alone = case.trained(CONTINUATION)
     assert output["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
     assert call() == 0
-    assert "before and after" in capfd.readouterr().out

@@ -1,0 +1,82 @@
+"""A study with a run that was promoted in one process, for tests of runs that branch off it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import Amended, Amendment, StudyConfig
+from muscale.full_runs.amend.plan_amendment import plan_amendment, plan_continuation
+from muscale.full_runs.amend.train import train_amendment
+from muscale.full_runs.promote.promotion import full_run_of
+from muscale.full_runs.train.attempt import train
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
+from muscale.plans.planning import Plan, Planner, register
+from muscale.settings.amendment_file import AmendmentFile
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.training.numerics import Numerics
+from tests.muscale.conftest import MICRO, write_text
+from tests.muscale.planted import planted_fit, planted_horizon
+
+BATCH, STEPS = 256, 12
+
+
+@dataclass
+class Case:
+    """A study with a run that was promoted, in this process."""
+
+    directory: Path
+    config: StudyConfig
+    ledger: Ledger
+    corpus: Corpus
+    numerics: Numerics
+    plan: Plan
+
+    def planned(self, text: str, **config: Any) -> Amendment:
+        path = self.directory / "continuation.toml"
+        path.write_text(text)
+        changed = self.config.model_copy(update=config)
+        return plan_continuation(path, changed, self.ledger, self.corpus, self.numerics)
+
+    def trained(self, text: str) -> Amended:
+        return train_amendment(self.planned(text), self.config, self.ledger, launcher=train)
+
+    def amended(self, **changes: Any) -> Amendment:
+        """The amendment with these changes, `__` for the dots of keys."""
+        stated = {"reason": "a test"} | {name.replace("__", "."): value for name, value in changes.items()}
+        file = AmendmentFile.read(None, stated, vocab_size=256)
+        return plan_amendment(file, None, self.config, self.ledger, self.corpus, self.numerics)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    directory = tmp_path_factory.mktemp("study")
+    write_text(directory / "text", words=200)
+    write_text(directory / "code", documents=20, words=200)
+    for file in (directory / "code").iterdir():
+        file.write_text(file.read_text().upper())
+    (directory / STUDY_FILE).write_text(
+        MICRO.replace("checkpoint_every_tokens = 20480", "checkpoint_every_tokens = 1536")
+    )
+    config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
+    corpus = write_corpus(directory / CORPUS, str(directory / "text"))
+    ledger = Ledger(directory / "ledger.sqlite")
+    plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
+    plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
+    numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
+    train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
+    ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, {"at": "2026-01-01T00:00:00+00:00"})
+    ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
+    yield Case(directory, config, ledger, corpus, numerics, plan)
+    ledger.close()
+
+
+def last_evaluation(folder: Path) -> float:
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return float(rows[-1]["val_loss"])
