@@ -16,9 +16,11 @@ from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.train.attempt import train
 from muscale.layout import FULL_RUNS, METRICS, STUDY_FILE
 from muscale.monitoring.band import Band
+from muscale.plans.planning import register
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_mixture, write_reweighted
@@ -138,10 +140,13 @@ def test_an_impossible_amendment_is_refused_with_its_key_and_value(
 def test_a_longer_context_keeps_the_weights_and_learned_positions_refuse_it(case: Case) -> None:
     done = trained(case, parent__tokens=HALF, model__context_length=64, name="long")
     assert math.isfinite(done.after.own)
-    learned = replace(case.numerics.model, positions="learned")
+    assert isinstance(case.plan.model, ModelConfig)
+    learned = replace(case.plan, key="learned", model=replace(case.plan.model, positions="learned"))
+    register(learned, case.ledger)
+    base = replace(case.plan.model, positions="learned", d_model=case.config.model.d_model)
     with pytest.raises(StageError, match="model"):
-        replace(case, numerics=replace(case.numerics, model=learned, base=learned), plan=case.plan).amended(
-            parent__run=case.plan.key, parent__tokens=HALF, model__context_length=64
+        replace(case, numerics=replace(case.numerics, base=base)).amended(
+            parent__run="learned", parent__tokens=HALF, model__context_length=64
         )
 
 
@@ -264,7 +269,8 @@ def test_losses_above_the_band_raise_the_forecast_by_their_weight_and_narrow_it(
     changed, _ = of_lineage(case, {HALF // 4: 9.0, HALF: loss}, hyperparameters__clip_norm=0.5)
     wider = second_forecast(changed, fit, case.ledger, level=0.9)
     assert isinstance(wider, SecondForecast)
-    assert (wider.loss, wider.widening) == (found.loss, pytest.approx(math.log(loss / found.loss)))
+    assert wider.loss == found.loss
+    assert wider.widening == pytest.approx(math.log(loss / found.loss))
     assert wider.low < found.low < found.high < wider.high >= loss
     assert len(wider.reasons) == len(found.reasons) + 1
 
