@@ -341,7 +341,9 @@ def test_another_file_wants_another_directory_and_readers_say_what_is_not_descri
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("fault", ["diverges", "exits", "bad row"])
+@pytest.mark.parametrize(
+    "fault", ["exits", *(pytest.param(fault, marks=pytest.mark.soak) for fault in ("diverges", "bad row"))]
+)
 def test_a_sweep_of_trials_that_all_diverge_or_fail_says_so(make: Callable[[str], Path], fault: str) -> None:
     path = make("study")
     row = {"diverges": '{"tokens": 8, "loss": null}', "exits": "", "bad row": "loss: 3"}[fault]

@@ -25,8 +25,10 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FIGURE = "application/vnd.plotly.v1+json"
 ITS_OWN_RAY = ("06_cluster",)
 """Starts a cluster, and draws nothing."""
-LONG = ("07_from_tune",)
+OWN_SPACE = ("07_from_tune",)
 """Searches a space of its own, so it trains every stage anew."""
+LONG = (*ITS_OWN_RAY, *OWN_SPACE, "10_scores", "11_experts")
+"""Train for minutes; `make soak` runs them."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(path: Path, shared_place: Path, tmp_path: Path) -> Path:
     """The place of a notebook: its own, where it has another ledger or another space than the others."""
-    return checkout(tmp_path) if path.stem in ITS_OWN_RAY + LONG else shared_place
+    return checkout(tmp_path) if path.stem in ITS_OWN_RAY + OWN_SPACE else shared_place
 
 
 def checkout(root: Path) -> Path:
@@ -77,10 +79,7 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in ITS_OWN_RAY + LONG else ())
-        for path in NOTEBOOKS
-    ],
+    [pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in LONG else ()) for path in NOTEBOOKS],
 )
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_notebook_runs_and_shows_what_it_found(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from muscale.errors import StudyDirectoryError
+from muscale.full_runs.amend.amended_runs import AmendedRun, amended_runs
+from muscale.full_runs.amend.second_forecast import SecondForecast
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -36,7 +38,7 @@ _COLUMNS = (
         "residual",
         "residual_in_s",
     ),
-    *("inside", "asserted", "forced"),
+    *("inside", "asserted", "forced", "amended"),
 )
 
 
@@ -47,9 +49,10 @@ class Calibration(Result):
     Attributes:
         table: One row per finished run, oldest first: study, plan, registered and ended (UTC), forecast, low, high, level, measured,
             residual (measured minus forecast), residual_in_s (log of measured over forecast, in units of the forecast's scale s),
-            inside, asserted (whether the run was trained elsewhere), forced.
-        coverage: One row per level, promoted and asserted runs apart: level, asserted, runs, inside, share, low and high of its
-            90 % interval (Clopper and Pearson, Biometrika 26, 1934).
+            inside, asserted (whether the run was trained elsewhere), forced, amended (whether it is the second forecast of a run
+            that branched off another).
+        coverage: One row per level; promoted, asserted and amended runs apart: level, asserted, amended, runs, inside, share, low and
+            high of its 90 % interval (Clopper and Pearson, Biometrika 26, 1934).
     """
 
     table: pd.DataFrame = field(repr=False)
@@ -58,13 +61,22 @@ class Calibration(Result):
     def coverage(self) -> pd.DataFrame:
         """See `coverage` in the class docstring."""
         rows = []
-        for (level, asserted), group in self.table.groupby(["level", "asserted"]):
+        for (level, asserted, amended), group in self.table.groupby(["level", "asserted", "amended"]):
             inside = int(group["inside"].sum())
             limits = binomtest(inside, len(group)).proportion_ci(_COVERAGE_LEVEL, method="exact")
             rows.append(
-                (level, asserted, len(group), inside, inside / len(group), float(limits.low), float(limits.high))
+                (
+                    level,
+                    asserted,
+                    amended,
+                    len(group),
+                    inside,
+                    inside / len(group),
+                    float(limits.low),
+                    float(limits.high),
+                )
             )
-        return pd.DataFrame(rows, columns=["level", "asserted", "runs", "inside", "share", "low", "high"])
+        return pd.DataFrame(rows, columns=["level", "asserted", "amended", "runs", "inside", "share", "low", "high"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -75,7 +87,9 @@ class Calibration(Result):
             return "calibration: no promoted run has ended yet"
         lines = [self.table.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         for row in self.coverage.to_dict("records"):
-            runs = "runs trained elsewhere" if row["asserted"] else "promoted runs"
+            runs = (
+                "runs trained elsewhere" if row["asserted"] else "amended runs" if row["amended"] else "promoted runs"
+            )
             lines.append(
                 f"{row['inside']} of {row['runs']} {runs} inside, nominal {row['level']:.0%}: "
                 f"{row['share']:.0%} [{row['low']:.0%}, {row['high']:.0%}]"
@@ -109,6 +123,30 @@ def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
                 raise StudyDirectoryError(
                     f"{study}: {kind} {row['key'][:_LONGEST]}: not a finished run: {type(error).__name__}: {reason}"
                 ) from error
+    for run in amended_runs(read):
+        if run.forecast and run.measured is not None:
+            yield _checked(_amended_row(study, run, run.forecast, run.measured))
+
+
+def _amended_row(study: str, run: AmendedRun, forecast: SecondForecast, measured: float) -> dict[str, Any]:
+    scale = math.log(forecast.high / forecast.loss) / interval_factor(forecast.level)
+    return {
+        "study": study,
+        "plan": run.key,
+        "registered": run.started_at[:19],
+        "ended": (run.finished_at or "")[:19],
+        "forecast": forecast.loss,
+        "low": forecast.low,
+        "high": forecast.high,
+        "level": forecast.level,
+        "measured": measured,
+        "residual": measured - forecast.loss,
+        "residual_in_s": math.log(measured / forecast.loss) / scale,
+        "inside": run.inside,
+        "asserted": False,
+        "forced": False,
+        "amended": True,
+    }
 
 
 def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +169,12 @@ def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dic
         "inside": run.inside,
         "asserted": run.asserted,
         "forced": run.forced,
+        "amended": False,
     }
+    return _checked(row)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: must be a finite number, got {value}")

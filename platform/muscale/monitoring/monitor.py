@@ -10,6 +10,7 @@ import pandas as pd
 
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
+from muscale.full_runs.amend.amended_runs import amended_runs
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import find_alarms
 from muscale.full_runs.records.events import run_events
@@ -28,6 +29,7 @@ _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {
     ResultKind.PROMOTION_STARTED: False,
     ResultKind.EXTERNAL_RUN_STARTED: True,
+    ResultKind.AMENDMENT_STARTED: False,
 }  # kind of result in the ledger: whether the run is external
 
 
@@ -50,14 +52,8 @@ class Monitor:
         self._external = None if losses is None else ExternalRun(ledger, losses, plan)
         self.plan, self.asserted = (self._external.plan.key, True) if self._external else _begun(ledger, plan)
         self.directory = ledger.directory / (EXTERNAL_RUNS if self.asserted else FULL_RUNS) / self.plan
-        forecast = ledger.forecast(self.plan)
-        if forecast is None:
-            raise StageError(f"watch: no forecast is registered for plan {self.plan}")
-        self._n_tokens = int(forecast["payload"]["n_tokens"])
-        final = {name: forecast[name] for name in ("loss", "low", "high", "level")}
-        self._band = registered_band(self.plan, ledger) or Band.end_only(
-            "none was registered before the run began", n_tokens=self._n_tokens, **final
-        )
+        self._band = _band_of(self.plan, ledger)
+        self._n_tokens = self._band.n_tokens
         self._records = RunRecords(self.directory)
 
     def look(self) -> RunStatus:
@@ -83,7 +79,27 @@ class Monitor:
             promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,
+            amended=amended_runs(self.ledger.read, self.plan),
         )
+
+
+def _band_of(run: str, ledger: Ledger) -> Band:
+    """The band of a plan's run, or the forecast of an amended run's end; raise StageError if neither has a forecast."""
+    if started := ledger.result(ResultKind.AMENDMENT_STARTED, run):
+        if (forecast := started.get("forecast")) is None:
+            raise StageError(
+                f"watch: run {run} has no forecast: {started.get('no_forecast', 'it started before there was one')}"
+            )
+        final = {name: forecast[name] for name in ("loss", "low", "high", "level")}
+        n_tokens = started["segments"][-1]["end"]
+        return Band.end_only("an amended run has a forecast of its end only", n_tokens=n_tokens, **final)
+    row = ledger.forecast(run)
+    if row is None:
+        raise StageError(f"watch: no forecast is registered for plan {run}")
+    final = {name: row[name] for name in ("loss", "low", "high", "level")}
+    return registered_band(run, ledger) or Band.end_only(
+        "none was registered before the run began", n_tokens=int(row["payload"]["n_tokens"]), **final
+    )
 
 
 def _curve(steps: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from muscale.formatting import format_duration
+from muscale.full_runs.amend.amended_runs import AmendedRun
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.full_runs.records.alarms import Alarm
 from muscale.full_runs.records.events import Event
@@ -42,6 +43,7 @@ class RunStatus(Result):
         promotion: The residual, once it is recorded.
         failure: Why the run failed for good; None if it has not.
         asserted: Whether the run is trained elsewhere and its losses are reported by the user, not verified.
+        amended: Runs that branched off this one.
     """
 
     plan: str
@@ -58,6 +60,7 @@ class RunStatus(Result):
     promotion: Promotion | None
     failure: str | None
     asserted: bool
+    amended: tuple[AmendedRun, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -118,6 +121,7 @@ class RunStatus(Result):
             "alarms": [alarm.to_dict() for alarm in self.alarms],
             "run_events": [event.to_dict() for event in self.run_events],
             "promotion": self.promotion.to_dict() if self.promotion else None,
+            "amended": [run.to_dict() for run in self.amended],
         }
 
     def plot(self) -> go.Figure:
@@ -146,6 +150,7 @@ class RunStatus(Result):
             *([f"  {self._routing()}"] if "router_entropy" in self.curve else []),
         ]
         lines += [f"  {format_evaluation(row)}" for row in self.evaluations.tail(_NEWEST).to_dict("records")]
+        lines += [f"  {run}" for run in self.amended]
         if self.promotion:
             return "\n".join([*lines, str(self.promotion)])
         lines += [f"  {event}" for event in self.run_events]

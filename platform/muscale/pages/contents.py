@@ -13,6 +13,7 @@ from muscale import json_lines
 from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents
+from muscale.full_runs.amend.amended_runs import AmendedRun, amended_runs
 from muscale.full_runs.checkpoints.evaluated_checkpoints import EvaluatedCheckpoint, evaluated_checkpoints
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
@@ -69,6 +70,7 @@ class ReportContents:
     gallery: str | None = None
     band: Band | None = None
     calibration: Calibration | None = None
+    amended: tuple[AmendedRun, ...] = ()
     run_events: pd.DataFrame | None = None
     epochs: pd.DataFrame | None = None
     bundle: str | None = None
@@ -119,6 +121,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         score_forecasts=registered_scores(known["plan"]["key"], study.ledger) if scored and known else None,
         gallery=GALLERY if scored and (study.directory / GALLERY).exists() else None,
         calibration=calibrate(study.ledger),
+        amended=amended_runs(study.ledger.read),
         spending=spending(study.ledger),
         reproduction=reproduction(
             study.path,

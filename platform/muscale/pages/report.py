@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from muscale.full_runs.amend.amended_runs import amended_table
 from muscale.monitoring import run_figures
 from muscale.pages import summary
 from muscale.pages.law_sections import law_sections, variant_sections
@@ -24,12 +25,25 @@ from proxy_models.data.cleaning.cleaned import removal_examples, removal_table
 from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
+    from muscale.full_runs.amend.amended_runs import AmendedRun
     from muscale.monitoring.calibration import Calibration
     from muscale.pages.contents import ReportContents
     from muscale.plans.use_case_card import UseCaseCard
 
 _CRITERIA = {"least": "least slope", "largest": "largest slope", "low": "bound, low", "high": "bound, high"}
-_CALIBRATION = ["plan", "ended", "forecast", "low", "high", "measured", "residual_in_s", "inside", "asserted", "forced"]
+_CALIBRATION = [
+    "plan",
+    "ended",
+    "forecast",
+    "low",
+    "high",
+    "measured",
+    "residual_in_s",
+    "inside",
+    "asserted",
+    "forced",
+    "amended",
+]
 """Columns of the table of finished runs."""
 _of_full_run = partial(Section, command="promote", group="The full run")
 _of_ledger = partial(Section, command="run", group="Ledger")
@@ -144,6 +158,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             table=as_table(_source_losses(contents)),
         ),
         _events(contents),
+        *_amended(contents.amended),
         *_calibration(contents.calibration),
         *score_sections(contents.checkpoints, contents.score_forecasts, contents.gallery),
         _spending(contents.spending),
@@ -267,6 +282,19 @@ def _events(contents: ReportContents) -> Section:
         result=quiet if events is None or events.empty else None,
         table=as_table(events),
     )
+
+
+def _amended(found: tuple[AmendedRun, ...]) -> list[Section]:
+    """Return the section on runs that branched off others, if there are any."""
+    if not found:
+        return []
+    return [
+        _of_full_run(
+            title="Amended runs",
+            about="Runs that branched off a checkpoint of another, each with the forecast that was registered before its first step.",
+            table=as_table(amended_table(found)),
+        )
+    ]
 
 
 def _calibration(found: Calibration | None) -> list[Section]:

@@ -168,7 +168,10 @@ def test_pieces_of_the_queries_are_mixed_as_in_the_whole_sequence(
     torch.testing.assert_close(pieces, whole)
     direction = torch.randn_like(whole)
     torch.testing.assert_close(
-        torch.autograd.grad(pieces, states, direction), torch.autograd.grad(whole, states, direction)
+        torch.autograd.grad(pieces, states, direction),
+        torch.autograd.grad(whole, states, direction),
+        rtol=1e-5,
+        atol=3e-5,  # processors sum in different orders
     )
     blocks = visible_blocks(numbers, window, time, CPU, at)
     query, key, value = (x.detach() for x in states)

@@ -253,7 +253,7 @@ def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
         )
         gloo_ranks.train(run, world_size)
         np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
-        np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
+        np.testing.assert_allclose(norms(run), norms(whole), rtol=30 * rtol)
     interrupt(run, after=3)
     assert train(run)["resumed_from"] == BATCH * 3
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
