@@ -23,13 +23,13 @@ from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.final_scores import final_scores
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, GALLERY, METRICS, REPORT
-from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.follow import guarding
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import monitor_of
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
+from muscale.plans.band import Band, register_band, registered_band
 from muscale.plans.gate import check_line, require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems

@@ -10,7 +10,7 @@ import pandas as pd
 
 from muscale import Promotion, StudyConfig
 from muscale.layout import CURVES, FULL_RUNS, LEDGER
-from muscale.monitoring.band import Band, register_band
+from muscale.plans.band import Band, register_band
 from muscale.plans.planning import Plan, Planner, register
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from muscale import StudyConfig
-from muscale.monitoring.band import make_band
 from muscale.pages.contents import ReportContents
 from muscale.pages.reproduction import reproduction
+from muscale.plans.band import make_band
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import Planner
 from muscale.plans.use_case_card import card_of

@@ -231,7 +231,7 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
     wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:
-        from muscale.monitoring.band import registered_band
+        from muscale.plans.band import registered_band
         from muscale.plans.plan_export import export as write_export
         from muscale.plans.plan_export import export_job
         from muscale.plans.plan_file import path_of

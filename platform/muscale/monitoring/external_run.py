@@ -16,8 +16,8 @@ import numpy as np
 from muscale.errors import StageError
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EXTERNAL_RUNS, FAILURE, METRICS
-from muscale.monitoring.band import registered_band
 from muscale.monitoring.losses import LossSource, Row
+from muscale.plans.band import registered_band
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind

@@ -17,10 +17,10 @@ from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import FIGURES, RunRecords
 from muscale.idle_experts import IDLE_STEPS, idle_experts
 from muscale.layout import EXTERNAL_RUNS, FAILURE, FULL_RUNS
-from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.run_status import RunStatus
+from muscale.plans.band import Band, registered_band
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find

@@ -13,7 +13,7 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.full_runs.records.alarms import Alarm
 from muscale.full_runs.records.events import Event
 from muscale.monitoring import run_figures
-from muscale.monitoring.band import Band
+from muscale.plans.band import Band
 from scaling.presentation import Result
 
 if TYPE_CHECKING:

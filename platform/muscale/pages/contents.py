@@ -19,10 +19,10 @@ from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, GALLERY, METRICS
-from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
 from muscale.pages.reproduction import reproduction
 from muscale.pages.study_cost import spending
+from muscale.plans.band import Band, registered_band
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.plans.score_forecasts import ScoreForecasts, registered_scores

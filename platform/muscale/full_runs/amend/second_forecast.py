@@ -22,7 +22,7 @@ from scipy.stats import t as student
 from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.layout import FULL_RUNS, METRICS
-from muscale.monitoring.band import Band, registered_band
+from muscale.plans.band import Band, registered_band
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger

@@ -15,7 +15,7 @@ from muscale.full_runs.amend.second_forecast import SecondForecast, second_forec
 from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.train.attempt import train
 from muscale.layout import FULL_RUNS, METRICS, STUDY_FILE
-from muscale.monitoring.band import Band
+from muscale.plans.band import Band
 from muscale.plans.planning import register
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.lease import full_run_lease, lease

@@ -13,7 +13,7 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.layout import CURVES
-from muscale.monitoring.band import MIN_STEMS, WINDOW, Band, make_band, register_band
+from muscale.plans.band import MIN_STEMS, WINDOW, Band, make_band, register_band
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
