@@ -1,4 +1,4 @@
-"""Training that goes on from the state of another run: its recipes, and a schedule that counts tokens from there."""
+"""Training that continues from the state of another run: its recipes, and a schedule that counts tokens from there."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def amended(
     """
     total = before + segments[-1].end if n_tokens is None else n_tokens
     rest = [segment for segment in segments if segment.end > after] or [segments[-1]]
-    if "learning_rate" in values:  # later stages have rates of their own
+    if "learning_rate" in values:  # later stages of the parent have other rates
         values = {**values, "learning_rate_factor": values["learning_rate"] / rest[0].recipe.learning_rate}
         del values["learning_rate"]
     recipes = [amended_recipe(segment.recipe, values, total) for segment in rest]
