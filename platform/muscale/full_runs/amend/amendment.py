@@ -182,8 +182,9 @@ class Amendment(Result):
             *format_lineage(self.parent.lineage),
             f"  corpus {self.corpus.key}: {begins}",
             *(f"  {note}" for note in self.notes),
-            f"  learning rate {recipe.learning_rate:.4g} ({recipe.learning_rate / parent.learning_rate:.3g}× the parent's), "
-            f"re-warmed over {recipe.warmup_tokens:,} tokens; {phases}",
+            f"  learning rate {recipe.learning_rate:.4g} ({recipe.learning_rate / parent.learning_rate:.3g}× the parent's)"
+            + (f", re-warmed over {recipe.warmup_tokens:,} tokens" if recipe.warmup_tokens else "")
+            + f"; {phases}",
             f"  batch {recipe.batch_tokens:,} tokens; weight decay {recipe.weight_decay:.4g} ({self._decay_rule})",
             f"  optimizer {optimizer}",
             *(f"  also evaluated on the held-out text of {label}" for label in self.earlier),

@@ -111,7 +111,8 @@ def plan_amendment(
                 before=parent.tokens_before - parent.tokens,
             )
         except ValueError as error:
-            raise StageError(f"hyperparameters: {error}") from error
+            place = "" if str(error).startswith("n_tokens") else "hyperparameters."
+            raise StageError(f"{place}{error}") from error
         return _plan(
             parent,
             config,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
@@ -31,6 +32,7 @@ from scaling.fits.forecast import FLOOR, interval_factor
 
 COVERED = ("n_tokens", "seed")
 """Changes that the law covers."""
+_WINDOWS = 10  # of the second half of the parent's tokens: 5 % of them each, as in the band
 NEAR = 0.2
 """Share of the parent's tokens before the checkpoint whose evaluations measure the law's error."""
 
@@ -95,7 +97,7 @@ def second_forecast(
         return f"no forecast is registered for {lineage[0].label}"
     plan, n_tokens = Plan.of_row(registered), sum(past.tokens for past in lineage)
     band = registered_band(plan.key, ledger)
-    rows = _evaluations(amendment)
+    rows = _losses(amendment, band.offset if band else 0.0)
     law = fit.forecast(plan.n_params, n_tokens, level=level)
     error, variance = _error(rows, band, law.log_scale, amendment.parent.tokens_before)
     loss = law.loss * math.exp(error)
@@ -122,17 +124,30 @@ def second_forecast(
     )
 
 
-def _evaluations(amendment: Amendment) -> list[dict[str, Any]]:
-    """Held-out losses of the lineage up to the checkpoint: tokens of the lineage, loss, and `sources` of a mixture."""
-    found, before = [], 0
+def _losses(amendment: Amendment, offset: float) -> list[dict[str, Any]]:
+    """Losses of the lineage up to the checkpoint: tokens of the lineage, loss, and `sources` of a mixture.
+
+    Without a held-out loss in the second half, means of the training loss over windows of that half stand in for them, each times
+    exp(`offset`), the held-out over the training loss of the ladder's runs.
+    """
+    found: list[dict[str, Any]] = []
+    steps: list[tuple[int, float]] = []
+    before, end = 0, amendment.parent.tokens_before
     for past in amendment.parent.lineage:
-        rows = json_lines.read(amendment.directory / FULL_RUNS / past.run / METRICS)
-        found += [
-            {"tokens": before + row["tokens"], "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
-            for row in rows
-            if row.get("val_loss") is not None and row["tokens"] <= past.tokens
-        ]
+        for row in json_lines.read(amendment.directory / FULL_RUNS / past.run / METRICS):
+            if row["tokens"] > past.tokens:
+                continue
+            tokens = before + row["tokens"]
+            if row.get("val_loss") is not None:
+                found.append({"tokens": tokens, "loss": row["val_loss"], "sources": row.get("source_losses") or {}})
+            if row.get("train_loss") is not None and tokens > end / 2:
+                steps.append((tokens, math.log(row["train_loss"])))
         before += past.tokens
+    if not steps or any(row["tokens"] > end / 2 for row in found):
+        return found
+    for window in np.array_split(np.array(steps), min(_WINDOWS, len(steps))):
+        tokens, log_loss = window.mean(axis=0)
+        found.append({"tokens": round(tokens), "loss": math.exp(log_loss + offset), "sources": {}})
     return found
 
 

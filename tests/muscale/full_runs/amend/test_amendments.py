@@ -15,7 +15,7 @@ from muscale.full_runs.amend.second_forecast import SecondForecast, second_forec
 from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.train.attempt import train
 from muscale.layout import FULL_RUNS, METRICS, STUDY_FILE
-from muscale.plans.band import Band
+from muscale.plans.band import Band, registered_band
 from muscale.plans.planning import register
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.lease import full_run_lease, lease
@@ -273,6 +273,18 @@ def test_losses_above_the_band_raise_the_forecast_by_their_weight_and_narrow_it(
     assert wider.widening == pytest.approx(math.log(loss / found.loss))
     assert wider.low < found.low < found.high < wider.high >= loss
     assert len(wider.reasons) == len(found.reasons) + 1
+
+
+def test_training_losses_stand_in_for_held_out_ones_that_were_not_measured(case: Case) -> None:
+    amendment, fit = of_lineage(case, {}, hyperparameters__clip_norm=0.5)
+    rows = [{"tokens": step * BATCH, "train_loss": 9.0 - step} for step in range(1, STEPS)]
+    metrics = amendment.directory / FULL_RUNS / case.plan.key / METRICS
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = second_forecast(amendment, fit, case.ledger, level=0.9)
+    assert isinstance(found, SecondForecast)
+    band = registered_band(case.plan.key, case.ledger)
+    offset = band.offset if band else 0.0
+    assert found.widening == pytest.approx(math.log(5.0 * math.exp(offset) / found.loss)), "after step 4 of the first 6"
 
 
 def test_another_corpus_and_an_unfinished_law_give_no_forecast_but_a_reason(case: Case) -> None:
