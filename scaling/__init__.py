@@ -8,6 +8,7 @@
     simulate(ladder_design(…), law, …)       how good a ladder's forecasts would be        -> Simulation
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
+    fit_schedules(curves)                    a run's loss under a changed schedule, with intervals   -> ScheduleFit
     fit_two_step(runs, …), fit_downstream(rows)      accuracy through the task's loss         -> TwoStep, DownstreamLaw
     fit_score(models, metric="mmlu")         a score in N and D, with offsets of families     -> ScoreLaw
     fit_task(runs, …)                        a task's score on one ladder, by the better of both -> TaskLaw
@@ -64,6 +65,8 @@ from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.regret import RegretSurface, fit_regret_surface
 from scaling.optima.verdict import Verdict, fit_verdict
+from scaling.schedules.schedule_fit import ScheduleFit, fit_schedules
+from scaling.schedules.schedule_forecast import ScheduleForecast
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
 from scaling.search.importance import Importance, hyperparameter_importance
 from scaling.search.pareto import pareto_front
@@ -108,6 +111,8 @@ __all__ = [
     "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "ScheduleFit",
+    "ScheduleForecast",
     "ScheduleLaw",
     "ScoreForecast",
     "ScoreLaw",
@@ -141,6 +146,7 @@ __all__ = [
     "fit_regret_surface",
     "fit_response",
     "fit_schedule_law",
+    "fit_schedules",
     "fit_score",
     "fit_task",
     "fit_transfer",

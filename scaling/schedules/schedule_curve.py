@@ -70,7 +70,8 @@ class ScheduleCurve:
         level, scale, alpha, gain, c, beta, gamma = np.exp(theta)
         powers = scale * self.summed**-alpha
         x = c * np.exp(-gamma * self.log_rates) * self.since
-        kept = (1 + x) ** -beta
+        log_x = np.log1p(x)
+        kept = np.exp(-beta * log_x)
         slope = beta * x * kept / (1 + x)  # derivative of G by log x
         loss_drop = gain * ((1 - kept) @ self.drops)
         by_log_x = gain * (slope @ self.drops)
@@ -81,7 +82,7 @@ class ScheduleCurve:
                 -alpha * np.log(self.summed) * powers,
                 -loss_drop,
                 -by_log_x,
-                -gain * beta * ((np.log1p(x) * kept) @ self.drops),
+                -gain * beta * ((log_x * kept) @ self.drops),
                 gain * gamma * (slope @ (self.drops * self.log_rates)),
             ],
             axis=1,

@@ -43,13 +43,25 @@ def curves(noise: float = 0.0) -> pd.DataFrame:
     return pd.concat([curve(kind, noise) for kind in ("constant", "cosine", "two stages")], ignore_index=True)
 
 
-def test_planted_numbers_are_recovered_and_predict_another_schedule() -> None:
-    law = fit_schedule_law(curves(), warmup_steps=WARMUP)
+def test_numbers_planted_at_the_prior_s_centre_are_recovered() -> None:
+    planted = replace(PLANTED, beta=0.5, gamma=0.5, C=0.1 / PEAK**0.5)
+    kinds = ("constant", "cosine", "two stages")
+    rows = pd.concat([schedule(kind).assign(loss=planted.predict(schedule(kind))) for kind in kinds])
+    law = fit_schedule_law(rows, warmup_steps=WARMUP)
     assert law.rms < 1e-6
     for name in BOUNDS:
-        assert getattr(law, name) == pytest.approx(getattr(PLANTED, name), rel=1e-2)
+        assert getattr(law, name) == pytest.approx(getattr(planted, name), rel=1e-2)
+
+
+def test_numbers_planted_elsewhere_predict_another_schedule() -> None:
+    """Three curves do not determine C, beta and gamma, which keep near the prior; the loss is predicted all the same."""
+    law = fit_schedule_law(curves(), warmup_steps=WARMUP)
+    assert law.rms < 1e-4
+    for name in ("L0", "A", "alpha", "B"):
+        assert getattr(law, name) == pytest.approx(getattr(PLANTED, name), rel=2e-2)
     score = law.score(curve("wsd", length=3 * LENGTH))
-    assert score.loc["wsd", "worst_relative_error"] < 1e-4
+    assert score.loc["wsd", "mean_relative_error"] < 1e-4
+    assert score.loc["wsd", "worst_relative_error"] < 1e-3
     assert score.loc["wsd", "r_squared"] > 0.9999
 
 
@@ -83,7 +95,7 @@ def test_rows_without_a_loss_define_the_rate() -> None:
     rows.loc[rows.index % 3 > 0, "loss"] = np.nan
     law = fit_schedule_law(rows, warmup_steps=WARMUP)
     assert law.n_rows == rows["loss"].notna().sum()
-    assert law.score(curve("wsd")).loc["wsd", "worst_relative_error"] < 1e-3
+    assert law.score(curve("wsd")).loc["wsd", "worst_relative_error"] < 2e-3
 
 
 def test_an_unidentified_law_is_refused_or_raises_a_warning() -> None:
@@ -185,7 +197,7 @@ def test_its_str_is_readable_and_it_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "r_squared"), [("25M", 0.0015, 0.997), ("100M", 0.0018, 0.9965), ("400M", 0.0023, 0.996)]
+    ("model", "error", "r_squared"), [("25M", 0.0013, 0.997), ("100M", 0.0017, 0.9965), ("400M", 0.0023, 0.996)]
 )
 def test_public_curves_of_other_schedules(
     public_table: Callable[[str], pd.DataFrame], model: str, error: float, r_squared: float

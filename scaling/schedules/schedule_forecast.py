@@ -1,0 +1,115 @@
+"""Forecast of the loss along a schedule that was not run: values, intervals, and whether such intervals have been tested.
+
+The scale s of the error of log loss at step t is
+
+    s² = k²·(a² + b²·x) + r²
+
+    x  share of the loss by which the law's two terms change between the last measured step and t; without a measured loss, share by
+       which they differ at t from their values in the nearest row of a fitted curve
+    a  .0012 with a measured loss, .0025 without
+    b  .0122, so the variance grows with x as in a random walk
+    k  rms of (error / scale with k = 1) over fitted schedules, each forecast by the law of the others; 1 counts as 4 of them
+    r  error of a change carried from other sizes, as a share of the loss (`scaling.schedules.size_transfer`); 0 for a fitted size
+
+k never counts fewer errors than the run itself made: a forecast of its last measured loss from half and three quarters of the way is
+another schedule, if it raises k. The interval is exp(±q·s) with q Student's t for 4 degrees of freedom and one more per schedule.
+
+a, b and the 4 were chosen on the curves of 25M and 100M parameters of Luo et al. (2503.12811): there, with every three of nine
+schedules fitted and the others held out, measured to 0, 40, 60 and 80 %, 90 % intervals of the final loss held 92 %
+(`tests/benchmarks/schedule_forecasts.py`; the curves of 400M parameters were not used).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, TableLayout
+
+UNMEASURED, MEASURED, GROWTH = 0.0025, 0.0012, 0.0122
+"""a without and with a measured loss, and b, of the formula at the head of this file."""
+PRIOR_SCHEDULES = 4
+"""Number of held-out schedules that the default width, k = 1, counts as."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduleForecast(JsonResult):
+    """The predicted loss of one run at chosen steps of its schedule.
+
+    Attributes:
+        table: one row per step: `step`, `loss`, `low`, `high` (nats per token) and `log_scale`, scale s of the error of log loss.
+        level: nominal coverage of each row's interval.
+        measured_to: last step with a measured loss; None if no loss of the run was given.
+        widening: k of the formula at the head of this file.
+        reasons: why the forecast is unsupported; empty if it is supported.
+    """
+
+    table: Annotated[pd.DataFrame, TableLayout("list")]
+    level: float
+    measured_to: float | None
+    widening: float
+    reasons: tuple[str, ...]
+
+    @property
+    def step(self) -> float:
+        """Last step of the table; `loss`, `low` and `high` belong to it."""
+        return float(self.table["step"].iloc[-1])
+
+    @property
+    def loss(self) -> float:
+        """Predicted loss at the last step."""
+        return float(self.table["loss"].iloc[-1])
+
+    @property
+    def low(self) -> float:
+        """Lower bound at the last step."""
+        return float(self.table["low"].iloc[-1])
+
+    @property
+    def high(self) -> float:
+        """Upper bound at the last step."""
+        return float(self.table["high"].iloc[-1])
+
+    @property
+    def supported(self) -> bool:
+        """True if no reason suggests that the intervals miss."""
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return lines(
+            {
+                "loss": f"{self.loss:.4f}, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
+                "at": f"step {self.step:g}",
+                "measured": "nothing" if self.measured_to is None else f"to step {self.measured_to:g}",
+                "width": f"{self.widening:.2f}× the default",
+                "status": "supported" if self.supported else "unsupported: " + "; ".join(self.reasons),
+            }
+        )
+
+
+def default_scale(change: Array, measured: bool) -> Array:
+    """Scale of the log error for k = 1 and a fitted size, by the formula at the head of this file; `change` is its x."""
+    return np.sqrt((MEASURED if measured else UNMEASURED) ** 2 + GROWTH**2 * change)
+
+
+def widening(squares: Array) -> float:
+    """Return k for the mean squares of (error / default scale) of the held-out schedules, [schedules]."""
+    return float(np.sqrt((PRIOR_SCHEDULES + squares.sum()) / (PRIOR_SCHEDULES + len(squares))))
+
+
+def interval_factor(level: float, n_schedules: int) -> float:
+    """Factor q of the interval for so many held-out schedules.
+
+    Raises:
+        ValueError: the level does not lie between 0 and 1.
+    """
+    from scipy.special import stdtrit
+
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    return float(stdtrit(PRIOR_SCHEDULES + n_schedules, (1 + level) / 2))
