@@ -12,6 +12,7 @@ from muscale.actors.jobs import Job
 from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.layout import CORPUS
+from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.next_stems import NextStems, choose
 from muscale.plans.planning import Plan, Planner, as_registered
 from muscale.proxies import ladder, transfer
@@ -25,7 +26,7 @@ from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, ScalingFit, Verdict
+from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +215,21 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         return replace(stages.known, plan=plan, next_runs=choose(contents.config, stages.fit(), plan, corpus))
     except StageError:  # the stage that raised it says so when it is run
         return stages.known
+
+
+def ladder_schedules(contents: StudyContents) -> LadderSchedules | str:
+    """The law of the loss along a schedule, of the ladder's curves, or why there is none; trains nothing."""
+    corpus = contents.corpus
+    if corpus is None:
+        return "the corpus is not written yet"
+    settings = contents.config
+    try:
+        ladder = Stages(contents, lambda: corpus).ladder()
+        return LadderSchedules.of(
+            contents.ledger,
+            ladder,
+            batch_tokens=settings.hyperparameters.batch_tokens,
+            max_regret=settings.fit.max_regret,
+        )
+    except (StageError, ScalingError) as error:
+        return str(error)

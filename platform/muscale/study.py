@@ -18,7 +18,7 @@ from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
 from muscale.actors.ray_map import cluster_map
 from muscale.errors import BundleError, StageError, StudyDirectoryError
-from muscale.findings import Findings, Stages, StudyContents, findings
+from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.final_scores import final_scores
 from muscale.full_runs.promote.promotion import Promotion
@@ -661,7 +661,8 @@ class Study(Result):
     def _with_forecast(self, amendment: Amendment) -> AmendmentPlan:
         from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 
-        return AmendmentPlan.of(amendment, findings(self.contents, self._stages.known).fit, self.config, self.ledger)
+        fit, schedules = findings(self.contents, self._stages.known).fit, ladder_schedules(self.contents)
+        return AmendmentPlan.of(amendment, fit, schedules, self.config, self.ledger)
 
     def _train_amendment(self, planned: AmendmentPlan, stage: str) -> Amended:
         from muscale.full_runs.amend.amendment_plan import train

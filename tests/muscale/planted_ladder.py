@@ -87,6 +87,7 @@ def planted_curve(
         ends=((cooldown * 256, float(at_cooldown)), (steps * 256, final)),
         positions=share * steps * 256,
         train_loss=np.exp(train),
+        rates=np.where(share < 1 - COOLDOWN, 0.01, 0.01 * (1 - share) / COOLDOWN),
     )
 
 

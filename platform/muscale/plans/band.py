@@ -160,7 +160,7 @@ def make_band(
     centres = _centres(fractions, warmup)
     if not centres:
         return Band.end_only(f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **common)
-    offset, stderr = _offset(usable, warmup)
+    offset, stderr = held_out_offset(usable, warmup)
     if math.isnan(offset):
         return Band.end_only("no held-out loss lies one window after warmup", **common)
     t, h = float(student.ppf((1 + level) / 2, n_stems - 1)), math.log(high / loss)
@@ -209,7 +209,7 @@ def _evaluated(curve: RunCurve, fractions: Floats, end: float) -> float:
     return math.log(curve.ends[number][1] / curve.final_loss)
 
 
-def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
+def held_out_offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
     """Mean log ratio of held-out to training loss of the same weights at ends of segments, and its standard error by stems.
 
     The training loss at an end is extrapolated linearly from the means of the two half windows before it.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from muscale.errors import first_line
 from muscale.layout import CURVES
 from muscale.store.ledger import Ledger
+from proxy_models.recipes.segments import Segment
 
 Floats = NDArray[np.float64]
 
@@ -30,6 +31,7 @@ class RunCurve:
         ends: (tokens, held-out loss of the last weights) at the end of each segment; the last is the run's end.
         positions: Tokens seen before each step, at which its training loss was measured; shape (steps,).
         train_loss: Training loss of each step, shape (steps,).
+        rates: Rate of each step at the base shape, shape (steps,).
     """
 
     stem: str
@@ -37,6 +39,7 @@ class RunCurve:
     ends: tuple[tuple[int, float], ...]
     positions: Floats
     train_loss: Floats
+    rates: Floats
 
     @property
     def n_tokens(self) -> int:
@@ -83,13 +86,25 @@ def _read(ledger: Ledger, key: str) -> RunCurve | None:
     if not bool((steps["train_loss"] > 0).all()):
         return None
     tokens = steps["tokens"].to_numpy(dtype=float)
+    positions = np.array([0.0, *tokens[:-1]])
     return RunCurve(
         stem=chain[0]["line"],
         warmup_tokens=int(chain[0]["segment"]["recipe"]["warmup_tokens"]),
         ends=tuple((int(row["tokens"]), float(row["loss"])) for row in chain),
-        positions=np.array([0.0, *tokens[:-1]]),
+        positions=positions,
         train_loss=steps["train_loss"].to_numpy(dtype=float),
+        rates=rates_of([Segment.from_dict(row["segment"]) for row in chain], positions),
     )
+
+
+def rates_of(segments: Sequence[Segment], positions: Floats) -> Floats:
+    """Return the rate at the base shape of each step that starts after so many tokens, shape (steps,)."""
+    found = np.zeros(len(positions))
+    for segment in segments:
+        within = (positions >= segment.start) & (positions < segment.end)
+        factors = [segment.rate_factor(int(tokens)) for tokens in positions[within]]
+        found[within] = segment.recipe.learning_rate * np.array(factors)
+    return found
 
 
 def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:

@@ -14,6 +14,7 @@ from muscale.full_runs.amend.second_forecast import SecondForecast, second_forec
 from muscale.full_runs.amend.train import Amended, begin, train_amendment
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import FULL_RUNS, METRICS
+from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.progress import Display, following
 from muscale.settings.config import StudyConfig
 from muscale.store.lease import full_run_lease, lease
@@ -39,14 +40,21 @@ class AmendmentPlan(Result):
     seconds: float | None
 
     @classmethod
-    def of(cls, amendment: Amendment, fit: ScalingFit | None, config: StudyConfig, ledger: Ledger) -> AmendmentPlan:
-        """Plan an amendment under the study's law."""
+    def of(
+        cls,
+        amendment: Amendment,
+        fit: ScalingFit | None,
+        schedules: LadderSchedules | str,
+        config: StudyConfig,
+        ledger: Ledger,
+    ) -> AmendmentPlan:
+        """Plan an amendment under the study's laws."""
         started = ledger.result(ResultKind.AMENDMENT_STARTED, amendment.key)
         registered = (started or {}).get("forecast")
         found = (
             SecondForecast.from_dict(registered)
             if registered
-            else second_forecast(amendment, fit, ledger, level=config.plan.level)
+            else second_forecast(amendment, fit, ledger, level=config.plan.level, schedules=schedules)
         )
         of_parent = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).steps()
         return cls(

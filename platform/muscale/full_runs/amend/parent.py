@@ -217,6 +217,15 @@ def _promoted_last(ledger: Ledger) -> str:
     return str(found["payload"]["plan"])
 
 
+def run_segments(run: str, ledger: Ledger) -> tuple[Segment, ...]:
+    """Segments of a plan's run or an amended run, by its key; raise StageError if there is no such run."""
+    if started := ledger.result(ResultKind.AMENDMENT_STARTED, run):
+        return tuple(map(Segment.from_dict, started["segments"]))
+    if registered := ledger.forecast(run):
+        return Plan.of_row(registered).segments
+    raise StageError(f"parent.run: no plan or amended run of this study has the key {run!r}")
+
+
 def begun_last(ledger: Ledger) -> str:
     """Key of the full run that began last, promoted or amended; raise StageError if none has begun."""
     kinds = (ResultKind.PROMOTION_STARTED, ResultKind.AMENDMENT_STARTED)

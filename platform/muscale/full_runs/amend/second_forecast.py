@@ -5,8 +5,12 @@ as o, the mean log ratio of loss to band, with the variance v that the ladder's 
 
     e = o·s² / (s² + v),   var e = s²·v / (s² + v), and at least FLOOR².
 
+A change of the schedule or the rate is worth what the law of the ladder's schedules (`scaling.fit_schedules`) says, anchored at the
+run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. Its interval is added as
+an independent error.
+
 A change that no law covers may cost all that the run has still to gain, or gain as much again: the log of the highest loss in the
-second half of the parent over the forecast. That amount is added to the interval, as an independent error, once for all changes.
+second half of the parent over the forecast. That amount is added too, once for all changes.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -22,17 +27,32 @@ from scipy.stats import t as student
 
 from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment
+from muscale.full_runs.amend.parent import LineageSegment, run_segments
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.plans.band import Band, registered_band
+from muscale.plans.ladder_schedules import LadderSchedules, measured
 from muscale.plans.planning import Plan
+from muscale.proxies.ladder_curves import rates_of
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
-from scaling import ScalingFit
+from proxy_models.recipes.continued import amended
+from scaling import ScalingError, ScalingFit
 from scaling.fits.forecast import FLOOR, interval_factor
 
 COVERED = ("n_tokens", "seed")
-"""Changes that the law covers."""
-_WINDOWS = 10  # of the second half of the parent's tokens: 5 % of them each, as in the band
+"""Changes that the law of size and tokens covers."""
+OF_SCHEDULE = tuple(
+    f"hyperparameters.{name}"
+    for name in (
+        "schedule",
+        "cooldown_fraction",
+        "final_fraction",
+        "learning_rate",
+        "learning_rate_factor",
+        "rewarm_tokens",
+    )
+)
+"""Changes that the law of schedules covers."""
 NEAR = 0.2
 """Share of the parent's tokens before the checkpoint whose evaluations measure the law's error."""
 
@@ -47,6 +67,7 @@ class SecondForecast(Recorded):
         by_law: Loss that the law forecasts for these tokens.
         correction: Log of the loss over the law's, by what was measured so far; 0 if nothing was.
         reweighting: Log ratio of the parent's loss under the new weights of its sources to its loss under the old ones.
+        by_schedule: Log of the loss over that of the parent's schedule; 0 if the schedule is the parent's or no law covers it.
         widening: Log loss that the interval was widened by, for changes that no law covers.
         reasons: What the law does not cover; empty if it covers all.
     """
@@ -59,6 +80,7 @@ class SecondForecast(Recorded):
     by_law: float
     correction: float
     reweighting: float
+    by_schedule: float = 0.0
     widening: float
     reasons: tuple[str, ...]
 
@@ -66,6 +88,8 @@ class SecondForecast(Recorded):
         parts = [f"{self.by_law:.4f} by the law", f"{math.expm1(self.correction):+.2%} by the losses so far"]
         if self.reweighting:
             parts.append(f"{math.expm1(self.reweighting):+.2%} by the new weights")
+        if self.by_schedule:
+            parts.append(f"{math.expm1(self.by_schedule):+.2%} by the schedule")
         lines = [
             f"forecast {self.loss:.4f} nats per token after {self.n_tokens:,} tokens in all, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}]: {', '.join(parts)}",
@@ -75,7 +99,12 @@ class SecondForecast(Recorded):
 
 
 def second_forecast(
-    amendment: Amendment, fit: ScalingFit | None, ledger: Ledger, *, level: float
+    amendment: Amendment,
+    fit: ScalingFit | None,
+    ledger: Ledger,
+    *,
+    level: float,
+    schedules: LadderSchedules | str = "no law of schedules was fitted",
 ) -> SecondForecast | str:
     """Forecast an amended run, before it starts.
 
@@ -83,13 +112,14 @@ def second_forecast(
         fit: The study's law.
         ledger: Ledger of the study, with the plan's forecast and band.
         level: Nominal coverage of the interval.
+        schedules: The law of the ladder's schedules, or why there is none.
 
     Returns:
         The forecast, or why there is none.
     """
     if fit is None:
         return "the runs of the law are not all trained under these settings"
-    lineage = amendment.lineage
+    lineage, parent = amendment.lineage, amendment.parent
     if any(set(past.sources.values()) != set(lineage[0].sources.values()) for past in lineage):
         return "the law holds only for the corpus that it was fitted on"
     registered = ledger.forecast(lineage[0].run)
@@ -97,58 +127,102 @@ def second_forecast(
         return f"no forecast is registered for {lineage[0].label}"
     plan, n_tokens = Plan.of_row(registered), sum(past.tokens for past in lineage)
     band = registered_band(plan.key, ledger)
-    rows = _losses(amendment, band.offset if band else 0.0)
+    so_far = SoFar.of(parent.lineage, amendment.directory, ledger, band.offset if band else 0.0)
     law = fit.forecast(plan.n_params, n_tokens, level=level)
-    error, variance = _error(rows, band, law.log_scale, amendment.parent.tokens_before)
-    loss = law.loss * math.exp(error)
-    uncovered = [key for key in amendment.changes if key not in COVERED]
-    second_half = [row["loss"] for row in rows if row["tokens"] >= amendment.parent.tokens_before / 2]
-    widening = max(0.0, math.log(max(second_half) / loss)) if uncovered and second_half else 0.0
-    reweighting = _reweighting(rows, amendment)
-    loss *= math.exp(reweighting)
-    reach = math.exp(math.hypot(interval_factor(level) * math.sqrt(variance), widening))
-    reasons = [f"{key} = {amendment.changes[key]}: no law covers this change" for key in uncovered]
+    error, variance = _error(so_far.losses, band, law.log_scale, parent.tokens_before)
+    uncovered = {key: "no law covers this change" for key in amendment.changes if key not in COVERED}
+    effect = reach = 0.0
+    if changed := [key for key in uncovered if key in OF_SCHEDULE]:
+        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules, float(plan.n_params), level)
+        for key in changed:
+            del uncovered[key]
+        uncovered |= dict.fromkeys(changed, doubts) if doubts else {}
+    loss = law.loss * math.exp(error + effect)
+    second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
-        return "no law covers the change, and no held-out loss of the parent says what it has still to gain"
+        return "no law covers the change, and no loss of the parent says what it has still to gain"
+    widening = max(0.0, math.log(max(second_half) / loss)) if uncovered else 0.0
+    reweighting = _reweighting(so_far.losses, amendment)
+    loss *= math.exp(reweighting)
+    whole = math.exp(math.hypot(interval_factor(level) * math.sqrt(variance), reach, widening))
     return SecondForecast(
         loss=loss,
-        low=loss / reach,
-        high=loss * reach,
+        low=loss / whole,
+        high=loss * whole,
         level=level,
         n_tokens=n_tokens,
         by_law=law.loss,
         correction=error,
         reweighting=reweighting,
+        by_schedule=effect,
         widening=widening,
-        reasons=(*law.reasons, *reasons),
+        reasons=(*law.reasons, *(f"{key} = {amendment.changes[key]}: {why}" for key, why in uncovered.items())),
     )
 
 
-def _losses(amendment: Amendment, offset: float) -> list[dict[str, Any]]:
-    """Losses of the lineage up to the checkpoint: tokens of the lineage, loss, and `sources` of a mixture.
+def _schedule_effect(
+    amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, n_params: float, level: float
+) -> tuple[float, float, str]:
+    """Log of the loss under the changed schedule over that under the parent's, half its interval, and why it is doubtful."""
+    if isinstance(schedules, str):
+        return 0.0, 0.0, schedules
+    parent = amendment.parent
+    before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
+    try:
+        unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=total, before=before)
+        ours, theirs = (
+            schedules.law.forecast(
+                schedules.path(so_far.steps, ahead, parent.tokens_before), n_params=n_params, level=level
+            )
+            for ahead in (amendment.segments, unchanged)
+        )
+    except (ValueError, ScalingError) as error:
+        return 0.0, 0.0, str(error)
+    return math.log(ours.loss / theirs.loss), math.log(ours.high / ours.loss), "; ".join(ours.reasons)
 
-    Without a held-out loss in the second half, means of the training loss over windows of that half stand in for them, each times
-    exp(`offset`), the held-out over the training loss of the ladder's runs.
+
+@dataclass(frozen=True, kw_only=True)
+class SoFar:
+    """What a lineage has measured up to a checkpoint; tokens count from the lineage's beginning.
+
+    Attributes:
+        losses: Held-out losses: tokens, loss, and `sources` of a mixture. Without one in the second half, means of the training
+            loss over windows of that half stand in for them, each times the held-out over the training loss of the ladder's runs.
+        steps: Means over windows of steps: columns tokens, lr (at the base shape), loss.
     """
-    found: list[dict[str, Any]] = []
-    steps: list[tuple[int, float]] = []
-    before, end = 0, amendment.parent.tokens_before
-    for past in amendment.parent.lineage:
-        for row in json_lines.read(amendment.directory / FULL_RUNS / past.run / METRICS):
-            if row["tokens"] > past.tokens:
-                continue
-            tokens = before + row["tokens"]
-            if row.get("val_loss") is not None:
-                found.append({"tokens": tokens, "loss": row["val_loss"], "sources": row.get("source_losses") or {}})
-            if row.get("train_loss") is not None and tokens > end / 2:
-                steps.append((tokens, math.log(row["train_loss"])))
-        before += past.tokens
-    if not steps or any(row["tokens"] > end / 2 for row in found):
-        return found
-    for window in np.array_split(np.array(steps), min(_WINDOWS, len(steps))):
-        tokens, log_loss = window.mean(axis=0)
-        found.append({"tokens": round(tokens), "loss": math.exp(log_loss + offset), "sources": {}})
-    return found
+
+    losses: list[dict[str, Any]]
+    steps: pd.DataFrame
+
+    @classmethod
+    def of(cls, lineage: Sequence[LineageSegment], directory: Path, ledger: Ledger, offset: float) -> Self:
+        """Read the metrics of a lineage's runs in the study's directory; `offset` is the log of held-out over training loss."""
+        found: list[dict[str, Any]] = []
+        parts, before = [], 0
+        for past in lineage:
+            rows = [
+                row
+                for row in json_lines.read(directory / FULL_RUNS / past.run / METRICS)
+                if row["tokens"] <= past.tokens
+            ]
+            found += [
+                {"tokens": before + row["tokens"], "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
+                for row in rows
+                if row.get("val_loss") is not None
+            ]
+            steps = [(row["tokens"], row["train_loss"]) for row in rows if row.get("train_loss")]
+            if steps:
+                ends, losses = np.array(steps, dtype=float).T
+                positions = np.array([0.0, *ends[:-1]])
+                rates = rates_of(run_segments(past.run, ledger), positions)
+                part = measured(positions, rates, losses, offset)
+                parts.append(part.assign(tokens=part["tokens"] + before))
+            before += past.tokens
+        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["tokens", "lr", "loss"])
+        if not any(row["tokens"] > before / 2 for row in found):
+            late = table[table["tokens"] > before / 2]
+            found += [{"tokens": row["tokens"], "loss": row["loss"], "sources": {}} for row in late.to_dict("records")]
+        return cls(losses=found, steps=table)
 
 
 def _error(rows: Sequence[Mapping[str, Any]], band: Band | None, scale: float, tokens: int) -> tuple[float, float]:

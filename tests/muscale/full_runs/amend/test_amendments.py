@@ -284,7 +284,7 @@ def test_training_losses_stand_in_for_held_out_ones_that_were_not_measured(case:
     assert isinstance(found, SecondForecast)
     band = registered_band(case.plan.key, case.ledger)
     offset = band.offset if band else 0.0
-    assert found.widening == pytest.approx(math.log(5.0 * math.exp(offset) / found.loss)), "after step 4 of the first 6"
+    assert found.widening == pytest.approx(math.log(4.0 * math.exp(offset) / found.loss)), "of step 5 of 6"
 
 
 def test_another_corpus_and_an_unfinished_law_give_no_forecast_but_a_reason(case: Case) -> None:
