@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.full_runs.promote.smoke_test import SmokeTest
+    from muscale.monitoring.anneal_now import AnnealNow
     from muscale.monitoring.calibration import Calibration
     from muscale.monitoring.run_status import RunStatus
     from muscale.plans.gate import Gate
@@ -35,6 +36,7 @@ __all__ = [
     "Amended",
     "Amendment",
     "AmendmentPlan",
+    "AnnealNow",
     "Bundle",
     "BundleError",
     "Calibration",
@@ -63,6 +65,7 @@ _HOMES = {
     "CheckpointEvaluation": "full_runs.checkpoints.evaluation",
     "Amendment": "full_runs.amend.amendment",
     "AmendmentPlan": "full_runs.amend.amendment_plan",
+    "AnnealNow": "monitoring.anneal_now",
     "Amended": "full_runs.amend.train",
     "Gate": "plans.gate",
     "MuscaleError": "errors",

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.prepared import Prepared
     from muscale.full_runs.promote.smoke_test import SmokeTest
+    from muscale.monitoring.anneal_now import AnnealNow
     from proxy_models.coordinates.check import CoordinateCheck
 
 
@@ -684,6 +685,21 @@ class Study(Result):
         """
         source = None if losses is None else LossSource(losses=losses)
         return monitor_of(self.contents, plan, source, self._stages.known).look()
+
+    def anneal_now(self, run: str | None = None, *, shares: Sequence[float] = (0.1, 0.2, 0.3)) -> AnnealNow:
+        """Forecast a full run's final loss if its cooldown began now, over further shares of its tokens so far; train nothing.
+
+        Args:
+            run: Key of a plan, or key or name of an amended run; by default the run that began last.
+            shares: Lengths of the cooldowns, as shares of the tokens so far.
+
+        Raises:
+            StageError: If there is no such run, it has no losses, its rate is zero, or the ladder has no law of schedules.
+        """
+        from muscale.monitoring.anneal_now import anneal_now
+
+        schedules = ladder_schedules(self.contents)
+        return anneal_now(self.ledger, schedules, run, shares=shares, level=self.config.plan.level)
 
     def compare(self, *, one_size: bool = False) -> Comparison:
         """Decide on each of the study's variants at the target: tune all in the same way, and train size after size until decided.

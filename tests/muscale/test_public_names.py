@@ -19,6 +19,7 @@ ONE_FOR_EACH_PACKAGE = {"__init__", "errors", "serialization"}
 
 MEMBERS = [
     "amend",
+    "anneal_now",
     "bundle",
     "cancel_trial",
     "check",

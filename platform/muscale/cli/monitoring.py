@@ -23,6 +23,7 @@ def watch(
     follow: Flag = False,
     until: Literal["now", "alarm", "end"] | None = None,
     plan: str | None = None,
+    anneal_now: Flag = False,
     tokens_column: str | None = None,
     loss_column: str | None = None,
     every: float = 5.0,
@@ -39,7 +40,8 @@ def watch(
         follow: With --losses, keep reading until the run has ended.
         until: Stop after one reading ("now"), at the first alarm or at the end ("alarm"), or when the run has ended ("end"). The
             default is "end", or "now" with --losses.
-        plan: Key of a plan; by default the plan whose run started last, or with --losses the plan of the study file and --set.
+        plan: Key of a plan or an amended run; by default the plan whose run started last, or with --losses the plan of the study file and --set.
+        anneal_now: Instead, forecast the final loss if the cooldown began now, over 10, 20 and 30 % more tokens.
         tokens_column: Column of tokens or steps; by default tokens or step.
         loss_column: Column of held-out losses; by default loss or val_loss.
         every: Seconds between two readings.
@@ -53,6 +55,10 @@ def watch(
         raise StudyFileError(f"{unused[0]}: needs --losses; the losses of a promoted run are in the study")
     if follow and until is not None:
         raise StudyFileError(f"--follow: can't be combined with --until, got --until {until}")
+    if anneal_now:
+        if losses or until:
+            raise StudyFileError(f"--anneal-now: can't be combined with {'--losses' if losses else '--until'}")
+        return run_stage(study, options, lambda opened: opened.anneal_now(plan), None)
     stop = until or ("end" if follow or losses is None else "now")
     source = losses and LossSource(
         losses=losses, tokens_column=tokens_column, loss_column=loss_column, growing=stop != "now"

@@ -27,7 +27,7 @@ from scipy.stats import t as student
 
 from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment
-from muscale.full_runs.amend.parent import LineageSegment, run_segments
+from muscale.full_runs.amend.parent import run_segments
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.plans.band import Band, registered_band
 from muscale.plans.ladder_schedules import LadderSchedules, measured
@@ -53,6 +53,7 @@ OF_SCHEDULE = tuple(
     )
 )
 """Changes that the law of schedules covers."""
+_MOST_DOUBTS = 3  # about a schedule, which are named
 NEAR = 0.2
 """Share of the parent's tokens before the checkpoint whose evaluations measure the law's error."""
 
@@ -127,16 +128,23 @@ def second_forecast(
         return f"no forecast is registered for {lineage[0].label}"
     plan, n_tokens = Plan.of_row(registered), sum(past.tokens for past in lineage)
     band = registered_band(plan.key, ledger)
-    so_far = SoFar.of(parent.lineage, amendment.directory, ledger, band.offset if band else 0.0)
+    so_far = SoFar.of(
+        [(past.run, past.tokens) for past in parent.lineage],
+        amendment.directory,
+        ledger,
+        band.offset if band else 0.0,
+    )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
     error, variance = _error(so_far.losses, band, law.log_scale, parent.tokens_before)
-    uncovered = {key: "no law covers this change" for key in amendment.changes if key not in COVERED}
+    uncovered = [
+        f"{key} = {value}: no law covers this change"
+        for key, value in amendment.changes.items()
+        if key not in (*COVERED, *OF_SCHEDULE)
+    ]
     effect = reach = 0.0
-    if changed := [key for key in uncovered if key in OF_SCHEDULE]:
+    if amendment.changes.keys() & {*OF_SCHEDULE}:
         effect, reach, doubts = _schedule_effect(amendment, so_far, schedules, float(plan.n_params), level)
-        for key in changed:
-            del uncovered[key]
-        uncovered |= dict.fromkeys(changed, doubts) if doubts else {}
+        uncovered += [f"the schedule: {doubt}" for doubt in doubts[:_MOST_DOUBTS]]
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
@@ -156,16 +164,16 @@ def second_forecast(
         reweighting=reweighting,
         by_schedule=effect,
         widening=widening,
-        reasons=(*law.reasons, *(f"{key} = {amendment.changes[key]}: {why}" for key, why in uncovered.items())),
+        reasons=(*law.reasons, *uncovered),
     )
 
 
 def _schedule_effect(
     amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, n_params: float, level: float
-) -> tuple[float, float, str]:
+) -> tuple[float, float, tuple[str, ...]]:
     """Log of the loss under the changed schedule over that under the parent's, half its interval, and why it is doubtful."""
     if isinstance(schedules, str):
-        return 0.0, 0.0, schedules
+        return 0.0, 0.0, (schedules,)
     parent = amendment.parent
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
     try:
@@ -177,8 +185,8 @@ def _schedule_effect(
             for ahead in (amendment.segments, unchanged)
         )
     except (ValueError, ScalingError) as error:
-        return 0.0, 0.0, str(error)
-    return math.log(ours.loss / theirs.loss), math.log(ours.high / ours.loss), "; ".join(ours.reasons)
+        return 0.0, 0.0, (str(error),)
+    return math.log(ours.loss / theirs.loss), math.log(ours.high / ours.loss), ours.reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +203,19 @@ class SoFar:
     steps: pd.DataFrame
 
     @classmethod
-    def of(cls, lineage: Sequence[LineageSegment], directory: Path, ledger: Ledger, offset: float) -> Self:
-        """Read the metrics of a lineage's runs in the study's directory; `offset` is the log of held-out over training loss."""
+    def of(cls, lineage: Sequence[tuple[str, int]], directory: Path, ledger: Ledger, offset: float) -> Self:
+        """Read the metrics of a lineage's runs.
+
+        Args:
+            lineage: Key of each run, and its tokens at the next run's start, or now.
+            directory: The study's directory.
+            offset: Log of held-out over training loss.
+        """
         found: list[dict[str, Any]] = []
         parts, before = [], 0
-        for past in lineage:
-            rows = [
-                row
-                for row in json_lines.read(directory / FULL_RUNS / past.run / METRICS)
-                if row["tokens"] <= past.tokens
-            ]
+        for run, upto in lineage:
+            read = json_lines.read(directory / FULL_RUNS / run / METRICS)
+            rows = [row for row in read if row["tokens"] <= upto]
             found += [
                 {"tokens": before + row["tokens"], "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
                 for row in rows
@@ -214,10 +225,10 @@ class SoFar:
             if steps:
                 ends, losses = np.array(steps, dtype=float).T
                 positions = np.array([0.0, *ends[:-1]])
-                rates = rates_of(run_segments(past.run, ledger), positions)
+                rates = rates_of(run_segments(run, ledger), positions)
                 part = measured(positions, rates, losses, offset)
                 parts.append(part.assign(tokens=part["tokens"] + before))
-            before += past.tokens
+            before += upto
         table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["tokens", "lr", "loss"])
         if not any(row["tokens"] > before / 2 for row in found):
             late = table[table["tokens"] > before / 2]
