@@ -112,7 +112,9 @@ def write_ladder(
             parts = [(cut, 0, cut.last.end), (whole.parent, cut.last.end, whole.parent.last.end), parts[1]]
         for part, start, end in parts:
             _write_segment(ledger, part, curve, start, end)
-        rows.append({"key": whole.key, "purpose": "ladder", "left_out": "", "regret": 0.0})
+        rows.append(
+            {"key": whole.key, "purpose": "ladder", "left_out": "", "regret": 0.0, "n_params": numerics.model.n_params}
+        )
     return pd.DataFrame(rows)
 
 

@@ -40,7 +40,8 @@ def watch(
         follow: With --losses, keep reading until the run has ended.
         until: Stop after one reading ("now"), at the first alarm or at the end ("alarm"), or when the run has ended ("end"). The
             default is "end", or "now" with --losses.
-        plan: Key of a plan or an amended run; by default the plan whose run started last, or with --losses the plan of the study file and --set.
+        plan: Key of a plan or an amended run; by default the plan whose run started last, or with --losses the plan of
+            the study file and --set.
         anneal_now: Instead, forecast the final loss if the cooldown began now, over 10, 20 and 30 % more tokens.
         tokens_column: Column of tokens or steps; by default tokens or step.
         loss_column: Column of held-out losses; by default loss or val_loss.

@@ -22,6 +22,7 @@ from scaling.presentation import Result
 
 SHARES = (0.1, 0.2, 0.3)
 """Lengths of the cooldown, as shares of the tokens so far."""
+_MOST_REASONS = 4  # in the text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +66,9 @@ class AnnealNow(Result):
                 f"  cooled over {row['share']:.0%} more, to {row['tokens']:,} tokens{hours}: loss {row['loss']:.4f}, "
                 f"{self.level:.0%} interval [{row['low']:.4f}, {row['high']:.4f}]; {more}"
             )
-        return "\n".join([*lines, *(f"  not covered: {reason}" for reason in self.reasons)])
+        shown, others = self.reasons[:_MOST_REASONS], len(self.reasons) - _MOST_REASONS
+        lines += [f"  not covered: {reason}" for reason in shown]
+        return "\n".join([*lines, *([f"  and {others} reasons more"] if others > 0 else [])])
 
 
 def anneal_now(
@@ -103,6 +106,8 @@ def anneal_now(
     before = sum(tokens for _, tokens in past)
     tokens = before + int(trained["tokens"].iloc[-1])
     length = started["segments"][-1]["end"] if started else plan.n_tokens
+    if tokens >= before + length:
+        raise StageError(f"watch: --anneal-now: run {key} has ended, after {tokens:,} tokens")
     try:
         found = schedules.law.anneal_now(
             schedules.path(so_far.steps), shares=shares, n_params=float(plan.n_params), level=level
