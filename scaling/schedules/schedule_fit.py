@@ -46,7 +46,8 @@ MIN_OWN_ROWS = 8
 MIN_SCHEDULES = 3
 """Fewest schedules per size: with two, the law of the other would be one schedule's."""
 MAX_WIDENING = 2.0
-"""Largest k at which intervals count as supported (assumed): beyond, the law does not hold for these curves."""
+"""Largest k at which intervals count as supported (assumed). Beyond, the law does not hold for these curves, so the whole gain of the
+decay after the last measured step counts as a further error."""
 MAX_SIZE_RATIO = 4.2
 """Largest ratio of the run's size to the nearest fitted size (tested to 4)."""
 MIN_SIZES = 2
@@ -107,7 +108,8 @@ class ScheduleFit(FittedResult):
         fitted = Widening.of_fit(max(law.rms for law in self._laws_for(size)))
         widening = max(Widening.of(squares), Widening.of(self._own_squares(run, path, size)), fitted)
         k = widening.k
-        scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)[rows]
+        scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)
+        scale = np.hypot(scale, ahead.gain if k > MAX_WIDENING else 0.0)[rows]
         reach = np.exp(widening.factor(level) * scale)
         loss = np.exp(ahead.log_loss[rows])
         table = pd.DataFrame(
