@@ -23,7 +23,7 @@ from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
-from scaling.schedules.schedule_forecast import ScheduleForecast, default_scale, interval_factor, widening
+from scaling.schedules.schedule_forecast import ScheduleForecast, Widening, default_scale
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
 from scaling.schedules.size_transfer import constant_rate_loss, transferred
 from scaling.serialization import FittedResult, TableLayout
@@ -33,6 +33,8 @@ TAIL = 0.2
 on the curves of 25M and 100M parameters: right after a drop of the rate, the law errs for some hundred steps."""
 MEASURED_SHARES = (0.4, 0.6, 0.8)
 """Shares of a held-out curve that are measured when it is forecast, next to 0."""
+ALIKE_GAIN = 0.5
+"""Least gain of a held-out forecast, over that of a forecast whose interval it widens."""
 NO_LOSS_ERROR = 1.0
 """Log error of a held-out curve whose law gives a loss that is not above 0."""
 ORIGINS = (0.5, 0.75)
@@ -44,7 +46,8 @@ MIN_OWN_ROWS = 8
 MIN_SCHEDULES = 3
 """Fewest schedules per size: with two, the law of the other would be one schedule's."""
 MAX_WIDENING = 2.0
-"""Largest k at which intervals count as supported (assumed): beyond, the law does not hold for these curves."""
+"""Largest k at which intervals count as supported (assumed). Beyond, the law does not hold for these curves, so the whole gain of the
+decay after the last measured step counts as a further error."""
 MAX_SIZE_RATIO = 4.2
 """Largest ratio of the run's size to the nearest fitted size (tested to 4)."""
 MIN_SIZES = 2
@@ -65,7 +68,8 @@ class ScheduleFit(FittedResult):
         laws: by size, the smallest first; a single one if the curves have no column `n_params`.
         n_params: their sizes; empty without the column.
         held_out: one row per fitted curve and measured share: `size` (index of its law), `run`, `measured` (share of the steps
-            measured), `error` (log of forecast over loss at the last step) and `scale` (default scale of the error).
+            measured), `error` (log of forecast over loss at the last step), `scale` (default scale of the error) and `gain` (share
+            of the loss that the decay gains from the last measured step on; 0 if none is measured).
         curves: rows with a loss of the fitted curves: `size`, `run`, `step`, `lr`, `loss`.
     """
 
@@ -100,12 +104,13 @@ class ScheduleFit(FittedResult):
         path = _Path.of(run, np.inf)
         rows = self._rows_at(path, at)
         ahead = self._ahead(path, size)
-        squares, own = self._squares(path.last is not None), self._own_squares(run, path, size)
-        k = widening(squares)
-        if len(own):
-            k = max(k, widening(np.append(squares, own.mean())))
-        scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)[rows]
-        reach = np.exp(interval_factor(level, len(squares)) * scale)
+        squares = self._squares(path.last is not None, float(ahead.gain[rows].max()))
+        fitted = Widening.of_fit(max(law.rms for law in self._laws_for(size)))
+        widening = max(Widening.of(squares), Widening.of(self._own_squares(run, path, size)), fitted)
+        k = widening.k
+        scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)
+        scale = np.hypot(scale, ahead.gain if k > MAX_WIDENING else 0.0)[rows]
+        reach = np.exp(widening.factor(level) * scale)
         loss = np.exp(ahead.log_loss[rows])
         table = pd.DataFrame(
             {"step": path.steps[rows], "loss": loss, "low": loss / reach, "high": loss * reach, "log_scale": scale}
@@ -176,6 +181,11 @@ class ScheduleFit(FittedResult):
         same = np.isclose(self.n_params, n_params, rtol=1e-6, atol=0)
         return int(np.argmax(same)) if same.any() else None
 
+    def _laws_for(self, n_params: float) -> tuple[ScheduleLaw, ...]:
+        """Law of this size, or all laws if the size was not fitted."""
+        index = self._law_index(n_params)
+        return self.laws if index is None else (self.laws[index],)
+
     def _nearest(self, n_params: float) -> int:
         return int(np.argmin(np.abs(np.log(np.array(self.n_params) / n_params))))
 
@@ -212,24 +222,29 @@ class ScheduleFit(FittedResult):
                 return curve
         return None
 
-    def _squares(self, measured: bool) -> Array:
-        """Mean squares of (error / default scale) of the held-out curves, forecast with or without a measured loss."""
+    def _squares(self, measured: bool, gain: float) -> Array:
+        """Mean squares of (error / default scale) of the held-out curves, forecast with or without a measured loss.
+
+        Forecasts with at least half the gain count, or all if there are none.
+        """
         rows = self.held_out[(self.held_out["measured"] > 0) == measured]
+        if (alike := rows["gain"] >= ALIKE_GAIN * gain).any():
+            rows = rows[alike]
         squares = (rows["error"] / rows["scale"]) ** 2
         return np.asarray(squares.groupby([rows["size"], rows["run"]]).mean(), np.float64)
 
     def _own_squares(self, run: pd.DataFrame, path: _Path, n_params: float) -> Array:
-        """Squares of (error / default scale) of the run's last measured loss, forecast from earlier steps."""
+        """Mean square of (error / default scale) of the run's last measured loss, forecast from earlier steps, [1]; [0] if too few."""
         if path.last is None:
             return np.empty(0)
-        last, found = path.last, []
+        last, found = path.last, list[float]()
         for origin in ORIGINS:
             earlier = _Path.of(run, origin * path.steps[last])
             if len(earlier.known) >= MIN_OWN_ROWS:
                 ahead = self._ahead(earlier, n_params)
                 scale = math.hypot(default_scale(ahead.change[last], True), ahead.gain_error[last])
                 found.append(((ahead.log_loss[last] - path.log_loss[last]) / scale) ** 2)
-        return np.array(found)
+        return np.array([np.mean(found)] if found else [])
 
     def _rows_at(self, path: _Path, at: Sequence[float] | None) -> NDArray[np.intp]:
         if at is None:
@@ -248,11 +263,9 @@ class ScheduleFit(FittedResult):
         return rows
 
     def _reasons(self, run: pd.DataFrame, n_params: float, k: float) -> tuple[str, ...]:
-        index, reasons = self._law_index(n_params), list[str]()
-        if index is not None:
-            laws = [self.laws[index]]
-        else:
-            laws, nearest = list(self.laws), self.n_params[self._nearest(n_params)]
+        reasons, laws = list[str](), self._laws_for(n_params)
+        if self._law_index(n_params) is None:
+            nearest = self.n_params[self._nearest(n_params)]
             if len(self.laws) < MIN_SIZES:
                 reasons.append("one fitted size: how the gain of a decay grows with size was not seen")
             if not 1 / MAX_SIZE_RATIO <= n_params / nearest <= MAX_SIZE_RATIO:
@@ -263,7 +276,7 @@ class ScheduleFit(FittedResult):
         reasons += [warning for warning in self.warnings if warning not in reasons]
         if k > MAX_WIDENING:
             reasons.append(
-                f"errors on schedules left out and on the run itself are {k:.1f}× those of the tested curves"
+                f"errors on the fitted curves, on those left out or on the run itself are {k:.1f}× those of the tested curves"
             )
         return tuple(dict.fromkeys(reasons))
 
@@ -304,7 +317,7 @@ def fit_schedules(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> Schedul
     return ScheduleFit(
         laws=tuple(laws),
         n_params=tuple(size for size, _ in parts) if "n_params" in curves else (),
-        held_out=pd.DataFrame(held_out, columns=["size", "run", "measured", "error", "scale"]),
+        held_out=pd.DataFrame(held_out, columns=["size", "run", "measured", "error", "scale", "gain"]),
         curves=pd.concat([_kept(part, number) for number, (_, part) in enumerate(parts)], ignore_index=True),
         warnings=tuple(warnings),
     )
@@ -330,11 +343,12 @@ def _held_out(curves: pd.DataFrame, warmup_steps: float) -> list[dict[str, float
             try:
                 ahead = _by_own_size(law, path, others)
             except ScalingError:
-                error, change = NO_LOSS_ERROR, 0.0
+                error, change, gain = NO_LOSS_ERROR, 0.0, 1.0
             else:
-                error, change = ahead.log_loss[whole.last] - whole.log_loss[whole.last], ahead.change[whole.last]
+                error = float(ahead.log_loss[whole.last] - whole.log_loss[whole.last])
+                change, gain = float(ahead.change[whole.last]), float(ahead.gain[whole.last])
             scale = float(default_scale(np.array(change), share > 0))
-            found.append({"run": str(run), "measured": share, "error": float(error), "scale": scale})
+            found.append({"run": str(run), "measured": share, "error": error, "scale": scale, "gain": gain})
     return found
 
 
@@ -387,10 +401,17 @@ class _Path:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Forecast at each row of a path, [rows]: log loss, x of the default scale, and the error of a transferred gain over the loss."""
+    """Forecast at each row of a path, [rows].
+
+    Attributes:
+        change: x of the default scale.
+        gain: gain of the decay since the last measured row, as a share of the loss; 0 if none is measured.
+        gain_error: standard error of a gain carried from other sizes, as a share of the loss.
+    """
 
     log_loss: Array
     change: Array
+    gain: Array
     gain_error: Array
 
 
@@ -403,7 +424,7 @@ def _by_own_size(law: ScheduleLaw, path: _Path, curves: pd.DataFrame) -> _Ahead:
     loss = _above_zero(law.L0 + power - gain, path)
     points = _points(law, curves)
     near = np.abs(power[:, None] - points[:, 0]) + np.abs(gain[:, None] - points[:, 1])
-    return _Ahead(np.log(loss), near.min(axis=1) / loss, np.zeros(len(loss)))
+    return _Ahead(np.log(loss), near.min(axis=1) / loss, np.zeros(len(loss)), np.zeros(len(loss)))
 
 
 def _anchored(path: _Path, last: int, loss: Array, power: Array, gain: Array, error: Array) -> _Ahead:
@@ -419,7 +440,7 @@ def _anchored(path: _Path, last: int, loss: Array, power: Array, gain: Array, er
     recent = path.known[path.steps[path.known] > (1 - TAIL) * path.steps[last]]
     shift = float((path.log_loss[recent] - np.log(loss[recent])).mean())
     change = (np.abs(power - power[last]) + np.abs(gain)) / loss
-    return _Ahead(np.log(loss) + shift, change, error / loss)
+    return _Ahead(np.log(loss) + shift, change, np.abs(gain) / loss, error / loss)
 
 
 def _above_zero(loss: Array, path: _Path) -> Array:

@@ -2,17 +2,21 @@
 
 The scale s of the error of log loss at step t is
 
-    s² = k²·(a² + b²·x) + r²
+    s² = k²·(a² + b²·x) + r² (+ g² if k > 2)
 
     x  share of the loss by which the law's two terms change between the last measured step and t; without a measured loss, share by
        which they differ at t from their values in the nearest row of a fitted curve
     a  .0012 with a measured loss, .0025 without
     b  .0122, so the variance grows with x as in a random walk
-    k  rms of (error / scale with k = 1) over fitted schedules, each forecast by the law of the others; 1 counts as 4 of them
+    k  rms of z, error / scale with k = 1, over fitted schedules, each forecast by the law of the others; 1 counts as 4 of them, and as
+       fewer, 4/(mean z²), if z² is above 1 in the mean, so that curves without a law are not judged by those that had one. With a
+       measured loss, only forecasts count whose decay gained at least half as much: a constant rate says nothing of a cooldown
     r  error of a change carried from other sizes, as a share of the loss (`scaling.schedules.size_transfer`); 0 for a fitted size
+    g  gain of the decay since the last measured step, as a share of the loss, by the law; if k is above 2, the law does not hold
 
-k never counts fewer errors than the run itself made: a forecast of its last measured loss from half and three quarters of the way is
-another schedule, if it raises k. The interval is exp(±q·s) with q Student's t for 4 degrees of freedom and one more per schedule.
+The run itself also gives a k: from its last measured loss, forecast from half and three quarters of the measured steps. So do the
+fitted curves: the rms of their log residuals over .0017. The largest k counts. The interval is exp(±q·s) with q Student's t; its
+degrees of freedom are the number of schedules behind k, with the default's.
 
 a, b and the 4 were chosen on the curves of 25M and 100M parameters of Luo et al. (2503.12811): there, with every three of nine
 schedules fitted and the others held out, measured to 0, 40, 60 and 80 %, 90 % intervals of the final loss held 92 %
@@ -33,6 +37,8 @@ from scaling.serialization import JsonResult, TableLayout
 
 UNMEASURED, MEASURED, GROWTH = 0.0025, 0.0012, 0.0122
 """a without and with a measured loss, and b, of the formula at the head of this file."""
+LARGEST_RMS = 0.0017
+"""Largest rms of the log residuals of any three curves of 25M or 100M parameters (measured); beyond, the law does not hold."""
 PRIOR_SCHEDULES = 4
 """Number of held-out schedules that the default width, k = 1, counts as."""
 
@@ -97,19 +103,33 @@ def default_scale(change: Array, measured: bool) -> Array:
     return np.sqrt((MEASURED if measured else UNMEASURED) ** 2 + GROWTH**2 * change)
 
 
-def widening(squares: Array) -> float:
-    """Return k for the mean squares of (error / default scale) of the held-out schedules, [schedules]."""
-    return float(np.sqrt((PRIOR_SCHEDULES + squares.sum()) / (PRIOR_SCHEDULES + len(squares))))
+@dataclass(frozen=True, order=True)
+class Widening:
+    """k of the formula at the head of this file, and the degrees of freedom of the interval."""
 
+    k: float
+    freedom: float
 
-def interval_factor(level: float, n_schedules: int) -> float:
-    """Factor q of the interval for so many held-out schedules.
+    @classmethod
+    def of(cls, squares: Array) -> Widening:
+        """Widening by the mean z² of each held-out schedule, [schedules]."""
+        count = PRIOR_SCHEDULES / max(1.0, float(squares.mean())) if len(squares) else PRIOR_SCHEDULES
+        freedom = count + len(squares)
+        return cls(float(np.sqrt((count + squares.sum()) / freedom)), freedom)
 
-    Raises:
-        ValueError: the level does not lie between 0 and 1.
-    """
-    from scipy.special import stdtrit
+    @classmethod
+    def of_fit(cls, rms: float) -> Widening:
+        """Widening by the rms of the fitted curves' log residuals."""
+        return cls(rms / LARGEST_RMS, PRIOR_SCHEDULES)
 
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    return float(stdtrit(PRIOR_SCHEDULES + n_schedules, (1 + level) / 2))
+    def factor(self, level: float) -> float:
+        """Factor q of the interval.
+
+        Raises:
+            ValueError: the level does not lie between 0 and 1.
+        """
+        from scipy.special import stdtrit
+
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        return float(stdtrit(self.freedom, (1 + level) / 2))

@@ -5,9 +5,10 @@ Otherwise y is the gain of the decay since that step, by the sizes' laws. Across
 
     y = mean of y_i + e·(log N − mean of log N_i)
 
-The slope e has a normal prior of mean 0 and standard deviation SLOPE_SPREAD·|mean of y_i|. Each y_i has the variance sigma², the mean of
-(SIZE_ERROR·mean of y_i)², counted as 3, and of the squared residuals over their n − 2 degrees of freedom. So sizes that follow no such
-line widen the interval. A line is a weighted sum of the y_i and stays bounded; a power of N was tried and is not, where one y_i is near 0.
+The slope e has a normal prior of mean 0 and standard deviation SLOPE_SPREAD·|mean of y_i|. Each y_i has the variance sigma², the mean
+of (SIZE_ERROR·mean of y_i)², counted as 3, and of the squared residuals over their n − 2 degrees of freedom. So sizes that follow no
+such line widen the interval. A line is a weighted sum of the y_i and stays bounded; a power of N, which was tried, is not where one
+y_i is near 0.
 
 With the gain by laws, the loss at a constant rate comes from the run itself: its measured loss plus the gain is fitted by
 l + m·(power term of the nearest size's law), so only l and m are its own.

@@ -1,0 +1,271 @@
+"""Forecasts of a run's loss under another schedule: planted laws, planted curves without a law, and the public curves."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import ScalingError, ScheduleFit, ScheduleForecast, fit_schedules
+from scaling.schedules.schedule_forecast import Widening
+from scaling.schedules.size_transfer import constant_rate_loss, transferred
+from tests.scaling.schedules.test_schedule_law import LENGTH, PEAK, PLANTED, WARMUP, schedule
+
+KINDS = ("constant", "cosine", "two stages", "wsd")
+
+
+def of_size(n_params: float) -> dict[str, float]:
+    """Numbers of a planted law at this size: gain and level are linear in log N."""
+    octaves = float(np.log2(n_params / 25e6))
+    return {"L0": 2.9 - 0.1 * octaves, "B": 400 + 25 * octaves}
+
+
+def planted(run: pd.DataFrame, n_params: float = 25e6) -> np.ndarray:
+    return np.asarray(replace(PLANTED, **of_size(n_params)).predict(run))
+
+
+def curves(kinds: tuple[str, ...] = KINDS, *, noise: float = 0.001, n_params: float = 25e6) -> pd.DataFrame:
+    parts = []
+    for number, kind in enumerate(kinds):
+        rows = schedule(kind)
+        error = noise * np.random.default_rng(number).standard_normal(len(rows))
+        parts.append(rows.assign(loss=planted(rows, n_params) * np.exp(error)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def late_cooldown(length: int = LENGTH, share: float = 0.9) -> pd.DataFrame:
+    """A constant rate, and a linear cooldown to a tenth over the last part."""
+    step = np.arange(WARMUP, length + 1, 100)
+    part = np.clip((step / length - share) / (1 - share), 0, 1)
+    return pd.DataFrame({"step": step, "lr": PEAK * (1 - 0.9 * part)})
+
+
+def without_law(run: pd.DataFrame, factor: float) -> pd.DataFrame:
+    """Planted losses with so many times the gain of the decay."""
+    constant = planted(run.assign(lr=PEAK))
+    return run.assign(loss=constant + factor * (planted(run) - constant))
+
+
+def measured(run: pd.DataFrame, share: float, loss: np.ndarray) -> pd.DataFrame:
+    return run.assign(loss=np.where(run["step"] <= share * run["step"].max(), loss, np.nan))
+
+
+@pytest.fixture(scope="module")
+def fitted() -> ScheduleFit:
+    return fit_schedules(curves(), warmup_steps=WARMUP)
+
+
+@pytest.fixture(scope="module")
+def ladder() -> ScheduleFit:
+    rows = [curves(KINDS[:3], n_params=size).assign(n_params=size) for size in (25e6, 100e6)]
+    return fit_schedules(pd.concat(rows, ignore_index=True), warmup_steps=WARMUP)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 0.95])
+def test_a_planted_law_forecasts_a_schedule_that_was_not_fitted(fitted: ScheduleFit, share: float) -> None:
+    run = late_cooldown(2 * LENGTH)
+    truth = planted(run)
+    made = fitted.forecast(measured(run, share, truth), at=[23500.0, 24000.0])
+    assert made.table["step"].tolist() == [23500.0, 24000.0]
+    assert made.loss == pytest.approx(truth[-1], rel=2e-3)
+    assert made.low < truth[-1] < made.high
+    assert made.supported
+    assert made.measured_to == (None if share == 0 else pytest.approx(share * 24000))
+
+
+def test_each_schedule_is_held_out_with_four_shares_measured(fitted: ScheduleFit) -> None:
+    assert sorted(fitted.held_out["run"].unique()) == sorted(KINDS)
+    assert (fitted.held_out.groupby("run")["measured"].apply(list).map(lambda v: v == [0.0, 0.4, 0.6, 0.8])).all()
+    assert fitted.held_out["error"].abs().max() < 0.01
+
+
+def test_the_run_s_own_loss_sets_the_level(fitted: ScheduleFit) -> None:
+    """A run whose losses all lie 1 % above the law's ends 1 % above it."""
+    run = late_cooldown()
+    truth = 1.01 * planted(run)
+    made = fitted.forecast(measured(run, 0.8, truth))
+    assert made.loss == pytest.approx(truth[-1], rel=2e-3)
+    assert fitted.forecast(run).loss == pytest.approx(truth[-1] / 1.01, rel=2e-3)
+
+
+def test_intervals_widen_with_the_distance_from_the_last_measured_step(fitted: ScheduleFit) -> None:
+    run = late_cooldown(2 * LENGTH)
+    made = fitted.forecast(measured(run, 0.5, planted(run)), at=[12100.0, 16000.0, 21000.0, 24000.0])
+    assert made.table["log_scale"].is_monotonic_increasing
+    later = fitted.forecast(measured(run, 0.85, planted(run)))
+    assert later.high / later.low < made.high / made.low
+
+
+def test_an_interval_has_its_level(fitted: ScheduleFit) -> None:
+    run = measured(late_cooldown(), 0.8, planted(late_cooldown()))
+    half, most = (fitted.forecast(run, level=level) for level in (0.5, 0.95))
+    assert half.loss == most.loss
+    assert most.low < half.low < half.high < most.high
+
+
+def test_the_width_is_the_default_s_until_errors_contradict_it() -> None:
+    """Student's t with 4 + 4 degrees of freedom has the quantiles .7064 and 2.3060."""
+    as_expected = Widening.of(np.ones(4))
+    assert (as_expected.k, as_expected.freedom) == (1, 8)
+    assert as_expected.factor(0.5) == pytest.approx(0.7064, rel=1e-3)
+    assert as_expected.factor(0.95) == pytest.approx(2.3060, rel=1e-3)
+    assert Widening.of(np.empty(0)) == Widening(1, 4)
+    assert Widening.of(np.zeros(4)).k == pytest.approx(0.5**0.5)
+    wrong = Widening.of(np.full(4, 100.0))
+    assert wrong.freedom == pytest.approx(4.04)
+    assert wrong.k == pytest.approx(10, rel=1e-2)
+
+
+@pytest.mark.parametrize("factors", [(1.0, 0.3, 1.7, 0.8), (1.0, 1.7, 0.8, 0.3)])
+def test_curves_without_a_law_come_out_wide_and_unsupported(factors: tuple[float, ...]) -> None:
+    """Each schedule's decay gains another share of the law's, from a third to nearly twice; so may that of the run."""
+    rows = [without_law(schedule(kind), by) for kind, by in zip(KINDS, factors, strict=True)]
+    fit = fit_schedules(pd.concat(rows, ignore_index=True).iloc[::3], warmup_steps=WARMUP)
+    for factor in (0.5, 1.0, 1.5):
+        run = without_law(late_cooldown(), factor)
+        made = fit.forecast(measured(run, 0.8, run["loss"].to_numpy()))
+        assert made.low < run["loss"].iloc[-1] < made.high
+        assert made.high / made.low > 1.02
+        assert not made.supported
+
+
+def test_a_run_that_leaves_the_law_widens_its_own_interval(fitted: ScheduleFit) -> None:
+    run = late_cooldown()
+    steady = fitted.forecast(measured(run, 0.8, planted(run)))
+    drifting = planted(run) * (1 + 0.1 * (run["step"].to_numpy() / LENGTH) ** 2)
+    made = fitted.forecast(measured(run, 0.8, drifting))
+    assert made.widening > 3 * steady.widening
+    assert made.low < drifting[-1] < made.high
+    assert not made.supported
+
+
+def test_annealing_now_gains_more_over_more_steps(fitted: ScheduleFit) -> None:
+    run = late_cooldown()
+    now = run[run["step"] <= 10000].assign(loss=lambda rows: planted(run)[: len(rows)], lr=PEAK)
+    made = fitted.anneal_now(now)
+    assert [one.step for one in made] == pytest.approx([11000, 12000, 13000])
+    assert made[0].loss > made[1].loss > made[2].loss
+    for one in made:
+        step = np.concatenate([now["step"], np.linspace(10000, one.step, 201)[1:]])
+        rate = np.concatenate([now["lr"], np.linspace(PEAK, 0, 201)[1:]])
+        truth = planted(pd.DataFrame({"step": step, "lr": rate}))[-1]
+        assert one.low < truth < one.high
+        assert one.loss == pytest.approx(truth, rel=4e-3)
+    with pytest.raises(ValueError, match="shares .*got 0"):
+        fitted.anneal_now(now, shares=[0.0])
+    with pytest.raises(ValueError, match="at step 12000"):
+        fitted.anneal_now(measured(run, 0.8, planted(run)))
+
+
+@pytest.mark.parametrize("run", [late_cooldown(2 * LENGTH), schedule("cosine")], ids=["other", "fitted"])
+def test_smaller_sizes_forecast_a_larger_run(ladder: ScheduleFit, run: pd.DataFrame) -> None:
+    truth = planted(run, 400e6)
+    made = ladder.forecast(measured(run, 0.8, truth), n_params=400e6)
+    assert made.loss == pytest.approx(truth[-1], rel=3e-3)
+    assert made.low < truth[-1] < made.high
+    assert made.supported
+    # A gain of .05 from the nearest size alone would be .01 short.
+    assert ladder.forecast(run, n_params=100e6).loss == pytest.approx(planted(run, 100e6)[-1], rel=3e-3)
+
+
+def test_a_far_size_or_a_single_one_is_unsupported(ladder: ScheduleFit) -> None:
+    run = late_cooldown()
+    near, far = (ladder.forecast(measured(run, 0.8, planted(run, size)), n_params=size) for size in (300e6, 4000e6))
+    assert near.supported
+    assert not far.supported
+    assert far.high / far.low > near.high / near.low
+    single = fit_schedules(curves().assign(n_params=25e6), warmup_steps=WARMUP)
+    assert not single.forecast(measured(run, 0.8, planted(run, 50e6)), n_params=50e6).supported
+    with pytest.raises(ScalingError):
+        ladder.forecast(run, n_params=400e6)
+
+
+def test_few_schedules_are_fitted_but_unsupported() -> None:
+    fit = fit_schedules(curves(KINDS[:2]), warmup_steps=WARMUP)
+    assert fit.status == "doubtful"
+    assert fit.held_out.empty
+    assert not fit.forecast(late_cooldown()).supported
+    assert fit.forecast(late_cooldown()).widening == 1
+
+
+def test_a_schedule_that_no_other_shows_to_decay_is_not_held_out() -> None:
+    rows = [curves(("constant", "cosine")), curves(("constant",)).assign(run="again")]
+    fit = fit_schedules(pd.concat(rows, ignore_index=True), warmup_steps=WARMUP)
+    assert set(fit.held_out["run"]) == {"constant", "again"}
+    assert fit.status == "doubtful"
+
+
+def test_bad_questions_are_named(fitted: ScheduleFit, ladder: ScheduleFit) -> None:
+    run = measured(late_cooldown(), 0.8, planted(late_cooldown()))
+    with pytest.raises(ValueError, match="at .*got 11950"):
+        fitted.forecast(run, at=[11950.0])
+    with pytest.raises(ValueError, match="9600.*got 9000"):
+        fitted.forecast(run, at=[9000.0, 12000.0])
+    with pytest.raises(ValueError, match="level .*got 90"):
+        fitted.forecast(run, level=90)
+    with pytest.raises(ValueError, match="n_params .*got 100"):
+        fitted.forecast(run, n_params=100)
+    with pytest.raises(ValueError, match="n_params .*got None"):
+        ladder.forecast(run)
+    with pytest.raises(ValueError, match="missing column lr"):
+        fitted.forecast(run.drop(columns="lr"))
+    with pytest.raises(ValueError, match="loss .*got -1 in row 3"):
+        fitted.forecast(run.assign(loss=run["loss"].where(run.index != 3, -1.0)))
+    with pytest.raises(ValueError, match="n_params .*got 0"):
+        fit_schedules(curves().assign(n_params=0))
+
+
+def test_it_survives_json(ladder: ScheduleFit) -> None:
+    run = late_cooldown()
+    restored = ScheduleFit.from_dict(json.loads(json.dumps(ladder.to_dict(), allow_nan=False)))
+    asked = measured(run, 0.8, planted(run, 400e6))
+    first, second = (fit.forecast(asked, n_params=400e6) for fit in (ladder, restored))
+    pd.testing.assert_frame_equal(first.table, second.table)
+    again = ScheduleForecast.from_dict(json.loads(json.dumps(first.to_dict(), allow_nan=False)))
+    assert (again.loss, again.low, again.high, again.reasons) == (first.loss, first.low, first.high, first.reasons)
+    assert f"{first.loss:.4f}" in str(first)
+    assert "1e+08" in str(ladder)
+
+
+def test_a_line_in_log_n_is_carried_on() -> None:
+    """Three sizes on a line: its continuation, less the pull of the prior; off a line the error is larger."""
+    sizes = np.array([1e6, 4e6, 16e6])
+    on = np.array([[0.04], [0.05], [0.06]])
+    value, error = transferred(on, sizes, 64e6)
+    squares = 2 * np.log(4) ** 2
+    shrunk = 0.01 / np.log(4) * squares / (squares + (0.07 / 0.2) ** 2)
+    assert value[0] == pytest.approx(0.05 + shrunk * 2 * np.log(4))
+    off = transferred(np.array([[0.04], [0.07], [0.06]]), sizes, 64e6)[1]
+    assert off[0] > 1.3 * error[0]
+    assert transferred(np.zeros((2, 1)), sizes[:2], 64e6) == (0, 0)
+
+
+def test_the_constant_rate_loss_is_level_and_share_of_the_power_term() -> None:
+    power = np.linspace(1.0, 0.5, 20)
+    assert constant_rate_loss(power, 2 + 0.7 * power) == pytest.approx((2, 0.7))
+    assert constant_rate_loss(power, 3 - 0.2 * power) == (pytest.approx(3 - 0.15), 0.0)
+
+
+@pytest.mark.parametrize(("model", "size", "share", "error"), [("25M", 25e6, 0.6, 0.003), ("400M", 400e6, 0.8, 0.004)])
+def test_public_curves_of_other_schedules(
+    public_table: Callable[[str], pd.DataFrame], model: str, size: float, share: float, error: float
+) -> None:
+    """Six held-out schedules, partly measured, by the size's own curves and, for 400M, by those of the two smaller sizes."""
+    table = public_table("mpl_loss_curves")
+    table = table.assign(n_params=table["model"].map({"25M": 25e6, "100M": 100e6, "400M": 400e6}))
+    trained = table["run"].isin(["cosine_24000", "constant_24000", "wsdcon_9"])
+    of_model = table["model"] == model
+    chosen = of_model if model == "25M" else ~of_model
+    fit = fit_schedules(table[trained & chosen], warmup_steps=2160)
+    errors, held = [], []
+    for _, curve in table[of_model & ~trained].groupby("run"):
+        asked = curve[["step", "lr"]].assign(loss=curve["loss"].where(curve["step"] <= share * curve["step"].max()))
+        made = fit.forecast(asked, n_params=size)
+        truth = curve.sort_values("step")["loss"].iloc[-1]
+        errors.append(abs(made.loss / truth - 1))
+        held.append(made.low <= truth <= made.high)
+    assert len(errors) == 6
+    assert np.mean(errors) < error
+    assert sum(held) >= 5
