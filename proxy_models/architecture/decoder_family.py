@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_memory import evaluation_memory, fitting, training_memory
 from proxy_models.architecture.family import Family, Loss
-from proxy_models.architecture.member import AttentionKernel, Member, StepSizes
+from proxy_models.architecture.member import AttentionKernel, ExpertSizes, Member, StepSizes
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import Parametrization, TableOptions, parametrize
 
@@ -129,8 +129,14 @@ class DecoderFamily(Family):
         gate, n_sparse = 3 if model.activation == "swiglu" else 2, model.n_sparse_layers
         groups = model.n_params_by_group
         hidden = (model.n_layers - n_sparse) * model.d_ff
-        rows = 0
+        rows, experts = 0, None
         if n_sparse:
+            experts = ExpertSizes(
+                blocks=n_sparse,
+                params=groups["experts"] // n_sparse,
+                entries=round(groups["experts"] * model.active_share) // n_sparse,
+                width=model.experts_per_token * model.d_model,
+            )
             hidden += n_sparse * (model.experts_per_token + model.n_shared_experts) * model.expert_width
             rows = 5 * n_sparse * (model.experts_per_token + 1) * model.d_model
         return StepSizes(
@@ -141,6 +147,7 @@ class DecoderFamily(Family):
             attention_width=model.d_model,
             key_width=model.n_kv_heads * model.head_dim,
             table_params=groups["embedding"] + groups["positions"] + groups["readout"],
+            experts=experts,
         )
 
     def attention_kernel(self, member: Member, dtype: torch.dtype, *, context_parallel: int = 1) -> AttentionKernel:

@@ -40,6 +40,7 @@ def training_memory(
     world_size: int = 1,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
     checkpointing: Checkpointing = "none",
     compiled: bool = False,
     pipeline: PipelineShare | None = None,
@@ -55,6 +56,8 @@ def training_memory(
         world_size: Devices that each take a share of the batch; for "hybrid", the devices of one copy.
         tensor_parallel: Devices that share each product; `world_size` counts such a group once.
         context_parallel: Devices that share each sequence; `world_size` counts each of them.
+        expert_parallel: Devices that share out the experts of each block; `world_size` counts each of them. The estimate is that of
+            the device whose experts get the most rows, `decoder_part.fullest` times the mean.
         checkpointing: Activations that are recomputed, one block at a time.
         compiled: Whether blocks are compiled and so recompute the activation of a gated MLP; False is an upper bound.
         pipeline: The pipeline of which a device has one or two stages; `world_size` counts the devices with the same stages.
@@ -67,6 +70,7 @@ def training_memory(
         "world_size": world_size,
         "tensor_parallel": tensor_parallel,
         "context_parallel": context_parallel,
+        "expert_parallel": expert_parallel,
     }
     for name, value in numbers.items():
         if value < 1:
@@ -83,14 +87,14 @@ def training_memory(
             for rank in ranks
         )
         return max(estimates, key=lambda estimate: estimate.total)
-    part = DecoderPart(config, precision, tensor_parallel, context_parallel)
+    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
     buffers = part.copies(checkpointing) if is_alone else part.gathered(share, whole=whole)
     peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
     return MemoryEstimate(
-        parameters=FP32 * (part.n_params // share),
+        parameters=FP32 * part.n_held(share),
         gathered=peak.gathered,
-        gradients=FP32 * part.n_params // share,
+        gradients=FP32 * part.n_held(share),
         optimizer=FP32 * part.n_moments(optimizer, share, world_size * tensor_parallel),
         reduced=peak.reduced,
         activations=peak.activations,
@@ -115,6 +119,7 @@ def activation_bytes(
     *,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
     compiled: bool = False,
 ) -> int:
     """Return the bytes that autograd keeps for the backward pass of `micro_batch` sequences.
@@ -122,7 +127,7 @@ def activation_bytes(
     Each device that shares products keeps its own heads and columns of the MLP, its own positions of the residual stream,
     and all positions of the matrices' inputs. Logits of such devices are always chunked, and chunked logits are not kept.
     """
-    part = DecoderPart(config, precision, tensor_parallel, context_parallel)
+    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
     n_positions = micro_batch * part.own_positions
     blocks = part.kept_by_blocks(checkpointing, compiled=compiled)
     return n_positions * (blocks + part.kept_by_head(n_positions)) + part.bias_bytes
@@ -276,6 +281,7 @@ def evaluation_memory(
     world_size: int = 1,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
     pipeline: PipelineShare | None = None,
 ) -> int:
     """Return an upper bound of the bytes on each device during an evaluation within training: state without gradients, and a pass.
@@ -285,10 +291,14 @@ def evaluation_memory(
     buffers of a training step stay, and a stage's weights may all be gathered.
     """
     held = training.parameters + training.optimizer
-    part = DecoderPart(config, precision, tensor_parallel, context_parallel)
-    n, table, block = part.n_params, part.table, part.block
+    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
+    n, table, block, experts = part.n_params, part.table, part.unit, part.block - part.unit
     stream = part.compute * config.d_model * sequences * part.own_positions // tensor_parallel
-    shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    shared = {
+        "tensor_parallel": tensor_parallel,
+        "context_parallel": context_parallel,
+        "expert_parallel": expert_parallel,
+    }
     at_work = evaluation_bytes(config, sequences, precision, **shared)
     if pipeline:
         ranks = StageRank.all_of(config, precision, tensor_parallel, pipeline)
@@ -298,15 +308,17 @@ def evaluation_memory(
     if world_size * tensor_parallel == 1:
         moments = [(max(table, part.largest_matrix) * (precision != "fp32"), at_work)]
     elif sharding in ("none", "zero2"):
-        moments = [(n + max(table, block), at_work)]
+        moments = [(n + max(table, block, experts), at_work)]
     else:
         moments = [
             (3 * table, stream),  # the readout once, the embedding twice
             # The readout, the embedding's buffer, the first block twice; then the first block's buffer, the second block twice.
             (2 * table + 2 * block + copied, 2 * stream),
             (table + 3 * block + copied, 2 * stream),
-            (table + max(table, 2 * block), at_work),
+            (table + max(table, 2 * block + experts), at_work),
         ]
+        if experts:  # gathered in the middle of a block, whose own buffer is freed then
+            moments.append((table + block + 2 * experts + copied, at_work))
     return held + max(part.compute * weights + rest for weights, rest in moments)
 
 
@@ -317,11 +329,17 @@ def evaluation_bytes(
     *,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    expert_parallel: int = 1,
 ) -> int:
     """Return an upper bound of the bytes of a pass without gradients: all tensors of a block, the last norm and the loss."""
     block = of_blocks(config, *((0, 1) if config.n_experts else (1, 0)))
     one_block = activation_bytes(
-        block, sequences, precision, tensor_parallel=tensor_parallel, context_parallel=context_parallel
+        block,
+        sequences,
+        precision,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
     )
     part = DecoderPart(config, precision, tensor_parallel, context_parallel)
     forward, _ = part.in_loss(sequences * part.own_positions)

@@ -20,6 +20,16 @@ _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 LARGEST_FLASH_HEAD = 256
 
 
+def fullest(ranks: int) -> float:
+    """Return the rows of the fullest of the ranks that share out experts, over the mean.
+
+    Fitted by eye to short trainings here with the balancing bias at its default, after their first quarter: of 2, 4 and 8 ranks, the
+    fullest of a block had on average 1.2 to 1.3, 1.5 to 1.6 and 1.9 to 2.2 times the mean, and in the worst step 1.3, 1.4 to 1.7 and
+    1.7 to 2.2 times over all blocks (tests/benchmarks/RESULTS.md). Long trainings are balanced better.
+    """
+    return float(ranks ** (1 / 3))
+
+
 class Buffers(NamedTuple):
     """Buffers of a step in its readout, in a block, and while the next block is fetched.
 
@@ -59,6 +69,7 @@ class DecoderPart:
     context_ranks: int = 1
     has_embedding: bool = True
     has_readout: bool = True
+    expert_ranks: int = 1
 
     @property
     def own_positions(self) -> int:
@@ -119,7 +130,8 @@ class DecoderPart:
     def in_blocks(self) -> int:
         """Entries of the blocks' matrices, without those of routers."""
         entries = self.config.n_matrix_entries + self.config.n_inactive_params - self._groups["router"]
-        return entries // self.ranks
+        elsewhere = self.config.n_params_by_group["experts"] - self._groups["experts"]  # on other devices
+        return (entries - elsewhere) // self.ranks
 
     @property
     def in_block_matrices(self) -> int:
@@ -128,8 +140,22 @@ class DecoderPart:
 
     @property
     def in_stacks(self) -> int:
-        """Entries of a block's experts; 0 without experts."""
-        return self.config.n_params_by_group["experts"] // self.n_last
+        """Entries of the device's experts in a block; 0 without experts."""
+        return self._groups["experts"] // self.n_last
+
+    @property
+    def unit(self) -> int:
+        """Parameters of a block that are gathered together: without experts if devices share these out."""
+        return self.block - (self.in_stacks if self.expert_ranks > 1 else 0)
+
+    def n_held(self, share: int) -> int:
+        """Return the parameters that the device keeps if they are sharded over `share` devices."""
+        stacks = self._groups["experts"]
+        return (self.n_params - stacks) // share + stacks // self._expert_share(share)
+
+    def _expert_share(self, share: int) -> int:
+        """Devices over which the device's experts are sharded if other weights are over `share`."""
+        return max(1, share // self.expert_ranks)
 
     @property
     def largest_matrix(self) -> int:
@@ -137,7 +163,9 @@ class DecoderPart:
         config = self.config
         if config.n_experts is None:
             return config.d_model * config.d_ff // self.ranks
-        return config.d_model * max(config.n_experts, config.n_shared_experts) * config.expert_width
+        return (
+            config.d_model * max(config.n_experts // self.expert_ranks, config.n_shared_experts) * config.expert_width
+        )
 
     @cached_property
     def _groups(self) -> dict[str, int]:
@@ -145,7 +173,8 @@ class DecoderPart:
         elsewhere = (() if self.has_embedding else ("embedding", "positions")) + (
             () if self.has_readout else ("readout",)
         )
-        return self.config.n_params_by_group | dict.fromkeys(elsewhere, 0)
+        groups = self.config.n_params_by_group
+        return groups | {"experts": groups["experts"] // self.expert_ranks} | dict.fromkeys(elsewhere, 0)
 
     def _of_group(self, name: str) -> int:
         return self._groups[name] // self.ranks
@@ -165,7 +194,7 @@ class DecoderPart:
         )
 
     def put_together(self, share: int) -> int:
-        """Return the entries of a block's experts if each of `share` devices has parts of them, since FSDP2 copies these once more.
+        """Return the entries of a block's experts if `share` devices shard within experts, since FSDP2 copies these once more.
 
         It shards between experts if their number allows equal shards (`fsdp.shard`).
         """
@@ -176,12 +205,14 @@ class DecoderPart:
 
         The weights are sharded over `share` devices.
         """
-        positions, block = self._of_group("positions"), self.block
+        positions, block = self._of_group("positions"), self.unit
+        apart, copied = self.block - block, self.put_together(share)
+        arriving = max(2 * block, block + 2 * apart + copied) if apart else 2 * block + copied
         return Buffers(
             at_readout=self.n_params if whole else positions + block + self.table,
-            at_block=self.n_params if whole else positions + self.tied + 2 * block,
+            at_block=self.n_params if whole else positions + self.tied + 2 * block + apart,
             prefetched=self.n_params if whole else block,
-            arriving=self.n_params if whole else positions + self.tied + 2 * block + self.put_together(share),
+            arriving=self.n_params if whole else positions + self.tied + arriving,
             readout_gradient=FP32 * (self.table - self.tied),
             block_gradient=FP32 * block,
             whole_block_gradient=(FP32 + self.compute) * block,
@@ -226,9 +257,11 @@ class DecoderPart:
         in_matrices, elsewhere = MOMENTS[optimizer]
         if optimizer == "soap":
             matrices, stacked = self._shapes
-            rotated = rotated_numbers(matrices, n_owners) + rotated_numbers(stacked, share)
+            rotated = rotated_numbers(matrices, n_owners) + rotated_numbers(stacked, self._expert_share(share))
             return rotated + elsewhere * (self.n_params - self.in_blocks) // share
-        return (in_matrices * self.in_blocks + elsewhere * (self.n_params - self.in_blocks)) // share
+        stacks = self._groups["experts"]
+        others = in_matrices * (self.in_blocks - stacks) + elsewhere * (self.n_params - self.in_blocks)
+        return others // share + in_matrices * stacks // self._expert_share(share)
 
     @property
     def _shapes(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
@@ -245,7 +278,7 @@ class DecoderPart:
             return matrices, Counter()
         if config.n_shared_experts:
             matrices += mlps(n_sparse, config.n_shared_experts * config.expert_width)
-        return matrices, mlps(n_sparse * config.n_experts, config.expert_width)
+        return matrices, mlps(n_sparse * config.n_experts // self.expert_ranks, config.expert_width)
 
     def kept_by_blocks(self, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
         """Return the bytes per token that all blocks keep."""
@@ -290,17 +323,24 @@ class DecoderPart:
         config = self.config
         if config.n_experts is None:
             return config.d_ff // self.ranks
-        return (config.experts_per_token + config.n_shared_experts) * config.expert_width
+        return (
+            self._arriving(config.experts_per_token * config.expert_width)
+            + config.n_shared_experts * config.expert_width
+        )
 
     @property
     def _rows(self) -> int:
         """Numbers of a token in its rows, one for each routed expert."""
         return self.config.experts_per_token * self.config.d_model if self.config.n_experts else 0
 
+    def _arriving(self, numbers: int) -> int:
+        """Return the numbers in rows for the device's experts, over its own tokens, if a token's rows have so many."""
+        return round(fullest(self.expert_ranks) * numbers)
+
     @property
     def _products_of_mlp(self) -> int:
         """Bytes per token of the products of an MLP, or of router and experts."""
-        config, outputs = self.config, self._rows
+        config, outputs = self.config, self._arriving(self._rows)
         if not config.n_experts or config.n_shared_experts:
             outputs += config.d_model
         return self.compute * (self._n_up * self._hidden + outputs) + FP32 * (config.n_experts or 0)
@@ -319,13 +359,15 @@ class DecoderPart:
         if self.low:
             reads_alone = not config.n_shared_experts and not config.parallel
             router += (FP32 - (self.low if reads_alone else 0)) * config.d_model
-        return hidden + 2 * self.compute * self._rows + router + 3 * _INT64 * n_chosen
+        places = 3 * n_chosen + (2 * self._arriving(n_chosen) if self.expert_ranks > 1 else 0)
+        return hidden + self.compute * (self._arriving(self._rows) + self._rows) + router + _INT64 * places
 
     def in_block(self, kept: int, checkpointing: Checkpointing) -> int:
         """Return the bytes per token in a block's backward pass beyond its `kept` bytes: recomputed tensors and gradients."""
         compute, width = self.compute, self.config.d_model
         # The MLP's hidden layer twice, after rows of experts were freed, or these rows twice; and the stream.
-        gradients = compute * (max(2 * self._hidden - self._rows, 2 * self._rows) + width // self.ranks)
+        rows = self._rows
+        gradients = compute * (max(2 * self._hidden - rows, rows + self._arriving(rows)) + width // self.ranks)
         if self.ranks > 1:
             gradients += 2 * compute * width  # the MLP's output, gathered and then reordered
         unread = compute * width if checkpointing == "selective" else 0  # the output of a block's last product

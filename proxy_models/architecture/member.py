@@ -128,6 +128,23 @@ converter.register_unstructure_hook(Counts, make_dict_unstructure_fn(Counts, con
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Sizes of the experts of a mixture that ranks may share out.
+
+    Attributes:
+        blocks: Number of blocks with experts.
+        params: Parameters of all experts of a block.
+        entries: Entries of the experts that a token passes in a block.
+        width: Numbers of a token in its rows, one row for each expert that it passes.
+    """
+
+    blocks: int
+    params: int
+    entries: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """Sizes of a member from which the time of its training step is predicted.
 
@@ -136,6 +153,7 @@ class StepSizes:
         attention_width: Width of all attention heads of a block together; 0 without attention.
         table_params: Parameters outside the blocks: embeddings and readout.
         key_width: Width of all key heads of a block together, which ranks that share a sequence exchange.
+        experts: Sizes of experts, which the other fields count too; None without any that ranks may share out.
     """
 
     block_entries: float
@@ -143,6 +161,7 @@ class StepSizes:
     attention_width: int
     table_params: int
     key_width: int = 0
+    experts: ExpertSizes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,9 +48,7 @@ class ExpertShare:
             load: Rows of each expert of all ranks, (experts,), int64.
         """
         n = self._group.size()
-        counts = wait_tensor(all_to_all_single(load, None, None, self._group))  # type: ignore[no-untyped-call]
-        received = counts.view(n, -1)  # (senders, own experts)
-        leaving, arriving = torch.stack([load.view(n, -1).sum(1), received.sum(1)]).tolist()
+        received, leaving, arriving = self._counts(load)
         rows = self._sent(rows, arriving, leaving)
         own = torch.arange(received.shape[1], device=rows.device).repeat(n)
         order = own.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
@@ -58,6 +56,14 @@ class ExpertShare:
         rows = _scaled(permuted(rows, order, places), n)
         made = _scaled(experts(rows, received.sum(0).cumsum(0).int()), 1 / n)
         return self._sent(permuted(made, places, order), leaving, arriving)
+
+    def _counts(self, load: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Return the rows that arrive for each own expert, (ranks, own experts), and those that leave and arrive by rank."""
+        n = self._group.size()
+        counts = wait_tensor(all_to_all_single(load, None, None, self._group))  # type: ignore[no-untyped-call]
+        received = counts.view(n, -1)
+        leaving, arriving = torch.stack([load.view(n, -1).sum(1), received.sum(1)]).tolist()
+        return received, leaving, arriving
 
     def _sent(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
         """Return the rows that arrive from each rank, for those that leave to each."""

@@ -46,7 +46,8 @@ def estimated_memory(
     """Estimate the memory of training on each device: by the family's `training_memory`, or else by tracing a rank by itself.
 
     Raises:
-        ValueError: As `Family.training_memory` and `traced_memory`, or if a stage of a pipeline would have to be traced.
+        ValueError: As `Family.training_memory` and `traced_memory`, or if a stage of a pipeline, or a rank with a part of the experts,
+            would have to be traced.
     """
     shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     known = family_of(member).training_memory(member, **shared, **conditions)
@@ -54,6 +55,11 @@ def estimated_memory(
         raise ValueError(
             f"the family of {member} must have training_memory, since a stage of a pipeline is not traced; got pipeline_parallel = "
             f"{conditions['pipeline'].ranks}"
+        )
+    if known is None and "expert_parallel" in conditions:
+        raise ValueError(
+            f"the family of {member} must have training_memory, since a part of its experts is not traced; got expert_parallel = "
+            f"{conditions['expert_parallel']}"
         )
     return known or traced_memory(member, **conditions)
 
@@ -81,7 +87,7 @@ def estimated_evaluation(
 ) -> int:
     """Estimate the bytes on each device during an evaluation within training, as `estimated_memory` does those of training.
 
-    `layout` may also have tensor_parallel and pipeline.
+    `layout` may also have tensor_parallel, context_parallel, expert_parallel and pipeline.
 
     Raises:
         ValueError: As `Family.evaluation_memory` and `traced_evaluation`.

@@ -16,7 +16,7 @@ from itertools import product
 from typing import get_args
 
 from proxy_models.architecture.memory import Checkpointing
-from tests.gpu_free.cases import LAYOUTS, PIPELINES, RANKS, SEQUENCES, SHAPES, STAGES, Case, traced
+from tests.gpu_free.cases import EXPERTS, LAYOUTS, PIPELINES, RANKS, SEQUENCES, SHAPES, STAGES, Case, traced
 from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
@@ -38,9 +38,9 @@ def main() -> int:
         *(
             Case(shape=shape, layout=layout, checkpointing=checkpointing, ranks=ranks, layers=layers)
             for shape, layout, checkpointing, ranks in product(
-                chosen.shapes, LAYOUTS, get_args(Checkpointing), chosen.ranks
+                chosen.shapes, LAYOUTS | EXPERTS, get_args(Checkpointing), chosen.ranks
             )
-            if not (layout == "tensor" and SHAPES[shape].n_experts)
+            if layout not in (("tensor",) if SHAPES[shape].n_experts else EXPERTS)
         ),
         *(
             Case(

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from muscale.full_runs.train.sharding import build_model, build_pipeline, mesh_of
+from muscale.full_runs.train.sharding import build_model, build_pipeline, expert_mesh, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
@@ -30,7 +30,7 @@ from proxy_models.training.step import Stepper
 from tests.gpu_free.fake_device import fake_gpu
 from tests.gpu_free.memory_trace import MemoryTrace
 from tests.muscale.collectives import Collectives
-from tests.muscale.fake_ranks import rank_of
+from tests.muscale.fake_ranks import fullest_rank, rank_of
 
 NODE = 8
 SHAPES = {
@@ -95,6 +95,13 @@ LAYOUTS = {
     "hybrid": Parallelism(sharding="hybrid", shard_ranks=NODE),
     "tensor": Parallelism(tensor_parallel=NODE),
 }
+EXPERTS = {
+    "experts": Parallelism(expert_parallel=NODE),
+    "experts, zero2": Parallelism(expert_parallel=NODE, sharding="zero2"),
+    "experts, none": Parallelism(expert_parallel=NODE, sharding="none"),
+    "experts, hybrid": Parallelism(expert_parallel=NODE, sharding="hybrid", shard_ranks=NODE),
+}
+"""Layouts of mixtures alone."""
 RANKS, STAGES = 4, 8
 """Ranks of a pipeline, and the most stages that they have."""
 _PIPELINE = Parallelism(sharding="zero2", tensor_parallel=NODE, pipeline_parallel=RANKS)
@@ -141,7 +148,7 @@ class Case:
 
     @property
     def parallelism(self) -> Parallelism:
-        layout = replace((LAYOUTS | PIPELINES)[self.layout], checkpointing=self.checkpointing)
+        layout = replace((LAYOUTS | EXPERTS | PIPELINES)[self.layout], checkpointing=self.checkpointing)
         return replace(layout, tensor_parallel=1) if self.model.n_experts else layout  # ranks share no expert
 
     @property
@@ -197,14 +204,19 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
     with rank_of(case.stage * case.ranks // grid.stages, case.ranks):
         mesh = mesh_of(grid, device.type)
-        with fake_gpu(), patch.object(_PipelineSchedule, "_warmup_p2p", agree):
+        experts = expert_mesh(parallelism, grid, device.type)
+        with (
+            fake_gpu(),
+            patch.object(_PipelineSchedule, "_warmup_p2p", agree),
+            fullest_rank(parallelism.expert_parallel, size * model.context_length * model.experts_per_token),
+        ):
             arguments: dict[str, Any] = {"device": device, "mesh": mesh, "initial_values": False}
             pipeline = None
             if case.layout in PIPELINES:
                 pipeline = build_pipeline(numerics, recipe, parallelism, micro_batch=size, **arguments)
                 built = pipeline.module
             else:
-                built = build_model(numerics, recipe, parallelism, **arguments)
+                built = build_model(numerics, recipe, parallelism, experts=experts, **arguments)
             optimizer = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
             stepper = Stepper(
                 built,

@@ -21,6 +21,8 @@ CASES = (
     Case(shape="70B", layout="1f1b", checkpointing="full", layers=4),
     Case(shape="8x7B", layout="full", layers=3),
     Case(shape="64x16B", layout="hybrid", checkpointing="selective", layers=3),
+    Case(shape="8x7B", layout="experts", layers=2),
+    Case(shape="64x16B", layout="experts", checkpointing="selective", layers=2),
 )
 GOLDEN = Path(__file__).with_name("collectives.json")
 

@@ -128,7 +128,7 @@ class FullRun:
             evaluation_tokens=numerics.evaluation_tokens,
         )
         compile_by_default = resources.compile or ("auto" if resources.gpus_per_worker else False)
-        if settings.parallelism.splits_backward or settings.parallelism.expert_parallel > 1:
+        if not settings.parallelism.can_compile:
             compile_by_default = False
         return cls(
             numerics=numerics,

@@ -14,7 +14,7 @@ from muscale.plans.step_time import LINKS, Links, StepTime, links_of
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import NO_STEP_SIZES
 from muscale.settings.parallelism import Parallelism
-from muscale.settings.promote import LAYOUT, PromoteSettings
+from muscale.settings.promote import GROUPS, LAYOUT, PromoteSettings
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import (
@@ -48,7 +48,7 @@ class Layout:
     def keys(self) -> dict[str, Any]:
         """Settings of [promote] that select the layout."""
         own = self.parallelism
-        ranks = (own.tensor_parallel, own.context_parallel, own.pipeline_parallel)
+        ranks = (getattr(own, name) for name in GROUPS)
         keys: dict[str, Any] = dict(zip(LAYOUT, (own.sharding, *ranks, own.checkpointing), strict=True))
         return keys | {"pipeline_schedule": own.pipeline_schedule} if own.pipeline_parallel > 1 else keys
 
@@ -57,6 +57,8 @@ class Layout:
         chosen, groups = self.parallelism, ""
         if chosen.context_parallel > 1:
             groups = f"context_parallel = {chosen.context_parallel}, "
+        if chosen.expert_parallel > 1:
+            groups = f"expert_parallel = {chosen.expert_parallel}, "
         if chosen.pipeline_parallel > 1:
             groups = (
                 f'pipeline_parallel = {chosen.pipeline_parallel}, pipeline_schedule = "{chosen.pipeline_schedule}", '
@@ -79,6 +81,7 @@ def fitting_layouts(
     shard_ranks: int | None = None,
     schedules: Sequence[PipelineSchedule] = SCHEDULES,
     contexts: Sequence[int] = (1,),
+    experts: Sequence[int] = (1,),
     optimizer: str = "adamw",
     precision: Precision = "bf16",
     compiled: bool = True,
@@ -95,6 +98,7 @@ def fitting_layouts(
         shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
         schedules: Schedules of pipelines.
         contexts: Numbers of ranks that share every sequence.
+        experts: Numbers of ranks that share out the experts of a block.
         attended: As in `StepTime`.
 
     Raises:
@@ -108,7 +112,7 @@ def fitting_layouts(
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
     for parallelism in _candidates(
-        model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer, contexts
+        model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer, contexts, experts
     ):
         grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
         shares = parallelism.data_ranks(workers)
@@ -179,6 +183,7 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
         shard_ranks=settings.shard_ranks,
         schedules=_schedules(settings),
         contexts=_degrees(settings.workers) if settings.context_parallel == "auto" else (settings.context_parallel,),
+        experts=_experts(settings),
         optimizer=h.optimizer,
         **conditions,
     )
@@ -220,6 +225,13 @@ def _schedules(settings: PromoteSettings) -> Sequence[PipelineSchedule]:
     return SCHEDULES if is_open else (settings.pipeline_schedule,)
 
 
+def _experts(settings: PromoteSettings) -> Sequence[int]:
+    """Numbers of ranks that share out experts: the stated one, or those that are considered for "auto"."""
+    if settings.expert_parallel != "auto":
+        return (settings.expert_parallel,)
+    return (1,) if settings.compile else _degrees(settings.workers)
+
+
 def _degrees(workers: int) -> list[int]:
     """Numbers of ranks that divide the workers."""
     return [degree for degree in range(1, workers + 1) if workers % degree == 0]
@@ -234,14 +246,22 @@ def _candidates(
     schedules: Sequence[PipelineSchedule],
     optimizer: str,
     contexts: Sequence[int] = (1,),
+    experts: Sequence[int] = (1,),
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = _degrees(workers)
     pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], schedules)]
     # The memory of a stage would be unknown, or its state could not move to another layout.
-    if optimizer == "soap" or family_of(model).training_memory(model, micro_batch=1) is None:
+    is_known = family_of(model).training_memory(model, micro_batch=1) is not None
+    if optimizer == "soap" or not is_known:
         del pipelines[1:]
-    for sharding, degree, context, (stages, schedule) in product(get_args(Sharding), degrees, contexts, pipelines):
+    if not is_known or (sizes := family_of(model).step_sizes(model)) is None or sizes.experts is None:
+        experts = [n for n in experts if n == 1]
+    for sharding, degree, context, n_parts, (stages, schedule) in product(
+        get_args(Sharding), degrees, contexts, experts, pipelines
+    ):
+        if n_parts > 1 and degree * context * stages > 1:
+            continue
         if sharding == "hybrid" and (workers // stages <= node_devices or degree * context > node_devices):
             continue
         if stages > 1 and (context > 1 or (schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"))):
@@ -254,6 +274,7 @@ def _candidates(
             shard_ranks=together,
             tensor_parallel=degree,
             context_parallel=context,
+            expert_parallel=n_parts,
             pipeline_parallel=stages,
             pipeline_schedule=schedule,
         )
@@ -270,6 +291,7 @@ def _complexity(parallelism: Parallelism) -> tuple[int, ...]:
     return (
         parallelism.pipeline_parallel,
         parallelism.tensor_parallel,
+        parallelism.expert_parallel,
         get_args(Checkpointing).index(parallelism.checkpointing),
         get_args(Sharding).index(parallelism.sharding),
         get_args(PipelineSchedule).index(parallelism.pipeline_schedule),

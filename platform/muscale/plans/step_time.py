@@ -13,6 +13,9 @@ waits for each transfer between stages; under the other schedules only those of 
 
 In a mixture of experts, products are those of the experts that a token passes, while collectives and the optimizer move all of them.
 Groups of rows are assumed to reach the share of the peak that large products reach; small groups reach less (not measured).
+Devices that share out experts wait for the fullest of them, whose experts get `fullest` times the mean rows. Rows travel to the
+experts and back, forward and backward, and again where a block is recomputed; nothing hides this. The host then waits for the number
+of rows, so a forward pass gathers experts when it needs them, and nothing hides that either.
 
 The model leaves out the input pipeline, hosts that are slower than their devices, and faults. `tests/benchmarks/step_time.py`
 compares the prediction with published runs; tests/benchmarks/RESULTS.md has the rows ("The predicted step and published runs").
@@ -27,8 +30,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from muscale.settings.parallelism import Parallelism, RankGrid
+from proxy_models.architecture.decoder_part import fullest
 from proxy_models.architecture.families import family_of
-from proxy_models.architecture.member import Member, StepSizes
+from proxy_models.architecture.member import ExpertSizes, Member, StepSizes
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, idle_seconds
 from scaling import Accelerator, accelerator
@@ -47,6 +51,7 @@ CONTENTION = 0.4
 from llm-foundry's 13B on 64 and 70B on 32 H100s with short passes."""
 _BACKWARD_PRODUCTS, _BACKWARD_ATTENTION, _BACKWARD_MOVES = 2.0, 2.5, 2.0
 """Ratios of the backward to the forward pass; attention has five products instead of two (Dao, arXiv 2307.08691, section 3.1)."""
+_ROW_MOVES = 4  # reads and writes of rows that are sorted by a device's experts and back
 _LOGIT_MOVES = 6  # reads and writes of the fp32 logits in the loss and its gradient
 _STATE_BYTES = 32  # bytes of a parameter in an AdamW step: weight and two moments read and written, gradient read twice
 _FP32 = 4
@@ -113,7 +118,7 @@ class StepTime:
 
     Raises:
         ValueError: If the workers do not form the layout, the device has no entry in `LINKS`, the model's family has no
-            `step_sizes`, or a pipeline has no such micro-batches.
+            `step_sizes`, or for `expert_parallel` none of experts, or a pipeline has no such micro-batches.
     """
 
     model: Member
@@ -130,12 +135,17 @@ class StepTime:
     attended: float | None = None
 
     def __post_init__(self) -> None:
-        _ = self._grid, self._sizes, self._passes
+        _, sizes, _ = self._grid, self._sizes, self._passes
+        if self.parallelism.expert_parallel > 1 and sizes.experts is None:
+            raise ValueError(
+                f"the family of {self.model} must have step_sizes with experts, from which the time of a step is predicted; got "
+                f"expert_parallel = {self.parallelism.expert_parallel}"
+            )
 
     @property
     def total(self) -> float:
         """Total seconds."""
-        return self.products + self.tensor + self.context + self.exposed + self.optimizer + self.sends + self.bubble
+        return self.products + self.optimizer + self._waits
 
     @cached_property
     def products(self) -> float:
@@ -158,6 +168,20 @@ class StepTime:
         calls = (2 + (layout.checkpointing != "none")) * self.model.n_layers
         return self._passes * calls * self._collective(keys, layout.context_parallel, tensor)
 
+    @cached_property
+    def experts(self) -> float:
+        """Exchanges of rows between the ranks that share out experts: two forward, two backward, two again if recomputed."""
+        if (shared := self._shared_out) is None:
+            return 0.0
+        n, links = self.parallelism.expert_parallel, self._links
+        near = min(n, self._on_node)
+        size = fullest(n) * self._bytes * self._tokens * shared.width / LINK_SHARE
+        seconds = RING_SECONDS + max(
+            NODE_HOP_SECONDS + size * (near - 1) / n / links.node,
+            (NETWORK_HOP_SECONDS + size * (n - near) / n / links.network) if n > near else 0.0,
+        )
+        return self._passes * shared.blocks * 2 * (2 + (self.parallelism.checkpointing != "none")) * seconds
+
     @property
     def exposed(self) -> float:
         """Collectives of weights and gradients that no computation hides."""
@@ -172,7 +196,9 @@ class StepTime:
     def optimizer(self) -> float:
         """Update of the weights."""
         stages, _, shards, tensor = self._grid
-        state = self.model.n_params_total / stages / tensor / (1 if self.parallelism.sharding == "none" else shards)
+        apart = shared.blocks * shared.params if (shared := self._shared_out) else 0
+        state = (self.model.n_params_total - apart) / stages / tensor / shards
+        state += apart / self.parallelism.expert_parallel / self._expert_grid.shards
         return _STATE_BYTES * state / (self._links.memory * MOVED_SHARE)
 
     @property
@@ -220,7 +246,7 @@ class StepTime:
     @property
     def exposed_share(self) -> float:
         """Share of the step in which devices wait for one another, the bubble of a pipeline included."""
-        return (self.tensor + self.context + self.exposed + self.sends + self.bubble) / self.total
+        return self._waits / self.total
 
     @property
     def bubble_share(self) -> float:
@@ -245,6 +271,22 @@ class StepTime:
     @cached_property
     def _links(self) -> Links:
         return self.links or links_of(accelerator(self.device))
+
+    @property
+    def _waits(self) -> float:
+        """Seconds in which devices wait for one another."""
+        return self.tensor + self.context + self.experts + self.exposed + self.sends + self.bubble
+
+    @property
+    def _shared_out(self) -> ExpertSizes | None:
+        """Sizes of experts if ranks share these out."""
+        return self._sizes.experts if self.parallelism.expert_parallel > 1 else None
+
+    @property
+    def _expert_grid(self) -> RankGrid:
+        """Replicas and shards of a rank's experts; its `tensor` is the distance between ranks that have the same experts."""
+        n, (stages, replicas, shards, _) = self.parallelism.expert_parallel, self._grid
+        return RankGrid(stages, replicas // n if shards == 1 else replicas, max(1, shards // n), n)
 
     @property
     def _on_node(self) -> int:
@@ -314,7 +356,14 @@ class StepTime:
         products = 2 * sizes.block_entries * self._tokens
         length = model.attended if self.attended is None else self.attended
         attention = 2 * length * sizes.attention_width * self._tokens  # the causal half
-        moved = sizes.block_moves * self._bytes * self._tokens * (1 if self.compiled else EAGER_MOVES)
+        moved = sizes.block_moves
+        if (shared := self._shared_out) is not None:
+            part = shared.blocks / model.n_layers * self._tokens
+            more = fullest(self.parallelism.expert_parallel)
+            products += 2 * (more - 1) * shared.entries * part
+            moved += _ROW_MOVES * more * shared.width * shared.blocks / model.n_layers
+        is_compiled = self.compiled and self.parallelism.can_compile
+        moved *= self._bytes * self._tokens * (1 if is_compiled else EAGER_MOVES)
         return self._computing(products, attention, moved), self._computing(
             products * (_BACKWARD_PRODUCTS + again),
             attention * (_BACKWARD_ATTENTION + in_full),
@@ -335,6 +384,10 @@ class StepTime:
         tables, layers = self._sizes.table_params, model.n_layers
         _, _, shards, tensor = self._grid
         block, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
+        apart = 0.0
+        if (shared := self._shared_out) is not None:
+            block -= shared.blocks * shared.params / layers
+            apart = shared.blocks * shared.params / layers / self.parallelism.expert_parallel
         if self._pipeline:
             return self._traffic_of_stages(self._pipeline, block, outside / 2, 1 + self._passes * again)
         forward, backward = self._block
@@ -344,10 +397,16 @@ class StepTime:
                 self._collective(self._bytes * n, shards, tensor) if number == 0 or again else 0.0
                 for n in (block, outside)
             )
-            reduction, end = (self._reduction(n, is_last=number == self._passes - 1) for n in (block, outside))
+            is_last = number == self._passes - 1
+            reduction, end = (self._reduction(n, self._grid, is_last=is_last) for n in (block, outside))
+            reduction += self._reduction(apart, self._expert_grid, is_last=is_last)
             behind = reduction + (gather if again else 0.0)
-            total += layers * (gather + behind) + start + end
-            exposed += start + gather + behind + end
+            alone = 0.0
+            if number == 0 or again:
+                alone = self._collective(self._bytes * apart, self._expert_grid.shards, self._expert_grid.tensor)
+                behind += alone if again else 0.0
+            total += layers * (gather + alone + behind) + start + end
+            exposed += start + gather + layers * alone + behind + end
             for wanted, hiding in ((gather, forward), (behind, backward)):
                 exposed += (layers - 1) * max(0.0, wanted - hiding)
                 contended += (layers - 1) * CONTENTION * min(wanted, hiding)
@@ -360,7 +419,9 @@ class StepTime:
         gather, start = (
             self._collective(self._bytes * n, self._grid.shards, self._grid.tensor) for n in (block, table)
         )
-        at_end = layers * self._reduction(block, is_last=True) + self._reduction(table, is_last=True)
+        at_end = layers * self._reduction(block, self._grid, is_last=True) + self._reduction(
+            table, self._grid, is_last=True
+        )
         forward, _ = self._block
         hidden = times * (layers - 1)
         return _Traffic(
@@ -369,9 +430,9 @@ class StepTime:
             contended=hidden * CONTENTION * min(gather, forward),
         )
 
-    def _reduction(self, n_params: float, *, is_last: bool) -> float:
+    def _reduction(self, n_params: float, grid: RankGrid, *, is_last: bool) -> float:
         """Seconds to reduce gradients over shards, and after the last pass over replicas."""
-        _, replicas, shards, tensor = self._grid
+        _, replicas, shards, tensor = grid
         over_shards = self._collective(_FP32 * n_params, shards, tensor)
         if not is_last:
             return over_shards
@@ -391,7 +452,7 @@ def links_of(device: Accelerator) -> Links:
 
 def _ring(n_bytes: float, ranks: int, per_node: int, links: Links) -> float:
     """Seconds of a ring all-gather or reduce-scatter of `n_bytes` in total; the ring enters each node through all its adapters."""
-    if ranks == 1:
+    if ranks == 1 or n_bytes == 0:
         return 0.0
     nodes = math.ceil(ranks / per_node)
     bandwidth = links.node if nodes == 1 else min(links.node, per_node * links.network)

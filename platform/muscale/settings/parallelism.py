@@ -118,6 +118,11 @@ class Parallelism:
         return self.pipeline_parallel > 1 and self.pipeline_schedule in SPLIT_BACKWARD
 
     @property
+    def can_compile(self) -> bool:
+        """Whether blocks can be compiled: not with a backward pass in two parts, nor with as many rows as experts were chosen for."""
+        return not self.splits_backward and self.expert_parallel == 1
+
+    @property
     def _names(self) -> str:
         return "tensor_parallel" + (" · context_parallel" if self.context_parallel > 1 else "")
 
@@ -248,6 +253,8 @@ class Parallelism:
             "context_parallel": self.context_parallel,
             "checkpointing": self.checkpointing,
         }
+        if self.expert_parallel > 1:
+            conditions["expert_parallel"] = self.expert_parallel
         pipeline = self.pipeline(sequences)
         return conditions | {"pipeline": pipeline} if pipeline else conditions
 

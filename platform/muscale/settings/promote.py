@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +18,8 @@ from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSched
 from proxy_models.training.compilation import Compile
 from proxy_models.training.guard_settings import GuardSettings
 
-LAYOUT = ("sharding", "tensor_parallel", "context_parallel", "pipeline_parallel", "activation_checkpointing")
+GROUPS = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+LAYOUT = ("sharding", *GROUPS, "activation_checkpointing")
 """Keys that may be "auto"."""
 
 
@@ -75,8 +77,8 @@ class PromoteSettings(StrictTable):
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
     context_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every sequence
-    # neighbouring workers that share out the experts of each block; not chosen by "auto"
-    expert_parallel: PositiveInt = 1
+    # neighbouring workers that share out the experts of each block
+    expert_parallel: PositiveInt | Literal["auto"] = 1
     pipeline_parallel: PositiveInt | Literal["auto"] = 1  # groups of workers with different blocks, one after the other
     pipeline_schedule: PipelineSchedule = "1f1b"  # order of the micro-batches in a pipeline
     # parts of a block that its backward pass computes again
@@ -112,7 +114,7 @@ class PromoteSettings(StrictTable):
                     f'promote.compile must be false with pipeline_schedule = "{self.pipeline_schedule}", which computes gradients of '
                     f"weights apart; got {self.compile!r}"
                 )
-        if self.compile and self.expert_parallel > 1:
+        if self.compile and self.expert_parallel not in (1, "auto"):
             raise ValueError(f"promote.{COMPILED_EXPERTS.format(self.expert_parallel)}")
         require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
@@ -125,17 +127,23 @@ class PromoteSettings(StrictTable):
             layout = self.parallelism
             # raises; a node's ranks are not known yet
             layout.grid(self.workers, node_ranks=layout.sequence_ranks * layout.expert_parallel)
-        elif self.expert_parallel > 1:
-            raise ValueError(
-                f'expert_parallel must be 1 with promote.{self.open_layout[0]} = "auto", got {self.expert_parallel}'
-            )
-        elif self.context_parallel not in (1, "auto") and self.pipeline_parallel not in (1, "auto"):
-            raise ValueError(
-                f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
-            )
+        elif fault := next(self._apart(), ""):
+            raise ValueError(fault)
         elif self.sharding == "auto" and self.shard_ranks is not None:
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
         return self
+
+    def _apart(self) -> Iterator[str]:
+        """Generate the pairs of stated groups of workers that exclude each other."""
+        stated = {name: value for name in GROUPS if (value := getattr(self, name)) not in (1, "auto")}
+        for one, other in (
+            ("expert_parallel", "tensor_parallel"),
+            ("expert_parallel", "context_parallel"),
+            ("expert_parallel", "pipeline_parallel"),
+            ("context_parallel", "pipeline_parallel"),
+        ):
+            if one in stated and other in stated:
+                yield f"{one} must be 1 with {other} = {stated[other]}, got {stated[one]}"
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -184,15 +192,22 @@ class PromoteSettings(StrictTable):
     def parallelism(self) -> Parallelism:
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
         sharding, tensor, stages = self.sharding, self.tensor_parallel, self.pipeline_parallel
-        context, checkpointing = self.context_parallel, self.activation_checkpointing
-        if sharding == "auto" or tensor == "auto" or context == "auto" or stages == "auto" or checkpointing == "auto":
+        context, experts, checkpointing = self.context_parallel, self.expert_parallel, self.activation_checkpointing
+        if (
+            sharding == "auto"
+            or tensor == "auto"
+            or context == "auto"
+            or stages == "auto"
+            or checkpointing == "auto"
+            or experts == "auto"
+        ):
             raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; set the layout here')
         return Parallelism(
             sharding=sharding,
             shard_ranks=self.shard_ranks,
             tensor_parallel=tensor,
             context_parallel=context,
-            expert_parallel=self.expert_parallel,
+            expert_parallel=experts,
             pipeline_parallel=stages,
             pipeline_schedule=self.pipeline_schedule,
             checkpointing=checkpointing,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from muscale.plans.layouts import SCHEDULES, Layout, _candidates, _schedules, fitting_layouts, propose_layout
+from muscale.plans.layouts import SCHEDULES, Layout, _candidates, _experts, _schedules, fitting_layouts, propose_layout
 from muscale.plans.step_time import LINKS
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
@@ -17,6 +18,7 @@ from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.training.traced_memory import estimated_memory
 from scaling import accelerator
 from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B
+from tests.gpu_free.cases import SHAPES
 
 TINY = ModelConfig(d_model=512, n_layers=8, head_dim=64, vocab_size=32_000, context_length=2048)
 
@@ -130,3 +132,38 @@ def test_ranks_share_a_sequence_only_where_no_other_layout_fits() -> None:
     short = propose_layout(fitting_layouts(TINY, workers=8, batch_tokens=2**20, device="H100 SXM", contexts=(1, 2, 4)))
     assert short is not None
     assert short.parallelism.context_parallel == 1
+
+
+def test_experts_are_shared_out_where_slow_links_make_their_gathers_wait() -> None:
+    def chosen(experts: Sequence[int], **links: Any) -> Layout:
+        found = fitting_layouts(
+            SHAPES["64x16B"],
+            workers=8,
+            batch_tokens=2**15,
+            device="H100 SXM",
+            links=replace(LINKS["H100 SXM"], **links),
+            experts=experts,
+            schedules=(),
+        )
+        proposed = propose_layout(found)
+        assert proposed is not None
+        assert proposed.step.total <= 1.02 * found[0].step.total
+        return proposed
+
+    every, slow = _experts(PromoteSettings(workers=8, expert_parallel="auto")), {"node": 5e10}
+    whole, shared = chosen((1,), **slow), chosen(every, **slow)
+    assert whole.keys["expert_parallel"] == 1
+    assert shared.keys["expert_parallel"] in (2, 4, 8)
+    assert shared.step.total < 0.5 * whole.step.total
+    assert (shared.parallelism.tensor_parallel, shared.parallelism.pipeline_parallel) == (1, 1)
+    assert chosen((4,)).keys["expert_parallel"] == 4
+    assert chosen(every).keys["expert_parallel"] == 1, (
+        "gathers over fast links take less than what compiled blocks save"
+    )
+
+
+def test_experts_are_shared_out_only_where_blocks_need_not_be_compiled() -> None:
+    assert list(_experts(PromoteSettings(workers=4, expert_parallel="auto"))) == [1, 2, 4]
+    assert list(_experts(PromoteSettings(workers=4, expert_parallel="auto", compile=True))) == [1]
+    assert list(_experts(PromoteSettings(workers=4, expert_parallel=2))) == [2]
+    assert {one.expert_parallel for one in _candidates(TINY, 8, 512, 8, None, (), "adamw", experts=(1, 2))} == {1}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch
 from muscale.plans.step_time import LINK_SHARE, LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import training_loss
+from proxy_models.architecture.decoder_part import fullest
+from proxy_models.architecture.memory import Checkpointing
 from proxy_models.training.fsdp import between_parts
 from tests.gpu_free.cases import SHAPES
 from tests.muscale.collectives import Collectives
-from tests.muscale.fake_ranks import rank_of
+from tests.muscale.fake_ranks import fullest_rank, rank_of
 from tests.muscale.full_runs.train.test_collectives import FP32, RANKS, SEQUENCES, TIME, built
 
 H100 = LINKS["H100 SXM"]
@@ -53,15 +56,30 @@ def test_collectives_and_the_optimizer_move_all_experts(shape: str) -> None:
     assert full.optimizer == pytest.approx(32 * n / 512 / (H100.memory * 0.8))
 
 
+EXPERTS = Parallelism(expert_parallel=2)
+
+
 @pytest.mark.parametrize(
     ("parallelism", "n_experts"),
-    [(Parallelism(), 8), (Parallelism(), 4), (Parallelism(sharding="zero2"), 4), (Parallelism(sharding="none"), 4)],
-    ids=["full", "full, parts of experts", "zero2, parts of experts", "none"],
+    [
+        (Parallelism(), 8),
+        (Parallelism(), 4),
+        (Parallelism(sharding="zero2"), 4),
+        (Parallelism(sharding="none"), 4),
+        *((replace(EXPERTS, checkpointing=kind), 8) for kind in get_args(Checkpointing)),
+        (Parallelism(expert_parallel=4), 4),
+        (Parallelism(expert_parallel=8), 8),
+        (Parallelism(sharding="zero2", expert_parallel=2, checkpointing="full"), 4),
+        (Parallelism(sharding="none", expert_parallel=2), 4),
+        (Parallelism(sharding="hybrid", shard_ranks=4, expert_parallel=2), 8),
+    ],
+    ids=str,
 )
 def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(
     parallelism: Parallelism, n_experts: int
 ) -> None:
-    with rank_of(0, RANKS):
+    n, rows = parallelism.expert_parallel, SEQUENCES * TIME * 2
+    with rank_of(0, RANKS), fullest_rank(n, rows):
         variant: dict[str, Any] = {
             "n_experts": n_experts,
             "first_dense_layers": 1,
@@ -73,7 +91,6 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(
             for last in (False, True):
                 between_parts(model, parallelism.sharding, last=last)
                 training_loss(model, torch.zeros(SEQUENCES, TIME + 1, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
-    _, replicas, shards, _ = parallelism.grid(RANKS)
     alone = replace(H100, node=1e-3)  # bytes per second, so that nothing else counts
     predicted = StepTime(
         model.config,
@@ -84,18 +101,52 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_that_a_rank_calls(
         device="H100 SXM",
         links=alone,
     )
+    whole, own = parallelism.grid(RANKS), predicted._expert_grid
+    stacks = model.config.n_params_by_group["experts"] // 2 // n  # of each of two blocks
 
-    def sent(kind: str, dtype: torch.dtype, ring: float) -> float:
-        """Return the seconds of the link for what a rank sends in a ring; its part of an all-gather goes to all others."""
-        calls = (
-            (size, n) for (of, size), n in found.of(kind).items() if of == dtype and size > 2 * SEQUENCES * TIME * FP32
-        )
-        return sum(size * n for size, n in calls) * ring / (LINK_SHARE * alone.node)
+    def sent(kind: str, dtype: torch.dtype, ring: Callable[[int], float]) -> float:
+        """Return the seconds of the link for what a rank sends in rings of as many ranks."""
+        of_experts = dtype.itemsize * stacks // (1 if kind == "reduce-scatter" else own.shards)
+        seconds = 0.0
+        for (of, size), number in found.of(kind).items():
+            if of == dtype and size > 2 * SEQUENCES * TIME * FP32:
+                grid = own if n > 1 and size == of_experts else whole
+                seconds += size * number * ring(grid.replicas if kind == "all-reduce" else grid.shards)
+        return seconds / (LINK_SHARE * alone.node)
 
-    of_weights = sent("all-gather", torch.bfloat16, shards - 1)
-    reduced = sent("reduce-scatter", torch.float32, (shards - 1) / shards)
-    reduced += sent("all-reduce", torch.float32, 2 * (replicas - 1) / replicas)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    of_weights = sent("all-gather", bf16, lambda ranks: ranks - 1)  # a rank's part goes to all others
+    reduced = sent("reduce-scatter", fp32, lambda ranks: (ranks - 1) / ranks)
+    reduced += sent("all-reduce", fp32, lambda ranks: 2 * (ranks - 1) / ranks)
     assert predicted.communication == pytest.approx(of_weights + reduced, rel=0.01), "but for the last norm"
+    # Of two exchanges of the fullest rank, one sends its own rows and receives more, the other returns those.
+    more = n * round(fullest(n) * rows / n) / rows
+    exchanged = sent("all-to-all", bf16, lambda _: 2 * fullest(n) / (1 + more) * (n - 1) / n)
+    assert predicted.experts == pytest.approx(exchanged, rel=1e-3)
+    assert predicted.total > predicted.experts + predicted.exposed
+
+
+def test_ranks_that_share_out_experts_gather_less_and_exchange_rows_over_the_slowest_link() -> None:
+    """Each of eight neighbours has one of Mixtral's experts in each block."""
+    model, tokens = SHAPES["8x7B"], 2**22 // 64
+    rows = fullest(8) * tokens * 2 * model.d_model * 2  # bytes of a step
+    slow = replace(H100, network=1e6)
+    whole, within = (step("8x7B", slow, expert_parallel=n) for n in (1, 8))
+    assert within.experts == pytest.approx(32 * 4 * rows * 7 / 8 / (LINK_SHARE * H100.node), rel=0.05)
+    assert whole.experts == 0
+    far = step("64x16B", slow, expert_parallel=16)
+    assert far.experts > 100 * step("64x16B", slow, expert_parallel=8).experts
+    again = step("8x7B", slow, expert_parallel=8, checkpointing="selective")
+    assert again.experts == pytest.approx(1.5 * within.experts)
+    eager = replace(step("8x7B", slow, workers=8), compiled=False)
+    shared = step("8x7B", slow, workers=8, expert_parallel=8)
+    products = 6 * model.n_params_by_group["experts"] * model.active_share * 2**22 / 8 / (H100.products * 989.5e12)
+    assert shared.communication < eager.communication / 5, "attention and tables alone"
+    assert (
+        shared.products - shared._traffic.contended
+        > eager.products - eager._traffic.contended + (fullest(8) - 1) * products
+    )
+    assert shared.optimizer == pytest.approx(eager.optimizer)
 
 
 def test_a_pipeline_of_unequal_blocks_waits_less_if_stages_are_balanced() -> None:

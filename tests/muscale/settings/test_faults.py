@@ -129,7 +129,7 @@ promote.workers_min | shard_ranks | got 4
 promote.tensor_parallel=3 => promote | 2 ranks | got 3
 promote.context_parallel=3 => promote | context_parallel | 2 ranks | got 3
 promote.expert_parallel=3 ;; promote.workers=4 => promote | expert_parallel | 4 ranks | got 3
-promote.expert_parallel=2 ;; promote.sharding=auto => promote | expert_parallel | promote.sharding | got 2
+promote.expert_parallel=2 ;; promote.context_parallel=2 ;; promote.sharding=auto => promote | expert_parallel | got 2
 promote.expert_parallel=2 ;; promote.tensor_parallel=2 ;; promote.workers=4 => promote | expert_parallel | tensor_parallel | got 2
 promote.expert_parallel=2 ;; promote.compile=true => promote | compile | expert_parallel | 2
 promote.context_parallel=2 ;; promote.pipeline_parallel=2 ;; promote.workers=4 => promote | context_parallel | got 2

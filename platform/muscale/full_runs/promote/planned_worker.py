@@ -110,23 +110,25 @@ class PlannedWorker:
 
     @property
     def least_memory(self) -> int:
-        """Bytes of the worker's weights, gradients and moments."""
+        """Bytes of the worker's weights, gradients and moments, at least."""
+        layout, ranks = self.config.promote.parallelism, self._conditions["world_size"]
+        sharding = layout.sharding
+        if sharding == "none" and layout.expert_parallel > 1:  # nearly all weights may be those of experts
+            sharding, ranks = "zero2", layout.expert_parallel
         return least_memory(
             self.plan.model,
             self.plan.hyperparameters.optimizer,
-            sharding=self._conditions["sharding"],
-            world_size=self._conditions["world_size"],
-            stages=self.config.promote.parallelism.pipeline_parallel,
+            sharding=sharding,
+            world_size=ranks,
+            stages=layout.pipeline_parallel,
         )
 
     def memory(self) -> MemoryEstimate:
         """Memory that training at the full batch takes.
 
         Raises:
-            ValueError: If a custom model is not imported or can't be traced, or workers share out experts, which no estimate knows.
+            ValueError: If a custom model is not imported or can't be traced.
         """
-        if (shared := self.config.promote.expert_parallel) > 1:
-            raise ValueError(f"the estimate does not know expert_parallel = {shared}")
         from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
         return estimated_memory(self.plan.model, micro_batch=self.micro_batch, **self._conditions)
@@ -135,7 +137,7 @@ class PlannedWorker:
         """Bytes that evaluation needs in addition to the training state."""
         from proxy_models.training.traced_memory import estimated_evaluation  # imports torch
 
-        names = ("sharding", "world_size", "tensor_parallel", "context_parallel", "pipeline")
+        names = ("sharding", "world_size", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline")
         layout = {name: value for name, value in self._conditions.items() if name in names}
         return estimated_evaluation(self.plan.model, self.evaluation_batch, training, self.plan.precision, **layout)
 

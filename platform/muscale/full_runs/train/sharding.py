@@ -71,13 +71,14 @@ class ShardedStrategy(ModelParallelStrategy):
         """Create the mesh, for which Lightning supports two dimensions only; raise StageError if the ranks do not fit the layout."""
         self._setup_distributed()
         try:
-            self._device_mesh = mesh_of(rank_grid(self._parallelism), self._device.type)
+            grid = rank_grid(self._parallelism)
+            self._device_mesh = mesh_of(grid, self._device.type)
         except ValueError as error:
             raise StageError(f"promote: {error}") from error
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh
         module.context_mesh = self._context_mesh = context_mesh(self._parallelism, self._device.type)
-        module.expert_mesh = self._expert_mesh = expert_mesh(self._parallelism, self._device.type)
+        module.expert_mesh = self._expert_mesh = expert_mesh(self._parallelism, grid, self._device.type)
         self._roll_call = RollCall(self._step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -129,12 +130,11 @@ def context_mesh(parallelism: Parallelism, device_type: str) -> DeviceMesh | Non
     return init_device_mesh(device_type, sizes, mesh_dim_names=("sequences", "context", "tensor"))["context"]
 
 
-def expert_mesh(parallelism: Parallelism, device_type: str) -> DeviceMesh | None:
+def expert_mesh(parallelism: Parallelism, grid: RankGrid, device_type: str) -> DeviceMesh | None:
     """The mesh (replicas, shards, experts) of ranks that share out experts, None if each has all; all ranks call this."""
     n = parallelism.expert_parallel
     if n == 1:
         return None
-    grid = rank_grid(parallelism)
     sizes = (grid.replicas // n, 1, n) if parallelism.sharding == "none" else (grid.replicas, grid.shards // n, n)
     return init_device_mesh(device_type, sizes, mesh_dim_names=(_REPLICAS, _SHARDS, _EXPERTS))
 

@@ -169,6 +169,23 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     assert "tensor_parallel must divide the 2 query heads" in line.compared
 
 
+def test_experts_that_workers_share_out_count_in_memory_micro_batch_and_step(look: Look) -> None:
+    experts = ("model.head_dim=8", "model.n_experts=4", "model.expert_ratio=1.0", "promote.workers=2")
+    on_cpu = look(*experts, "promote.expert_parallel=2", "promote.micro_batch=2")
+    model = as_decoder(on_cpu.plan.model)
+    layout: dict[str, Any] = {"sharding": "full", "world_size": 2, "expert_parallel": 2}
+    assert on_cpu.memory == training_memory(model, micro_batch=2, **layout)
+    assert statuses(on_cpu)["memory"] == statuses(on_cpu)["evaluation"] == statuses(on_cpu)["layout"] == "passed"
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', *experts)
+    shared = look(*on_gpus, "promote.expert_parallel=2")
+    assert shared.launch.micro_batch * 2 == shared.plan.hyperparameters.batch_tokens // model.context_length
+    assert statuses(shared)["memory"] == statuses(shared)["communication"] == "passed"
+    assert "expert_parallel = 2" in shared.launch.proposed, "the stated number"
+    alone = look(*on_gpus)
+    lines = [next(line for line in one.gate.lines if line.name == "communication") for one in (alone, shared)]
+    assert lines[0].compared != lines[1].compared
+
+
 def test_a_pipeline_counts_in_memory_and_in_the_micro_batch(look: Look) -> None:
     deep = ("model.n_layers=2", "plan.compute_flops=1e11")
     on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=2", *deep)
