@@ -12,11 +12,15 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from proxy_models.architecture.memory import Checkpointing
 
 Result = TypeVar("Result")
+# FSDP2 labels what it does for a unit inside a block; in a recomputation it does something else, and torch would miss the labels.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
 _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

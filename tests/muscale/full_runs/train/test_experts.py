@@ -135,6 +135,8 @@ LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
 LAYOUTS |= {
     "experts": (Parallelism(expert_parallel=2), 4, {"n_shared_experts": 1, "first_dense_layers": 1}),
     "experts alone": (Parallelism(expert_parallel=2, sharding="zero2"), 2, {"router_z_loss": 1e-3}),
+    # experts that are not sharded are gathered otherwise when a block is recomputed
+    "experts, recomputed": (Parallelism(expert_parallel=2, checkpointing="selective"), 2, {}),
     "experts, none": (Parallelism(expert_parallel=2, sharding="none"), 4, {"values": {"optimizer": "muon"}}),
     "experts, hybrid": (
         Parallelism(expert_parallel=2, sharding="hybrid", shard_ranks=2, checkpointing="full"),
@@ -148,7 +150,7 @@ LAYOUTS |= {
         {"n_experts": 6, "values": {"optimizer": "muon"}},  # each rank of a pair has two of three, or one
     ),
 }
-QUICK = {"experts", "uneven", "context", "pipeline"}
+QUICK = {"experts", "experts, recomputed", "uneven", "context", "pipeline"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in LAYOUTS])
