@@ -46,8 +46,8 @@ MIN_OWN_ROWS = 8
 MIN_SCHEDULES = 3
 """Fewest schedules per size: with two, the law of the other would be one schedule's."""
 MAX_WIDENING = 2.0
-"""Largest k at which intervals count as supported (assumed). Beyond, the law does not hold for these curves, so the whole gain of the
-decay after the last measured step counts as a further error."""
+"""Largest k at which intervals count as supported (assumed). Beyond, if it comes from the fitted curves' own residuals, the law does
+not even describe them, so the whole gain of the decay after the last measured step counts as a further error."""
 MAX_SIZE_RATIO = 4.2
 """Largest ratio of the run's size to the nearest fitted size (tested to 4)."""
 MIN_SIZES = 2
@@ -109,7 +109,7 @@ class ScheduleFit(FittedResult):
         widening = max(Widening.of(squares), Widening.of(self._own_squares(run, path, size)), fitted)
         k = widening.k
         scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)
-        scale = np.hypot(scale, ahead.gain if k > MAX_WIDENING else 0.0)[rows]
+        scale = np.hypot(scale, ahead.gain if fitted.k > MAX_WIDENING else 0.0)[rows]
         reach = np.exp(widening.factor(level) * scale)
         loss = np.exp(ahead.log_loss[rows])
         table = pd.DataFrame(

@@ -10,6 +10,9 @@ of (SIZE_ERROR·mean of y_i)², counted as 3, and of the squared residuals over 
 such line widen the interval. A line is a weighted sum of the y_i and stays bounded; a power of N, which was tried, is not where one
 y_i is near 0.
 
+Measured, 25M and 100M forecasting the final loss of 400M parameters: mean error .16 % by the ratio, .35 % by laws to which the
+schedule was not fitted, .62 % by the ratio of 100M alone (`tests/benchmarks/schedule_forecasts.py`).
+
 With the gain by laws, the loss at a constant rate comes from the run itself: its measured loss plus the gain is fitted by
 l + m·(power term of the nearest size's law), so only l and m are its own.
 """
