@@ -1,4 +1,4 @@
-"""What one device keeps of a decoder: parameters, moments of the optimizer, activations.
+"""A device's part of a decoder: parameters, moments of the optimizer, activations.
 
 Activations are counted tensor by tensor, as autograd keeps them for the backward pass of `Decoder` (tests compare the count with
 autograd's, in fp32 and bf16). Attention is assumed to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).

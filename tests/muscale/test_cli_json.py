@@ -21,6 +21,7 @@ HERE = {
     "check",
     "compare",
     "mixture",
+    "amend",
     "continue",
     "train",
     "init",
@@ -104,6 +105,7 @@ def test_an_error_leaves_standard_output_empty(make_study: MakeStudy, capfd: pyt
     table.write_text("tokens,loss\n1,2\n")
     for line in (
         ("continue", path, path.parent / "none.toml"),
+        ("amend", path, path.parent / "none.toml"),
         ("train", path.parent / "none.json"),
         ("watch", path, "--losses", table),
         ("watch", path),

@@ -20,7 +20,7 @@ from proxy_models.recipes.segments import Segment
 from scaling import ScalingError, ScheduleFit, fit_schedules
 
 _WINDOWS = 50
-"""Windows of a run; a fiftieth of it is short beside a cooldown and long beside the noise of a step."""
+"""Windows of a run: a fiftieth is short compared with a cooldown, and averages many steps."""
 _AHEAD = 200  # rows of a schedule that is not trained yet
 
 

@@ -51,7 +51,7 @@ class ContinuationFile(StrictTable):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the continuation changes, in the terms of an amendment; it always has a schedule of its own."""
+        """Changes of the continuation, by the keys of an amendment; the schedule is always one of them."""
         stated = self.model_dump(
             mode="json", exclude_unset=True, exclude={"name", "parent", "n_tokens", "seed", "corpus"}
         )

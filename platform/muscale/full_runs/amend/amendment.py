@@ -160,7 +160,7 @@ class Amendment(Result):
         return (
             []
             if before == now
-            else [f"sequences of {now} tokens come in an order of their own: some text is read again"]
+            else [f"sequences of {now} tokens come in another order: some text is read again"]
         )
 
     def __str__(self) -> str:

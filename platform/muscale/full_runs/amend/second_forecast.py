@@ -191,7 +191,7 @@ def _schedule_effect(
 
 @dataclass(frozen=True, kw_only=True)
 class SoFar:
-    """What a lineage has measured up to a checkpoint; tokens count from the lineage's beginning.
+    """Losses that a lineage has measured up to a checkpoint; tokens count from the lineage's beginning.
 
     Attributes:
         losses: Held-out losses: tokens, loss, and `sources` of a mixture. Without one in the second half, means of the training
