@@ -662,8 +662,8 @@ class Study(Result):
     def _with_forecast(self, amendment: Amendment) -> AmendmentPlan:
         from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 
-        fit, schedules = findings(self.contents, self._stages.known).fit, ladder_schedules(self.contents)
-        return AmendmentPlan.of(amendment, fit, schedules, self.config, self.ledger)
+        fit = findings(self.contents, self._stages.known).fit
+        return AmendmentPlan.of(amendment, fit, lambda: ladder_schedules(self.contents), self.config, self.ledger)
 
     def _train_amendment(self, planned: AmendmentPlan, stage: str) -> Amended:
         from muscale.full_runs.amend.amendment_plan import train

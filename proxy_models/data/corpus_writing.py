@@ -134,13 +134,16 @@ def write_reweighted(corpus: Corpus, folder: Path, weights: Mapping[str, float],
     )
     cut = MixtureStage(weights=corpus.mixture.stages[len(stages)].weights, until_tokens=after)
     mixture = Mixture(stages=(*stages, cut, MixtureStage(weights=dict(weights))))
-    if not (folder / MANIFEST).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (SOURCES, TOKENIZER, TOKENIZER_MANIFEST):
-            if (corpus.folder / name).exists() and not (folder / name).exists():
-                (folder / name).symlink_to(os.path.relpath((corpus.folder / name).resolve(), folder.resolve()))
-        identity = {SOURCES: {name: files.key for name, files in corpus.sources.items()}, "mixture": mixture.to_dict()}
-        write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
+    with folder_lock(folder):
+        if not (folder / MANIFEST).exists():
+            for name in (SOURCES, TOKENIZER, TOKENIZER_MANIFEST):
+                if (corpus.folder / name).exists() and not (folder / name).exists():
+                    (folder / name).symlink_to(os.path.relpath((corpus.folder / name).resolve(), folder.resolve()))
+            identity = {
+                SOURCES: {name: files.key for name, files in corpus.sources.items()},
+                "mixture": mixture.to_dict(),
+            }
+            write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
     return Corpus.open(folder)
 
 

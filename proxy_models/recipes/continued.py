@@ -56,14 +56,15 @@ def continued(
         ValueError: If no tokens remain for the schedule after the re-warming.
     """
     recipe = amended_recipe(before, {"learning_rate": learning_rate, "optimizer": optimizer or before.optimizer})
-    length = _whole(n_tokens, recipe.batch_tokens)
+    batch = recipe.batch_tokens
+    length = _whole(n_tokens, batch)
     return _new_schedule(
         recipe,
         schedule,
         length,
-        cooldown=round(length * cooldown_fraction),
+        cooldown=length * cooldown_fraction,
         final_fraction=final_fraction,
-        rewarm_tokens=rewarm_tokens,
+        warmup=round(rewarm_tokens / batch) * batch,
     )
 
 
@@ -90,48 +91,63 @@ def amended(
         before: Tokens trained before the parent's token 0.
 
     Raises:
-        ValueError: If the parent's schedule is of a kind that can't be stretched, its rate is 0 there, or no tokens remain for the
-            schedule.
+        ValueError: Naming the key, if no tokens remain for a ramp or a warmup, the parent's schedule can't be changed there, or a
+            value is not one of the schedule's.
     """
     total = before + segments[-1].end if n_tokens is None else n_tokens
-    rest = [segment for segment in segments if segment.end > after] or [segments[-1]]
-    if "learning_rate" in values:  # later stages of the parent have other rates
-        values = {**values, "learning_rate_factor": values["learning_rate"] / rest[0].recipe.learning_rate}
-        del values["learning_rate"]
-    recipes = [amended_recipe(segment.recipe, values, total) for segment in rest]
-    batch, rewarm = recipes[0].batch_tokens, values.get("rewarm_tokens", 0)
     if total <= before + after:
         raise ValueError(f"n_tokens: must be more than the {before + after} tokens at the checkpoint, got {total}")
-    length = _whole(total - before - after, batch)
+    rest = [segment for segment in segments if segment.end > after] or [segments[-1]]
+    if "learning_rate" in values:  # later stages of the parent have other rates
+        factor = values["learning_rate"] / rest[0].recipe.learning_rate
+        values = {name: value for name, value in values.items() if name != "learning_rate"} | {
+            "learning_rate_factor": factor
+        }
+    recipes = [amended_recipe(segment.recipe, values, total) for segment in rest]
+    batch, rewarm = recipes[0].batch_tokens, values.get("rewarm_tokens", 0)
+    length, warmup = _whole(total - before - after, batch), _whole(rewarm, batch) if rewarm else 0
+    for name, needed in (("rewarm_tokens", warmup), ("batch_ramp_tokens", recipes[0].batch_ramp_tokens)):
+        if needed >= length:
+            raise ValueError(f"{name}: must be less than the {length} tokens that remain, got {needed}")
     if n_tokens is None and not values.keys() & {"schedule", "cooldown_fraction", "final_fraction"}:
-        warmup = round(rewarm / batch) * batch
         ends = [*(_whole(segment.end - after, batch) for segment in rest[:-1]), length]
         parts = zip(rest, recipes, [0, *ends], ends, strict=False)
         return tuple(
             Segment(
                 recipe=replace(recipe, warmup_tokens=warmup),
-                phase=Shifted(phase=segment.phase, tokens=after, warmup_tokens=warmup),
+                phase=_rest(segment.phase, after, warmup),
                 start=start,
                 end=end,
             )
             for segment, recipe, start, end in parts
             if end > start
         )
+    if len({replace(segment.recipe, warmup_tokens=0) for segment in rest}) > 1:
+        raise ValueError(
+            f"schedule: schedule and length can't change before the parent's hyperparameters do, at {rest[1].start} tokens; "
+            "branch off after that, or change other values only"
+        )
+    if after < rest[0].recipe.warmup_tokens and not warmup:
+        raise ValueError(
+            f"rewarm_tokens: must be set to change schedule or length before the parent's warmup ends, at "
+            f"{rest[0].recipe.warmup_tokens} tokens, got none after {after}"
+        )
     schedule, share, final = _inherited(segments, before, values)
-    scale = 1.0 if rewarm else rest[0].phase.factor(after, batch)
+    scale = 1.0 if warmup else rest[0].phase.factor(after, batch)
     if scale <= 0:
         raise ValueError(
-            f"rewarm_tokens: must be set, because the parent's rate is 0 after {after} tokens; or branch off an earlier checkpoint"
+            f"rewarm_tokens: must be set, as the parent's rate is 0 after {after} tokens; or branch off an earlier checkpoint"
         )
     return _new_schedule(
-        recipes[0],
-        schedule,
-        length,
-        cooldown=round(share * total),
-        final_fraction=final,
-        rewarm_tokens=rewarm,
-        scale=scale,
+        recipes[0], schedule, length, cooldown=share * total, final_fraction=final, warmup=warmup, scale=scale
     )
+
+
+def _rest(phase: Phase, after: int, warmup: int) -> Phase:
+    """The phase from `after` tokens on, after a warmup."""
+    if isinstance(phase, Shifted) and after >= phase.warmup_tokens:
+        return replace(phase, tokens=phase.tokens + after, warmup_tokens=warmup)
+    return Shifted(phase=phase, tokens=after, warmup_tokens=warmup)
 
 
 def amended_recipe(recipe: Recipe, values: Mapping[str, Any], n_tokens: int | None = None) -> Recipe:
@@ -168,8 +184,10 @@ def _inherited(
     segments: Sequence[Segment], before: int, values: Mapping[str, Any]
 ) -> tuple[ContinuedSchedule, float, float]:
     """Return schedule, cooldown's share of the run and final fraction, as stated or as the run's segments have them."""
-    last = segments[-1].phase
-    phase = last.phase if isinstance(last, Shifted) else last
+    phase, scale = segments[-1].phase, 1.0
+    while isinstance(phase, Shifted):
+        scale *= phase.scale
+        phase = phase.phase
     found: ContinuedSchedule | None = None
     share, final = 0.15, 0.1
     match phase:
@@ -182,7 +200,7 @@ def _inherited(
         case LinearDecay():
             found = "linear"
         case CosineDecay():
-            found, final = "cosine", phase.final_fraction
+            found, final = "cosine", scale * phase.final_fraction
     if isinstance(phase, Cooldown | LinearCooldown):
         share = (phase.end - phase.start) / (before + segments[-1].end)
     if (schedule := values.get("schedule", found)) is None:
@@ -190,6 +208,9 @@ def _inherited(
             f"schedule: must be stated, one of wsd, wsd_linear, constant, linear, cosine, because the rest of the parent's "
             f"{type(phase).__name__} can't be changed"
         )
+    for name, readers in (("cooldown_fraction", COOLING), ("final_fraction", ("cosine",))):
+        if name in values and schedule not in readers:
+            raise ValueError(f"{name}: is for schedule {' and '.join(readers)}, got {values[name]} with {schedule}")
     return schedule, values.get("cooldown_fraction", share), values.get("final_fraction", final)
 
 
@@ -198,17 +219,15 @@ def _new_schedule(
     schedule: ContinuedSchedule,
     length: int,
     *,
-    cooldown: int,
+    cooldown: float,
     final_fraction: float,
-    rewarm_tokens: int,
+    warmup: int,
     scale: float = 1.0,
 ) -> tuple[Segment, ...]:
     """Return the segments of a schedule that begins at `scale` times the peak rate, with `cooldown` tokens at its end if it cools."""
-    batch = recipe.batch_tokens
-    warmup = round(rewarm_tokens / batch) * batch
-    cooldown = min(_whole(cooldown, batch), length) if schedule in COOLING else 0
-    stable = length - cooldown
-    if warmup and warmup >= (stable if cooldown else length):
+    cooldown_tokens = min(_whole(cooldown, recipe.batch_tokens), length) if schedule in COOLING else 0
+    stable = length - cooldown_tokens
+    if warmup and warmup >= (stable if cooldown_tokens else length):
         raise ValueError(
             f"rewarm_tokens: {warmup} tokens don't fit into the {stable} tokens before the cooldown, of {length} in all"
         )
@@ -219,7 +238,7 @@ def _new_schedule(
             recipe=recipe, phase=phase if scale == 1 else Shifted(phase=phase, scale=scale), start=start, end=end
         )
 
-    if cooldown:
+    if cooldown_tokens:
         kind = Cooldown if schedule == "wsd" else LinearCooldown
         cooling = segment(kind(start=stable, end=length), stable, length)
         return (segment(Constant(warmup_tokens=warmup), 0, stable), cooling) if stable else (cooling,)
@@ -238,6 +257,6 @@ def _new_schedule(
     return (segment(phase, 0, length),)
 
 
-def _whole(tokens: int, batch: int) -> int:
+def _whole(tokens: float, batch: int) -> int:
     """Round to whole batches, at least one."""
     return max(1, round(tokens / batch)) * batch

@@ -18,7 +18,7 @@ from muscale.layout import BUNDLES, FULL_RUNS
 if TYPE_CHECKING:
     from muscale.study import Study
 
-AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name")
+AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name", "reason", "parent")
 """Tables and keys that `--set` changes in an amendment instead of in the study file."""
 
 

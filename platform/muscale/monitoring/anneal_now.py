@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class AnnealNow(Result):
         for row in self.table.to_dict("records"):
             saved = row["saved"]
             more = f"{saved:,} tokens fewer than planned" if saved >= 0 else f"{-saved:,} tokens more than planned"
-            hours = f", {format_duration(row['seconds'])}" if row["seconds"] == row["seconds"] else ""
+            hours = f", {format_duration(row['seconds'])}" if math.isfinite(row["seconds"]) else ""
             lines.append(
                 f"  cooled over {row['share']:.0%} more, to {row['tokens']:,} tokens{hours}: loss {row['loss']:.4f}, "
                 f"{self.level:.0%} interval [{row['low']:.4f}, {row['high']:.4f}]; {more}"
@@ -98,8 +99,8 @@ def anneal_now(
     if registered is None:
         raise StageError(f"watch: --plan: no plan or amended run of this study has the key {key!r}")
     plan = Plan.of_row(registered)
-    steps = RunRecords(ledger.directory / FULL_RUNS / key).steps()
-    trained = steps.dropna(subset=["train_loss"])
+    records = RunRecords(ledger.directory / FULL_RUNS / key)
+    trained = records.steps().dropna(subset=["train_loss"])
     if trained.empty:
         raise StageError(f"watch: run {key} has no losses yet")
     so_far = SoFar.of([*past, (key, int(trained["tokens"].iloc[-1]))], ledger.directory, ledger, schedules.offset)
@@ -114,7 +115,7 @@ def anneal_now(
         )
     except (ValueError, ScalingError) as error:
         raise StageError(f"watch: --anneal-now: {error}") from error
-    pace = _seconds_per_token(steps)
+    pace = records.seconds_per_token() or math.nan
     rows = []
     for share, forecast in zip(shares, found, strict=True):
         end = round(tokens * (1 + share))
@@ -135,11 +136,3 @@ def anneal_now(
     return AnnealNow(
         run=key, tokens=tokens, planned=before + length, table=pd.DataFrame(rows), level=level, reasons=reasons
     )
-
-
-def _seconds_per_token(steps: pd.DataFrame) -> float:
-    timed = steps.dropna(subset=["seconds"])
-    if len(timed) < 2:
-        return float("nan")
-    tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
-    return seconds / tokens if tokens > 0 else float("nan")

@@ -29,7 +29,6 @@ _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {
     ResultKind.PROMOTION_STARTED: False,
     ResultKind.EXTERNAL_RUN_STARTED: True,
-    ResultKind.AMENDMENT_STARTED: False,
 }  # kind of result in the ledger: whether the run is external
 
 
@@ -136,6 +135,8 @@ def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
             for started, external in _STARTED.items()
             if (row := ledger.latest_result(started))
         ]
+        amended = [row for row in ledger.results(ResultKind.AMENDMENT_STARTED) if row["payload"].get("forecast")]
+        begun += [(row["created_at"], row["key"], False) for row in amended[-1:]]
         if begun:
             _, key, external = max(begun)
             return key, external
@@ -143,7 +144,7 @@ def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
             "watch: no full run has started; start one with `muscale promote`, or name the losses of a run trained elsewhere "
             "with --losses"
         )
-    for started, external in _STARTED.items():
+    for started, external in (*_STARTED.items(), (ResultKind.AMENDMENT_STARTED, False)):
         if ledger.result(started, plan):
             return plan, external
     raise StageError(f"watch: no run of plan {plan} has started; start it with `muscale promote --plan {plan}`")

@@ -1,6 +1,7 @@
 """The schedule of a stage that continues another run."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,41 @@ def test_a_schedule_that_cannot_be_stretched_has_to_be_stated() -> None:
         amended(steps, 50 * BATCH, {}, n_tokens=200 * BATCH)
     with pytest.raises(ValueError, match="n_tokens: .* 12800"):
         amended(RUN, 50 * BATCH, {}, n_tokens=50 * BATCH)
+
+
+def test_the_third_amendment_knows_the_schedule_of_the_first_run_and_a_cosine_its_end() -> None:
+    twice = amended(amended(RUN, 20 * BATCH, {}), 20 * BATCH, {"clip_norm": 0.5}, before=20 * BATCH)
+    third = amended(twice, 10 * BATCH, {}, n_tokens=200 * BATCH, before=40 * BATCH)
+    assert factors(third) == factors(chain(replace(H, cooldown_fraction=0.2), 200 * BATCH))[50:]
+    cosine = chain(replace(H, schedule="cosine"), 100 * BATCH)
+    for before in (0, 80):
+        cosine = amended(cosine, 80 * BATCH, {}, n_tokens=(before + 150) * BATCH, before=before * BATCH)
+        assert factors(cosine)[-1] == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("after", "values", "key"),
+    [
+        (50, {"schedule": "cosine", "cooldown_fraction": 0.3}, "cooldown_fraction"),
+        (50, {"schedule": "wsd", "final_fraction": 0.3}, "final_fraction"),
+        (2, {"cooldown_fraction": 0.3}, "rewarm_tokens"),
+        (50, {"rewarm_tokens": 60 * BATCH}, "rewarm_tokens"),
+        (50, {"batch_doublings": 1, "batch_ramp_tokens": 60 * BATCH}, "batch_ramp_tokens"),
+    ],
+)
+def test_what_the_rest_of_a_run_has_no_room_or_use_for_is_refused_with_its_key(
+    after: int, values: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{key}"):
+        amended(RUN, after * BATCH, values)
+
+
+def test_a_new_schedule_is_refused_while_the_parent_s_hyperparameters_still_change() -> None:
+    staged = chain(replace(H, stages=(HyperparameterStage(after=0.5, learning_rate=0.25),)), 100 * BATCH)
+    with pytest.raises(ValueError, match="^schedule"):
+        amended(staged, 20 * BATCH, {}, n_tokens=200 * BATCH)
+    assert amended(staged, 60 * BATCH, {}, n_tokens=200 * BATCH)[0].recipe.learning_rate == 0.25 * H.learning_rate
+
+
+def test_a_rewarming_of_less_than_a_batch_is_one_of_a_batch() -> None:
+    assert amended(RUN, 50 * BATCH, {"rewarm_tokens": 1})[0].recipe.warmup_tokens == BATCH

@@ -157,11 +157,7 @@ class Amendment(Result):
     @property
     def _other_order(self) -> list[str]:
         before, now = self.parent.numerics.base.context_length, self.numerics.base.context_length
-        return (
-            []
-            if before == now
-            else [f"sequences of {now} tokens come in another order: some text is read again"]
-        )
+        return [] if before == now else [f"sequences of {now} tokens come in another order: some text is read again"]
 
     def __str__(self) -> str:
         parent, recipe, model = self.parent.recipe, self.segments[0].recipe, self.numerics.model

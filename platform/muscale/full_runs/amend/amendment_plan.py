@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import pandas as pd
 
 from muscale.errors import LeaseHeldError, StageError
 from muscale.formatting import format_duration
@@ -44,7 +43,7 @@ class AmendmentPlan(Result):
         cls,
         amendment: Amendment,
         fit: ScalingFit | None,
-        schedules: LadderSchedules | str,
+        schedules: Callable[[], LadderSchedules | str],
         config: StudyConfig,
         ledger: Ledger,
     ) -> AmendmentPlan:
@@ -56,12 +55,12 @@ class AmendmentPlan(Result):
             if registered
             else second_forecast(amendment, fit, ledger, level=config.plan.level, schedules=schedules)
         )
-        of_parent = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).steps()
+        pace = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).seconds_per_token()
         return cls(
             amendment=amendment,
             forecast=None if isinstance(found, str) else found,
             no_forecast=found if isinstance(found, str) else "",
-            seconds=_seconds(of_parent, amendment.n_tokens),
+            seconds=None if pace is None else pace * amendment.n_tokens,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,15 +73,6 @@ class AmendmentPlan(Result):
         forecast = str(self.forecast) if self.forecast else f"no forecast: {self.no_forecast}"
         lines = [str(self.amendment), *([cost] if cost else []), *(f"  {line}" for line in forecast.splitlines())]
         return "\n".join(lines)
-
-
-def _seconds(steps: pd.DataFrame, n_tokens: int) -> float | None:
-    """Time of `n_tokens` at the mean speed of these steps, whose first began before the first row."""
-    timed = steps.dropna(subset=["seconds"])
-    if len(timed) < 2:
-        return None
-    tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
-    return n_tokens * seconds / tokens if tokens > 0 and seconds > 0 else None
 
 
 def train(plan: AmendmentPlan, stage: str, config: StudyConfig, ledger: Ledger, display: Display) -> Amended:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -95,6 +95,12 @@ class Parent:
     def tokens(self) -> int:
         """Tokens that the run had trained at the checkpoint."""
         return self.lineage[-1].tokens
+
+    @property
+    def factor(self) -> float:
+        """Factor of the schedule on the rate of the run's next step, or of its end."""
+        following = next((one for one in self.segments if one.end > self.tokens), self.segments[-1])
+        return following.rate_factor(self.tokens)
 
     @property
     def tokens_before(self) -> int:
@@ -235,9 +241,23 @@ def begun_last(ledger: Ledger) -> str:
     return max(begun)[1]
 
 
-def newest_checkpoint(run: str | None, ledger: Ledger) -> int | None:
+def recorded_parent(wanted: ParentSettings, reason: str, changes: Mapping[str, Any], ledger: Ledger) -> ParentSettings:
+    """Name the parent of the run that was last started with these changes; otherwise the run that began last.
+
+    So the same amendment, run again after a kill, resumes its run although that is now the one that began last.
+    """
+    for row in reversed(ledger.results(ResultKind.AMENDMENT_STARTED)):
+        started, parent = row["payload"], row["payload"]["lineage"][-1]
+        same = (started.get("reason", ""), started.get("changes", {})) == (reason, dict(changes))
+        if same and wanted.run in (None, parent["run"], parent["name"]) and wanted.tokens in (None, parent["tokens"]):
+            return ParentSettings(run=parent["run"], tokens=parent["tokens"])
+    run = wanted.run or begun_last(ledger)
+    return ParentSettings(run=run, tokens=wanted.tokens or newest_checkpoint(run, ledger))
+
+
+def newest_checkpoint(run: str, ledger: Ledger) -> int | None:
     """Tokens of a run's newest checkpoint, by the run's key or name; None if it has none."""
-    key, _ = find_amendment(run or "", ledger)
+    key, _ = find_amendment(run, ledger)
     found = CheckpointFolder(ledger.directory / FULL_RUNS / key / CHECKPOINTS).newest()
     return found and found[0]
 
@@ -288,9 +308,9 @@ def read_again(corpus: Corpus, lineage: Sequence[LineageSegment], position: int)
 
     A reweighted mixture begins at the `position` where the last run stopped, and reads its sources on.
     """
-    *before, last = lineage
-    if position != last.position + last.tokens:
-        before.append(last)
+    before, reached = list(lineage), position
+    while before and before[-1].position + before[-1].tokens == reached > 0:
+        reached = before.pop().position
     lines = []
     for name, files in corpus.sources.items():
         readers = [past for past in before if past.corpus != corpus.key and files.key in past.sources.values()]

@@ -12,10 +12,9 @@ from muscale.errors import StageError
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.parent import (
     Parent,
-    begun_last,
     find_parent,
-    newest_checkpoint,
     position_in,
+    recorded_parent,
     require_checkpoint,
 )
 from muscale.layout import CORPORA
@@ -84,7 +83,8 @@ def plan_amendment(
 ) -> Amendment:
     """Plan what an amendment states, and write its corpus if it is new; trains nothing.
 
-    Without `parent.run` it amends the run that began last, and without `parent.tokens` that run's newest checkpoint.
+    Without `parent.run` it amends the run that began last, and without `parent.tokens` that run's newest checkpoint; or it resumes
+    the run that was started with the same reason and changes.
 
     Args:
         where: File of the amendment, to whose folder paths are relative; None: to the study's folder.
@@ -93,9 +93,7 @@ def plan_amendment(
         StageError: If there is no such parent, or its checkpoint can't take the change; the message names the key.
     """
     with _naming(str(where or "amend")):
-        wanted = file.parent.model_copy(update={"run": file.parent.run or begun_last(ledger)})
-        if wanted.tokens is None:
-            wanted = wanted.model_copy(update={"tokens": newest_checkpoint(wanted.run, ledger)})
+        wanted = recorded_parent(file.parent, file.reason, file.changes, ledger)
         parent = find_parent(wanted, ledger, first, numerics)
         base = where.resolve().parent if where else ledger.directory
         corpus, evaluation = _corpus(file.own_corpus, parent, base, config, ledger, first, on_progress)
@@ -111,7 +109,7 @@ def plan_amendment(
                 before=parent.tokens_before - parent.tokens,
             )
         except ValueError as error:
-            place = "" if str(error).startswith("n_tokens") else "hyperparameters."
+            place = "" if str(error).startswith("n_tokens") else "hyperparameters: "
             raise StageError(f"{place}{error}") from error
         return _plan(
             parent,
@@ -284,3 +282,10 @@ def _require_trainable(planned: Amendment, config: StudyConfig) -> None:
         raise StageError(f"optimizer: {error}") from error
     if layout_errors := list(config.promote.parallelism.layout_errors(numerics.model)):
         raise StageError("; ".join(layout_errors))
+    try:
+        run = planned.full_run(config, manifest_hash="")
+    except ValueError as error:
+        raise StageError(str(error)) from error
+    sizes = config.promote.sizes
+    if (reasons := [list(run.unfit(size)) for size in sizes]) and all(reasons):
+        raise StageError(f"promote.workers: {'; '.join(reasons[-1])}")

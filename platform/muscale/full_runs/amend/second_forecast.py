@@ -16,7 +16,7 @@ second half of the parent over the forecast. That amount is added too, once for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,13 +28,14 @@ from scipy.stats import t as student
 from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.parent import run_segments
-from muscale.layout import FULL_RUNS, METRICS
+from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
 from muscale.plans.band import Band, registered_band
 from muscale.plans.ladder_schedules import LadderSchedules, measured
 from muscale.plans.planning import Plan
 from muscale.proxies.ladder_curves import rates_of
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.continued import amended
 from scaling import ScalingError, ScalingFit
 from scaling.fits.forecast import FLOOR, interval_factor
@@ -105,7 +106,7 @@ def second_forecast(
     ledger: Ledger,
     *,
     level: float,
-    schedules: LadderSchedules | str = "no law of schedules was fitted",
+    schedules: Callable[[], LadderSchedules | str] = lambda: "no law of schedules was fitted",
 ) -> SecondForecast | str:
     """Forecast an amended run, before it starts.
 
@@ -113,7 +114,7 @@ def second_forecast(
         fit: The study's law.
         ledger: Ledger of the study, with the plan's forecast and band.
         level: Nominal coverage of the interval.
-        schedules: The law of the ladder's schedules, or why there is none.
+        schedules: Gives the law of the ladder's schedules, or why there is none.
 
     Returns:
         The forecast, or why there is none.
@@ -135,15 +136,25 @@ def second_forecast(
         band.offset if band else 0.0,
     )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
-    error, variance = _error(so_far.losses, band, law.log_scale, parent.tokens_before)
+    error, variance = _error(so_far.losses, band, law.log_scale, lineage[0].tokens)
     uncovered = [
         f"{key} = {value}: no law covers this change"
         for key, value in amendment.changes.items()
         if key not in (*COVERED, *OF_SCHEDULE)
     ]
+    factor = parent.factor
+    if factor < 1 and amendment.segments[-1].end + parent.tokens != parent.segments[-1].end:
+        uncovered.append(
+            f"the parent's rate has fallen to {factor:.0%} of its peak, and no law covers a longer run from there"
+        )
+    for past in parent.lineage[1:]:
+        changed = (ledger.result(ResultKind.AMENDMENT_STARTED, past.run) or {}).get("changes", {})
+        uncovered += [
+            f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
+        ]
     effect = reach = 0.0
     if amendment.changes.keys() & {*OF_SCHEDULE}:
-        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules, float(plan.n_params), level)
+        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules(), float(plan.n_params), level)
         uncovered += [f"the schedule: {doubt}" for doubt in doubts[:_MOST_DOUBTS]]
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
@@ -176,8 +187,9 @@ def _schedule_effect(
         return 0.0, 0.0, (schedules,)
     parent = amendment.parent
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
+    longer = None if total == before + parent.segments[-1].end else total
     try:
-        unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=total, before=before)
+        unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
         ours, theirs = (
             schedules.law.forecast(
                 schedules.path(so_far.steps, ahead, parent.tokens_before), n_params=n_params, level=level
@@ -216,10 +228,12 @@ class SoFar:
         for run, upto in lineage:
             read = json_lines.read(directory / FULL_RUNS / run / METRICS)
             rows = [row for row in read if row["tokens"] <= upto]
+            beside = json_lines.read(directory / FULL_RUNS / run / EVALUATIONS)
+            evaluated = {row["tokens"]: row for row in (*beside, *rows) if row.get("val_loss") is not None}
             found += [
-                {"tokens": before + row["tokens"], "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
-                for row in rows
-                if row.get("val_loss") is not None
+                {"tokens": before + tokens, "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
+                for tokens, row in sorted(evaluated.items())
+                if tokens <= upto
             ]
             steps = [(row["tokens"], row["train_loss"]) for row in rows if row.get("train_loss")]
             if steps:
@@ -237,7 +251,7 @@ class SoFar:
 
 
 def _error(rows: Sequence[Mapping[str, Any]], band: Band | None, scale: float, tokens: int) -> tuple[float, float]:
-    """The law's error in log loss on this lineage, and its variance, by the evaluations inside the plan's band."""
+    """The law's error in log loss on this lineage, and its variance, by losses of the plan's first `tokens` inside its band."""
     known = (0.0, scale**2)
     if band is None or band.n_stems < 2:
         return known

@@ -10,6 +10,7 @@ from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment, format_lineage
 from muscale.full_runs.amend.parent import LineageSegment, parent_hash
 from muscale.full_runs.amend.second_forecast import SecondForecast
+from muscale.full_runs.checkpoints.folder import CheckpointFolder
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
@@ -182,7 +183,12 @@ def train_amendment(
         no_forecast=started.get("no_forecast", NOT_RECORDED),
     )
     ledger.record_result(ResultKind.AMENDMENT, amendment.key, done.to_dict())
+    _checkpoints(amendment).release(amendment.parent.tokens, amendment.key)
     return done
+
+
+def _checkpoints(amendment: Amendment) -> CheckpointFolder:
+    return CheckpointFolder(amendment.parent.checkpoint.parent)
 
 
 def begin(amendment: Amendment, ledger: Ledger, forecast: SecondForecast | str) -> dict[str, Any]:
@@ -195,5 +201,6 @@ def begin(amendment: Amendment, ledger: Ledger, forecast: SecondForecast | str) 
         return known
     registered = {"no_forecast": forecast} if isinstance(forecast, str) else {"forecast": forecast.to_dict()}
     started = {**amendment.facts(), **registered, "manifest_hash": parent_hash(amendment.parent), "at": now()}
+    _checkpoints(amendment).hold(amendment.parent.tokens, amendment.key)
     ledger.record_result(ResultKind.AMENDMENT_STARTED, amendment.key, started)
     return started

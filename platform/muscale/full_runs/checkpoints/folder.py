@@ -46,6 +46,21 @@ class CheckpointFolder:
         """Path of the checkpoint after this many tokens, which may not exist."""
         return self.folder / f"tokens={tokens}"
 
+    def hold(self, tokens: int, run: str) -> None:
+        """Keep a checkpoint as long as `run`, which starts from it, may need it."""
+        self._hold(tokens, run).touch()
+
+    def release(self, tokens: int, run: str) -> None:
+        """End what `hold` began; the next save deletes the checkpoint unless another rule keeps it."""
+        self._hold(tokens, run).unlink(missing_ok=True)
+
+    def is_held(self, tokens: int) -> bool:
+        """Whether another run may need a checkpoint."""
+        return any(self.folder.glob(f"held.{self.path(tokens).name}.*"))
+
+    def _hold(self, tokens: int, run: str) -> Path:
+        return self.folder / f"held.{self.path(tokens).name}.{run}"
+
     def found(self) -> list[tuple[int, Path]]:
         """Tokens and path of every checkpoint, newest first."""
         return sorted(((tokens_of(path), path) for path in self.folder.glob("tokens=*[0-9]")), reverse=True)

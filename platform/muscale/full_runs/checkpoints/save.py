@@ -134,7 +134,7 @@ class Checkpoints(CheckpointFolder):
         standing = [(number, path) for number, path in reversed(self.found()) if number <= tokens]
         kept, before = {path for _, path in standing[-self.keep_last :]}, 0
         for number, path in standing:
-            if passes(self.keep_every_tokens, before, number):
+            if passes(self.keep_every_tokens, before, number) or self.is_held(number):
                 kept.add(path)
             before = number
         for _, path in self.found():

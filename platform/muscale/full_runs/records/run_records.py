@@ -74,6 +74,14 @@ class RunRecords:
         """One row per step, with the run's own evaluations: tokens, train_loss, val_loss, seconds, mfu, and figures of experts."""
         return self._own.table()
 
+    def seconds_per_token(self) -> float | None:
+        """Mean time of a token over all steps, without the start of the first; None if fewer than two have a time."""
+        timed = self.steps().dropna(subset=["seconds"])
+        if len(timed) < 2:
+            return None
+        tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
+        return seconds / tokens if tokens > 0 and seconds > 0 else None
+
     def evaluations(self) -> pd.DataFrame:
         """Columns tokens, val_loss, by tokens; the run's own evaluation takes precedence over an asynchronous evaluation."""
         tables = self._own.table(), self._async.table()

@@ -13,6 +13,8 @@ from muscale import Amended, StageError, Study, StudyFileError
 from muscale.cli import app
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.train import train_amendment
+from muscale.full_runs.checkpoints.folder import CheckpointFolder
+from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.train.attempt import train
 from muscale.layout import FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.band import Band, registered_band
@@ -92,6 +94,49 @@ def test_without_a_named_run_or_checkpoint_the_newest_checkpoint_of_the_run_begu
     done = trained(case, parent__tokens=HALF, hyperparameters__clip_norm=0.5, name="newest")
     found = case.amended(n_tokens=3 * STEPS * BATCH, hyperparameters__rewarm_tokens=BATCH)
     assert (found.parent.run, found.parent.tokens) == (done.key, STEPS * BATCH - HALF)
+
+
+def test_the_same_reason_and_changes_resume_the_run_that_they_started(case: Case) -> None:
+    stated = {"reason": "once more", "hyperparameters__eps": 1e-9}
+    first = case.amended(**stated, parent__run=case.plan.key, parent__tokens=HALF)
+
+    def killed(_run: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_amendment(first, case.config, case.ledger, launcher=killed)
+    for named in ({}, {"parent__run": case.plan.key}, {"parent__tokens": HALF}):
+        assert case.amended(**stated, **named).key == first.key
+    more = {"reason": "another", "n_tokens": 3 * STEPS * BATCH, "hyperparameters__rewarm_tokens": BATCH}
+    assert case.amended(**stated | more, parent__run=case.plan.key).parent.tokens == STEPS * BATCH
+
+
+def test_a_checkpoint_stays_until_the_run_that_branched_off_has_ended(case: Case, tmp_path: Path) -> None:
+    child = case.amended(parent__run=case.plan.key, parent__tokens=HALF, hyperparameters__eps=1e-10)
+    folder = CheckpointFolder(child.parent.checkpoint.parent)
+    seen = []
+
+    def launched(run: Any) -> Any:
+        seen.append(folder.is_held(HALF))
+        return train(run)
+
+    others = len(list(folder.folder.glob("held.*")))
+    train_amendment(child, case.config, case.ledger, launcher=launched)
+    assert seen == [True]
+    assert len(list(folder.folder.glob("held.*"))) == others
+    parent = Checkpoints(tmp_path, keep_last=1)
+    for tokens in (256, 512, 768):
+        parent.path(tokens).mkdir()
+        if tokens == 512:
+            parent.hold(512, "child")
+        parent._drop(tokens)
+    assert parent.kept() == (768, 512)
+
+
+def test_a_batch_that_the_workers_can_t_share_is_refused_before_anything_is_recorded(case: Case) -> None:
+    config = case.config.model_copy(update={"promote": case.config.promote.model_copy(update={"workers": 64})})
+    with pytest.raises(StageError, match="promote.workers"):
+        replace(case, config=config).amended(parent__run=case.plan.key, parent__tokens=HALF)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +318,33 @@ def test_losses_above_the_band_raise_the_forecast_by_their_weight_and_narrow_it(
     assert wider.widening == pytest.approx(math.log(loss / found.loss))
     assert wider.low < found.low < found.high < wider.high >= loss
     assert len(wider.reasons) == len(found.reasons) + 1
+
+
+def test_changes_of_earlier_runs_count_and_losses_after_them_do_not_correct_the_law(case: Case) -> None:
+    first = trained(
+        case, parent__tokens=HALF, n_tokens=2 * STEPS * BATCH, hyperparameters__beta1=0.85, name="other_beta"
+    )
+    again = case.amended(parent__run=first.key, parent__tokens=STEPS * BATCH, n_tokens=4 * STEPS * BATCH)
+    found = second_forecast(again, planted_fit(), case.ledger, level=0.9)
+    assert isinstance(found, SecondForecast)
+    assert any("beta1" in reason for reason in found.reasons)
+    assert found.widening > 0
+    unchanged = case.amended(parent__run=case.plan.key, parent__tokens=HALF)
+    own = second_forecast(unchanged, planted_fit(), case.ledger, level=0.9)
+    assert isinstance(own, SecondForecast)
+    assert found.correction == pytest.approx(own.correction, abs=0.05)
+
+
+def test_a_longer_run_from_a_fallen_rate_is_not_covered(case: Case) -> None:
+    end = case.amended(
+        parent__run=case.plan.key,
+        parent__tokens=STEPS * BATCH,
+        n_tokens=2 * STEPS * BATCH,
+        hyperparameters__rewarm_tokens=BATCH,
+    )
+    found = second_forecast(end, planted_fit(), case.ledger, level=0.9)
+    assert isinstance(found, SecondForecast)
+    assert found.widening > 0
 
 
 def test_training_losses_stand_in_for_held_out_ones_that_were_not_measured(case: Case) -> None:
