@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,22 @@ def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
     forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
     for kind in (ResultKind.PROMOTION, ResultKind.EXTERNAL_RUN):
         for row in read(find, "results", {"kind": kind.value}):
-            try:
+            with _refusing(f"{study}: {kind} {row['key'][:_LONGEST]}"):
                 yield _row(study, row["payload"], forecasts)
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                reason = " ".join(str(error).split())[:_LONGEST]
-                raise StudyDirectoryError(
-                    f"{study}: {kind} {row['key'][:_LONGEST]}: not a finished run: {type(error).__name__}: {reason}"
-                ) from error
-    for run in amended_runs(read):
-        if run.forecast and run.measured is not None:
-            yield _checked(_amended_row(study, run, run.forecast, run.measured))
+    with _refusing(f"{study}: {ResultKind.AMENDMENT}"):
+        for run in amended_runs(read):
+            if run.forecast and run.measured is not None:
+                yield _checked(_amended_row(study, run, run.forecast, run.measured))
+
+
+@contextmanager
+def _refusing(place: str) -> Iterator[None]:
+    """Turn errors of a record that may come from anywhere into StudyDirectoryError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST]
+        raise StudyDirectoryError(f"{place}: not a finished run: {type(error).__name__}: {reason}") from error
 
 
 def _amended_row(study: str, run: AmendedRun, forecast: SecondForecast, measured: float) -> dict[str, Any]:

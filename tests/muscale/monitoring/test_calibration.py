@@ -6,10 +6,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muscale import StudyDirectoryError
+from muscale.full_runs.amend.second_forecast import SecondForecast
 from muscale.monitoring.calibration import calibrate
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind, forecasts
@@ -76,4 +78,40 @@ def test_without_a_run_calibration_is_empty_and_explained(tmp_path: Path) -> Non
     ledger = ledger_with(tmp_path / "a")
     assert "no promoted run has ended" in str(calibrate(ledger))
     assert calibrate(ledger).coverage.empty
+    ledger.close()
+
+
+def begin_child(ledger: Ledger, key: str, parent: str, loss: float | None = None, **started: Any) -> None:
+    """An amended run that is recorded as started, with a forecast of 2 within 1.9 to 2.1, and as ended with a loss."""
+    values = {"loss": 2.0, "low": 1.9, "high": 2.1, "level": 0.9, "n_tokens": 9, "by_law": 2.0}
+    forecast = SecondForecast(**values, correction=0.0, reweighting=0.0, widening=0.0, reasons=())
+    facts = {"name": "child", "reason": "why", "changes": {"n_tokens": 9}, "at": "2026-01-05T00:00:00+00:00"}
+    facts |= {"lineage": [{"run": parent, "tokens": 4}], "forecast": forecast.to_dict(), "segments": [{"end": 5}]}
+    ledger.record_result(ResultKind.AMENDMENT_STARTED, key, facts | started)
+    if loss is not None:
+        done = {"finished_at": "2026-01-06T00:00:00+00:00", "after": {"own": loss}}
+        ledger.record_result(ResultKind.AMENDMENT, key, done)
+
+
+def test_second_forecasts_are_counted_apart_and_only_once_they_are_measured(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a", 2.05, 2.2)
+    begin_child(ledger, "inside", "a 0", 2.0)
+    begin_child(ledger, "outside", "a 0", 2.5)
+    begin_child(ledger, "training", "a 0")
+    begin_child(ledger, "not forecast", "a 0", 2.0, forecast=None)
+    found = calibrate(ledger)
+    assert len(found.table) == 4
+    first, second = found.coverage.to_dict("records")
+    assert (first["amended"], first["runs"], first["inside"]) == (False, 2, 1)
+    assert (second["amended"], second["runs"], second["inside"]) == (True, 2, 1)
+    row = found.table.set_index("plan").loc["outside"]
+    assert row["residual_in_s"] == pytest.approx(math.log(1.25) / (math.log(1.05) / interval_factor(0.9)))
+    ledger.close()
+
+
+def test_a_second_forecast_from_anywhere_is_checked(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a")
+    begin_child(ledger, "child", "a 0", 2.0, lineage=[])
+    with pytest.raises(StudyDirectoryError):
+        calibrate(ledger)
     ledger.close()

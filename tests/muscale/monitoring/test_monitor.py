@@ -28,6 +28,7 @@ from muscale.monitoring.run_status import RunStatus
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import Incident, record_incident
+from tests.muscale.monitoring.test_calibration import begin_child
 from tests.muscale.planted_ladder import PlantedPlan
 
 MakeStudy = Callable[..., Path]
@@ -76,6 +77,21 @@ def test_without_a_run_there_is_nothing_to_watch(run: Run) -> None:
     status = run.monitor().look()
     assert (status.tokens, status.inside, status.ended, status.alarming) == (0, None, False, False)
     status.plot()
+
+
+def test_an_amended_run_is_watched_with_its_second_forecast_and_its_parent_says_that_it_was_amended(run: Run) -> None:
+    run.begin()
+    begin_child(run.ledger, "without", run.plan.key, forecast=None)
+    assert run.monitor().look().plan == run.plan.key, "a run without a forecast is watched only if it is named"
+    with pytest.raises(StageError, match="without"):
+        Monitor(run.ledger, plan="without", alarm_after=3)
+    begin_child(run.ledger, "child", run.plan.key)
+    status = run.monitor().look()
+    assert (status.plan, status.n_tokens, status.band.loss, status.band.high) == ("child", 5, 2.0, 2.1)
+    status.plot()
+    parent = Monitor(run.ledger, plan=run.plan.key, alarm_after=3).look()
+    assert [(one.key, one.tokens, one.reason) for one in parent.amended] == [("without", 4, "why"), ("child", 4, "why")]
+    assert json.loads(json.dumps(parent.to_dict()))["amended"][1]["changes"] == {"n_tokens": 9}
 
 
 def test_each_evaluation_has_its_place(run: Run) -> None:
