@@ -304,16 +304,13 @@ def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) ->
 
 
 def read_again(corpus: Corpus, lineage: Sequence[LineageSegment], position: int) -> list[str]:
-    """One line for each source that was read before as part of another corpus, since it is now read from its start again.
+    """One line for each source that was read before as part of another corpus, and is now read from its start again.
 
-    A reweighted mixture begins at the `position` where the last run stopped, and reads its sources on.
+    A run that begins at a `position` of its corpus reads every source on.
     """
-    before, reached = list(lineage), position
-    while before and before[-1].position + before[-1].tokens == reached > 0:
-        reached = before.pop().position
-    lines = []
-    for name, files in corpus.sources.items():
-        readers = [past for past in before if past.corpus != corpus.key and files.key in past.sources.values()]
+    lines: list[str] = []
+    for name, files in corpus.sources.items() if position == 0 else ():
+        readers = [past for past in lineage if past.corpus != corpus.key and files.key in past.sources.values()]
         if readers and corpus.evaluation_weights[name]:
             lines.append(
                 f"{name} was already read by {readers[-1].label}; it is read again from its start, in another order"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from muscale import Amended, StageError, Study, StudyFileError
+from muscale.bundles.bundle import LINEAGE
 from muscale.cli import app
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.train import train_amendment
@@ -32,6 +33,7 @@ from scaling import ScalingFit
 from scaling.fits.forecast import FLOOR, interval_factor
 from tests.muscale.conftest import write_text
 from tests.muscale.full_runs.amend.conftest import BATCH, STEPS, Case, last_evaluation
+from tests.muscale.full_runs.amend.test_plan_amendment import CODE
 from tests.muscale.planted import planted_fit
 
 HALF = STEPS // 2 * BATCH  # a checkpoint that is kept
@@ -258,6 +260,26 @@ def test_new_weights_begin_at_the_checkpoint_and_each_source_is_read_on(tmp_path
     assert [stage.until_tokens for stage in again.mixture.stages] == [320, 640, None]
     with pytest.raises(ValueError, match="a, b"):
         write_reweighted(parent, tmp_path / "other", {"a": 1.0}, 320)
+
+
+def test_new_weights_of_a_mixture_are_trained_and_bundled(case: Case) -> None:
+    code = case.trained(CODE)
+    child = case.amended(
+        parent__run=code.key,
+        n_tokens=(STEPS + 10) * BATCH,
+        hyperparameters__rewarm_tokens=BATCH,
+        mixture__code=1.0,
+        mixture__old=3.0,
+    )
+    assert (child.position, child.n_tokens) == (6 * BATCH, 4 * BATCH)
+    assert child.corpus.evaluation_weights == {"code": 0.25, "old": 0.75}
+    assert [line for line in child.notes if line.startswith(("code", "old"))] == []
+    done = train_amendment(child, case.config, case.ledger, launcher=train)
+    assert done.before.own == pytest.approx(0.25 * code.after.sources["code"] + 0.75 * code.after.sources["old"])
+    study = Study.open(case.directory / STUDY_FILE, quiet=True)
+    bundle = study.bundle(continuation=done.key)
+    assert [one["run"] for one in bundle.read(LINEAGE)["segments"]] == [case.plan.key, code.key, done.key]
+    study.ledger.close()
 
 
 # The second forecast
