@@ -83,9 +83,14 @@ def test_without_a_run_calibration_is_empty_and_explained(tmp_path: Path) -> Non
 
 def begin_child(ledger: Ledger, key: str, parent: str, loss: float | None = None, **started: Any) -> None:
     """An amended run that is recorded as started, with a forecast of 2 within 1.9 to 2.1, and as ended with a loss."""
-    values = {"loss": 2.0, "low": 1.9, "high": 2.1, "level": 0.9, "n_tokens": 9, "by_law": 2.0}
+    values: dict[str, Any] = {"loss": 2.0, "low": 1.9, "high": 2.1, "level": 0.9, "n_tokens": 9, "by_law": 2.0}
     forecast = SecondForecast(**values, correction=0.0, reweighting=0.0, widening=0.0, reasons=())
-    facts = {"name": "child", "reason": "why", "changes": {"n_tokens": 9}, "at": "2026-01-05T00:00:00+00:00"}
+    facts: dict[str, Any] = {
+        "name": "child",
+        "reason": "why",
+        "changes": {"n_tokens": 9},
+        "at": "2026-01-05T00:00:00+00:00",
+    }
     facts |= {"lineage": [{"run": parent, "tokens": 4}], "forecast": forecast.to_dict(), "segments": [{"end": 5}]}
     ledger.record_result(ResultKind.AMENDMENT_STARTED, key, facts | started)
     if loss is not None:
