@@ -18,7 +18,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest --numprocesses 3
+	$(BIN)/python -m pytest --numprocesses 2
 
 # What takes too long for every time: all pairs of methods, and faults by the dozen. One of 15 minutes shows where it is.
 soak: $(INSTALLED)
@@ -55,7 +55,7 @@ audit: .venv/.audit
 
 # The oldest versions that pyproject.toml allows, in an environment of their own.
 lowest: .venv/.lowest
-	.venv/.lowest/bin/python -m pytest --numprocesses 3
+	.venv/.lowest/bin/python -m pytest --numprocesses 2
 
 .venv/.lowest: pyproject.toml $(INSTALLED)
 	$(PYTHON) -m venv $@
