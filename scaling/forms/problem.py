@@ -48,11 +48,15 @@ class Problem(ABC):
 
     def elsewhere(self, rows: Mapping[str, Array]) -> Problem:
         """The problem at other points, in the same coordinates; the forms of a forecast have it."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} can't be evaluated at other points, so it is no form of a forecast"
+        )
 
     def coordinates(self, values: Mapping[str, float]) -> Array:
         """Coordinates theta [P] of the form's parameters; the forms of a forecast have it."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no coordinates of given parameters, so it is no form of a forecast"
+        )
 
     @abstractmethod
     def part(self, rows: NDArray[np.int64]) -> Problem:

@@ -106,7 +106,7 @@ def test_an_unidentified_law_is_refused_or_raises_a_warning() -> None:
     assert "one schedule" in "; ".join(fit_schedule_law(curve("cosine"), warmup_steps=WARMUP).warnings)
     with pytest.raises(ValueError, match="step .*got 1000"):
         fit_schedule_law(curves(), warmup_steps=2000)
-    with pytest.raises(ValueError, match="missing column lr"):
+    with pytest.raises(ValueError, match="lr"):
         PLANTED.predict(schedule("wsd").drop(columns="lr"))
 
 

@@ -206,8 +206,8 @@ class SoFar:
     """Losses that a lineage has measured up to a checkpoint; tokens count from the lineage's beginning.
 
     Attributes:
-        losses: Held-out losses: tokens, loss, and `sources` of a mixture. Without one in the second half, means of the training
-            loss over windows of that half stand in for them, each times the held-out over the training loss of the ladder's runs.
+        losses: Held-out losses: tokens, loss, and `sources` of a mixture. If the second half has none, these are means of the
+            training loss over windows of that half, times the ratio of held-out to training loss on the ladder.
         steps: Means over windows of steps: columns tokens, lr (at the base shape), loss.
     """
 
