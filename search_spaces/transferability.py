@@ -218,6 +218,7 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
     ("document_separator", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("attention_window", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("global_attention_every", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("norm_eps", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("parallel", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "tied",

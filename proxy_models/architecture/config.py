@@ -15,7 +15,7 @@ from proxy_models.serialization import converter
 
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
-Activation = Literal["swiglu", "gelu", "relu", "relu2"]
+Activation = Literal["swiglu", "gelu", "gelu_tanh", "relu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 RouterScores = Literal["sigmoid", "softmax"]
@@ -36,7 +36,8 @@ class ModelConfig(Member):
             (Ainslie et al., arXiv 2305.13245), all query heads is multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
             when the width grows.
         mlp_ratio: `d_ff / d_model`; the product must be whole, so that the ratio is exact at every width.
-        activation: Activation of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
+        activation: Activation of the MLP: "swiglu" (gated, three matrices), "gelu", "gelu_tanh" (its approximation by tanh, as in
+            GPT-2), "relu", or "relu2", its square.
         norm: "rmsnorm" or "layernorm".
         qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
         positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
@@ -62,6 +63,8 @@ class ModelConfig(Member):
             left out like that of `rope_theta`.
         global_attention_every: With a window, every n-th block attends to all tokens so far (Gemma 3, arXiv 2503.19786, section 2:
             the last of every six); None: no block does. The default is left out like that of `rope_theta`.
+        norm_eps: Number that every norm adds to the mean square. GPT-2 and Llama 2 and 3 have 1e-5, Qwen3 1e-6. The default is left
+            out like that of `rope_theta`.
         n_experts: Number of MLPs in a block of which a router chooses some for each token (Shazeer et al., arXiv 1701.06538); None:
             one MLP for all tokens. The defaults of this and all later fields are left out like that of `rope_theta`.
         experts_per_token: Number of experts that a token passes; no token is dropped.
@@ -97,6 +100,7 @@ class ModelConfig(Member):
     document_separator: int | None = None
     attention_window: int | None = None
     global_attention_every: int | None = None
+    norm_eps: float = 1e-6
     n_experts: int | None = None
     experts_per_token: int = 2
     expert_ratio: float | None = None
@@ -126,8 +130,9 @@ class ModelConfig(Member):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         if not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if self.positions == "rotary" and (
             self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
         ):

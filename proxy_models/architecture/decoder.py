@@ -32,8 +32,6 @@ from proxy_models.architecture.sparse_attention import number_documents, visible
 if TYPE_CHECKING:
     from proxy_models.architecture.shared_sequences import SequenceShare
 
-NORM_EPS = 1e-6
-
 
 def rotary_angles(config: ModelConfig) -> Tensor:
     """Return the angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
@@ -111,8 +109,8 @@ class Positions(NamedTuple):
 def norm_of(config: ModelConfig) -> nn.Module:
     """Build a norm over the width."""
     if config.norm == "layernorm":
-        return LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
-    return RMSNorm(config.d_model, eps=NORM_EPS)
+        return LayerNorm(config.d_model, eps=config.norm_eps, bias=config.biases)
+    return RMSNorm(config.d_model, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -132,8 +130,8 @@ class Attention(nn.Module):
         self.key = Linear(width, d_kv, bias=config.biases)
         self.value = Linear(width, d_kv, bias=config.biases)
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.head_dim, eps=NORM_EPS)
-            self.key_norm = RMSNorm(config.head_dim, eps=NORM_EPS)
+            self.query_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.key_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
         self.output = Linear(width, width, bias=config.biases)
 
     def forward(self, x: Tensor, positions: Positions, scale: Tensor) -> Tensor:

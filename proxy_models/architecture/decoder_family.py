@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
@@ -13,7 +14,13 @@ from proxy_models.architecture.decoder_memory import evaluation_memory, fitting,
 from proxy_models.architecture.family import Family, Loss
 from proxy_models.architecture.member import AttentionKernel, ExpertSizes, Member, StepSizes
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
-from proxy_models.architecture.parametrization import Parametrization, TableOptions, parametrize
+from proxy_models.architecture.parametrization import (
+    ForwardMultipliers,
+    Parametrization,
+    TableOptions,
+    decoder_shapes,
+    parametrize,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_SIZES = 4096
 """Members that `between` lists: a budget of 1e20 FLOPs needs 2,800; beyond, one group of heads more is hardly another width."""
+_MODULE = re.compile(r"^blocks\.\d+\.|\.(weight|bias)$")
+"""What the name of a parameter has beyond the name of its module within a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +174,30 @@ class DecoderFamily(Family):
             or context_parallel > 1,
         )
         return AttentionKernel(kernel=kernel, n_heads=model.n_heads, head_dim=model.head_dim)
+
+    def absorbed(self, member: Member, multipliers: ForwardMultipliers) -> Mapping[str, float]:
+        """Return the factors by which weights absorb the multipliers; every activation of the residual stream stays the same.
+
+        | multiplier       | is multiplied into                                                               |
+        | ---------------- | -------------------------------------------------------------------------------- |
+        | embedding        | the embedding table                                                              |
+        | attention logits | the query projection, or with qk-norm the gain of the queries' norm              |
+        | residual branch  | the last projections of a branch: attention's output, down of MLP and experts    |
+        | readout          | the readout; if tied, divided by the embedding's, the norm before the readout    |
+
+        A tied table serves two products with one multiplier each: it absorbs the embedding's, and the norm the quotient of both.
+        """
+        config = cast(ModelConfig, member)
+        query = "attention.query_norm" if config.qk_norm else "attention.query"
+        ends = ("attention.output", "mlp.down", "mlp.shared.down", "mlp.experts.down")
+        of_module = {"embedding": multipliers.embedding, query: multipliers.attention}
+        of_module |= dict.fromkeys(ends, multipliers.branch)
+        if config.tied:
+            of_module["final_norm"] = multipliers.readout / multipliers.embedding
+        else:
+            of_module["readout"] = multipliers.readout
+        modules = {name: _MODULE.sub("", name) for name, _ in decoder_shapes(config, config)}
+        return {name: of_module.get(module, 1.0) for name, module in modules.items()}
 
     def shared_sizes(self, member: Member) -> Mapping[str, int]:
         """Return the heads, the columns of the MLP and the positions of a sequence."""

@@ -308,7 +308,7 @@ class DecoderPart:
         if config.qk_norm:
             block += compute * (mixed + d_kv) + FP32 * (n_heads + n_kv_heads)
         block += self._kept_by_mlp(
-            {"swiglu": 3 if compiled else 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
+            {"swiglu": 3 if compiled else 4, "gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2}[config.activation]
         )
         return block + (width if config.mlp_dropout else 0)  # a mask of bytes
 

@@ -24,6 +24,7 @@ from proxy_models.architecture.counted import remember
 from proxy_models.architecture.member import AttentionKernel, Counts, Member, ModuleConfig, StepSizes
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import (
+    ForwardMultipliers,
     Parametrization,
     TableOptions,
     TensorClass,
@@ -253,6 +254,16 @@ class Family(ABC):
         `context_parallel` is the number of ranks that share every sequence.
         """
         return None
+
+    def absorbed(self, member: Member, multipliers: ForwardMultipliers) -> Mapping[str, float]:
+        """Return a factor for each parameter by name: a model whose weights have them, and whose multipliers are 1, computes the same.
+
+        Only for families whose trainings can start from given weights (`proxy_models.training.initial_weights`).
+
+        Raises:
+            ValueError: If weights can't absorb these multipliers, or the family does not define how they do.
+        """
+        raise ValueError(f"{type(self).__name__} does not define how weights absorb forward multipliers (`absorbed`)")
 
     def shared_sizes(self, member: Member) -> Mapping[str, int]:
         """Return the sizes, by name, that the number of ranks that share a product must divide; empty: ranks can't share products."""

@@ -1,22 +1,12 @@
 """A trained decoder in the layout of Hugging Face's Llama, which transformers, lm-eval and inference servers read.
 
-Llama has no forward multipliers, so the weights absorb them; every activation of the residual stream stays the same:
-
-| multiplier       | is multiplied into                                                             |
-| ---------------- | ------------------------------------------------------------------------------ |
-| embedding        | the embedding table                                                            |
-| attention logits | the query projection, times sqrt(head_dim), by which Llama's attention divides; |
-|                  | with qk-norm, the gain of the queries' norm                                    |
-| residual branch  | the last projections of a branch: attention's output, down of MLP and experts  |
-| readout          | the readout; if tied, divided by the embedding's, the gain of the final norm   |
-
-A tied table serves two products with one multiplier each. The table absorbs the embedding's multiplier, and the gain of the norm
-before the readout absorbs the quotient of both, so that the table stays tied.
-
-The rest is the same in both: the config has the norm's eps, and positions rotate the pairs (x_i, x_{i + d/2}).
+Llama has no forward multipliers, so the weights absorb them (`DecoderFamily.absorbed`), and with the attention's sqrt(head_dim), by
+which Llama divides logits. The rest is the same in both: the config has the norm's eps, and positions rotate the pairs
+(x_i, x_{i + d/2}).
 
 A model with an attention window is written for Mistral's class, which has Llama's weights and a window in every block, or Ministral's,
-where each block has a window or not. A mixture of experts is written for one of three classes (`exported_experts`).
+where each block has a window or not; a model with qk-norm for Qwen3's, which has Llama's weights and the norms' gains. A mixture of
+experts is written for one of three classes (`exported_experts`).
 """
 
 from __future__ import annotations
@@ -24,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +22,9 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import NORM_EPS
 from proxy_models.architecture.experts import BALANCE_BIAS
 from proxy_models.architecture.exported_experts import expert_layout, layout_errors, state_errors, zeros_of
-from proxy_models.architecture.families import weight_shapes
+from proxy_models.architecture.families import family_of, weight_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
@@ -51,6 +41,8 @@ _NAMES = {
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
     "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
@@ -62,7 +54,6 @@ _LLAMA: dict[str, tuple[Any, str]] = {
     "activation": ("swiglu", "Llama's MLP is gated by SiLU"),
     "positions": ("rotary", "Llama's positions are rotary"),
     "rotary_fraction": (1.0, "Llama rotates whole heads"),
-    "qk_norm": (False, "Llama has no norm over queries and keys"),
     "parallel": (False, "Llama's blocks have attention and MLP one after the other"),
 }
 """Value that each setting must have, and the reason."""
@@ -88,26 +79,35 @@ class NotLlamaError(ValueError):
     """Error for an architecture that Llama's layout cannot hold."""
 
 
-def require_llama(config: ModelConfig) -> None:
-    """Require an architecture that Llama's layout can hold.
+def llama_errors(config: ModelConfig) -> list[str]:
+    """Return the settings that Llama's layout and its relatives can't hold, each with its value and the reason.
 
     Dropout and the terms of the training loss are allowed, since the trained model does not contain them.
-
-    Raises:
-        NotLlamaError: Naming every setting that Llama's layout cannot hold, and its value.
     """
     odd = [
         f"model.{name} must be {wanted!r} ({why}), got {getattr(config, name)!r}"
         for name, (wanted, why) in _LLAMA.items()
-        if getattr(config, name) != wanted
-        and (name != "rotary_fraction" or config.positions == "rotary")
-        and (name != "qk_norm" or config.n_experts is None)
+        if getattr(config, name) != wanted and (name != "rotary_fraction" or config.positions == "rotary")
     ]
     if config.n_experts is not None:
         odd += layout_errors(config)
-    elif config.attention_window is not None and config.biases:
-        odd.append("model.biases must be False (the classes with an attention window have none), got True")
-    if odd:
+        return odd
+    if config.biases and (config.attention_window is not None or config.qk_norm):
+        odd.append("model.biases must be False (the classes with an attention window or qk-norm have none), got True")
+    if config.qk_norm and config.attention_window is not None:
+        odd.append(
+            f"model.attention_window must be None (the class with qk-norm has none), got {config.attention_window}"
+        )
+    return odd
+
+
+def require_llama(config: ModelConfig) -> None:
+    """Require an architecture that Llama's layout can hold.
+
+    Raises:
+        NotLlamaError: Naming what `llama_errors` finds.
+    """
+    if odd := llama_errors(config):
         raise NotLlamaError(f"no export to the Llama layout: {'; '.join(odd)}")
 
 
@@ -129,7 +129,7 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": NORM_EPS,
+        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,  # transformers before 5 reads this key
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "max_position_embeddings": config.context_length,
@@ -150,6 +150,8 @@ def _class_of(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that name the class, its windows and its experts."""
     if config.n_experts is not None:
         return dict(expert_layout(config).fields)
+    if config.qk_norm:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if config.attention_window is None:
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     window = {"sliding_window": config.attention_window}
@@ -165,15 +167,9 @@ def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[s
     require_llama(config)
     layout = expert_layout(config) if config.n_experts is not None else None
     names = _NAMES | dict(layout.names if layout else {})
-    factors = {
-        "embedding": multipliers.embedding,
-        "attention.query_norm" if config.qk_norm else "attention.query": multipliers.attention
-        * math.sqrt(config.head_dim),
-        "attention.output": multipliers.branch,
-        **dict.fromkeys(("mlp.down", "mlp.shared.down", "mlp.experts.down"), multipliers.branch),
-        "final_norm": multipliers.readout / multipliers.embedding if config.tied else 1.0,
-        "readout": multipliers.readout,
-    }
+    factors = family_of(config).absorbed(
+        config, replace(multipliers, attention=multipliers.attention * math.sqrt(config.head_dim))
+    )
     places: dict[str, Place] = {}
     for name, shape in weight_shapes(config).items():
         module, _, kind = name.rpartition(".")
@@ -182,15 +178,14 @@ def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[s
             _, layer, module = module.split(".", 2)
             prefix = f"model.layers.{layer}."
         if layout and module == "mlp.experts":
-            factor = factors.get(f"{module}.{kind}", 1.0)
             for expert, matrix in enumerate(shape):
                 their = f"{prefix}{names[module]}.{expert}.{layout.matrices[kind]}.weight"
-                places[their] = Place(name, factor, matrix, expert)
+                places[their] = Place(name, factors[name], matrix, expert)
         elif layout and kind == BALANCE_BIAS:
             if layout.has_state:
                 places[f"{prefix}{names[module]}.e_score_correction_bias"] = Place(name, 1.0, shape)
         else:
-            places[f"{prefix}{names[module]}.{kind}"] = Place(name, factors.get(module, 1.0), shape)
+            places[f"{prefix}{names[module]}.{kind}"] = Place(name, factors[name], shape)
     if layout:
         places |= {name: Place(None, 1.0, shape) for name, shape in zeros_of(config, layout)}
     return places

@@ -18,6 +18,8 @@ def activated(activation: Activation, hidden: Tensor, gate: Callable[[], Tensor]
             return F.silu(gate()) * hidden
         case "gelu":
             return F.gelu(hidden)
+        case "gelu_tanh":
+            return F.gelu(hidden, approximate="tanh")
         case "relu":
             return F.relu(hidden)
         case "relu2":  # squared ReLU (So et al., arXiv 2109.08668, section 3)

@@ -36,6 +36,8 @@ class Numerics(Serializable):
         stages_by_fraction: True if stages of the corpus end at fractions of the run.
         run_tokens: Length of the run, set by `for_run`; None if no stage ends at a fraction of the run, so that runs of several
             lengths can share their beginning.
+        initial_weights: Key of the weights at which training starts (`proxy_models.training.initial_weights`); None, which is neither
+            written nor part of the key: random values.
         rounding: Value of `ROUNDING`; in fp32 neither written nor part of the key.
         depth_decay: Value of `DEPTH_DECAY`; at a depth exponent of 1 neither written nor part of the key.
     """
@@ -52,6 +54,7 @@ class Numerics(Serializable):
     guard: GuardSettings | None = None
     stages_by_fraction: bool = False
     run_tokens: int | None = None
+    initial_weights: str | None = None
     semantics: int = SEMANTICS
     rounding: int = ROUNDING
     depth_decay: int = DEPTH_DECAY
@@ -99,6 +102,8 @@ _every_field = make_dict_unstructure_fn(Numerics, converter)
 
 def _written(numerics: Numerics) -> dict[str, Any]:
     fields = _every_field(numerics)
+    if numerics.initial_weights is None:
+        del fields["initial_weights"]
     if numerics.precision == "fp32":
         del fields["rounding"]
     if numerics.depth_exponent == 1:

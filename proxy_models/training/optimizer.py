@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,11 +43,18 @@ values. AdamW's rule moves the other groups."""
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int, is_stage: bool = False
+    model: nn.Module,
+    parametrization: Parametrization,
+    recipe: Recipe,
+    *,
+    seed: int,
+    is_stage: bool = False,
+    values: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
-    A recipe may start the readout at 0.
+    A recipe may start the readout at 0. Given `values` replace the random ones, those of buffers too
+    (`proxy_models.training.initial_weights`).
 
     Each tensor has its own generator, seeded by (seed, name), so the values depend neither on the order of the
     parameters nor on their sharding. A stage of a pipeline (`is_stage`) has some of the table's parameters.
@@ -71,6 +78,11 @@ def initialize(
         )
     if recipe.zero_readout and TensorClass.TIED in classes:
         raise ValueError("zero_readout: must be false for a readout that is tied to the embedding, got true")
+    if values is not None:
+        stored = {name: buffer for name, buffer in model.named_buffers() if name in values}
+        for name, tensor in (parameters | stored).items():
+            write(tensor, values[name])
+        parameters = {}
     for name, parameter in parameters.items():
         rule = parametrization.rules[name]
         if not (std := initial_std(rule, recipe)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from proxy_models.training.averaging import AVERAGED_SHARE, Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import CPU, evaluation_batch, fitting_on, memory_limit, send, usable
 from proxy_models.training.guard import Divergence, Spike, judge_evaluation
+from proxy_models.training.initial_weights import starting_values
 from proxy_models.training.metrics import WAIT_EVERY, Curve, Recorder
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -74,6 +76,7 @@ class Trainer:
         micro_batch: int | None = None,
         device_share: float = 1.0,
         mesh: DeviceMesh | None = None,
+        initial_weights: Path | None = None,
     ) -> None:
         """Open a trainer.
 
@@ -88,6 +91,7 @@ class Trainer:
             device_share: Share of a GPU's memory that is this trainer's, where several processes share it.
             mesh: One dimension of all ranks of the process group, which shard each model and share each batch: all of them
                 make every call. The numbers are those of one process but for rounding and the draws of dropout.
+            initial_weights: Folder of the weights of `Numerics.initial_weights`.
 
         Raises:
             ValueError: If `micro_batch` or `device_share` is out of its range, or there is no such device.
@@ -96,7 +100,7 @@ class Trainer:
             raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
         if not 0 < device_share <= 1:
             raise ValueError(f"device_share must lie in (0, 1], got {device_share}")
-        self.corpus = corpus
+        self.corpus, self._initial_weights = corpus, initial_weights
         self.device = usable(device)
         self._compile, self._micro_batch = compile, micro_batch
         if compile and compilation.missing_compiler(self.device.type) is None:
@@ -122,7 +126,7 @@ class Trainer:
         on_step: Callable[[int, float], None] | None = None,
         moves: Callable[[], None] | None = None,
     ) -> SegmentResult:
-        """Train one segment from `state` (None: from the initial values) and evaluate at its end.
+        """Train one segment from `state` (None: from the initial values or weights) and evaluate at its end.
 
         Args:
             segment: The segment to train; it starts where `state` ends.
@@ -133,8 +137,9 @@ class Trainer:
 
         Raises:
             ValueError: If the model's family is not here or differs, the state does not end where the segment starts or was
-                trained under another table, the average begins before it, or `numerics` is of another corpus, of a run that
-                is shorter, or of a precision that this device does not have; if several ranks are to train in fp16.
+                trained under another table, the average begins before it, or `numerics` is of another corpus, of other initial
+                weights, of a run that is shorter, or of a precision that this device does not have; if several ranks are to train
+                in fp16.
         """
         import_family(numerics.model)
         begins = Tail().begins(segment.end, segment.recipe.batch_tokens) if averaged else segment.end
@@ -200,9 +205,10 @@ class Trainer:
         module.train()
         module.zero_grad()  # an exception may have left gradients here
         parametrization = numerics.parametrization(recipe.optimizer)
-        initialize(module, parametrization, recipe, seed=numerics.seed)
         if warm.family.state_buffers:
             warm.family.write_constants(module, numerics.model.d_model, numerics.model.n_layers)
+        values = starting_values(numerics, recipe, self._initial_weights) if state is None else None
+        initialize(module, parametrization, recipe, seed=numerics.seed, values=values)
         optimizer = make_optimizer(module, parametrization, recipe)
         micro_batch, checkpointing = self._fitting(numerics, recipe)
         warm.family.set_checkpointing(module, checkpointing)

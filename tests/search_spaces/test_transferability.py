@@ -28,7 +28,7 @@ SOURCES = {
 UNDER_MUP = """init_scale embedding_multiplier output_multiplier attention_multiplier embedding_rate output_rate eps
     warmup_fraction cooldown_fraction final_fraction milestones step_factor cycles stages clip_norm swap_fraction"""
 MUST_MATCH = """zero_readout optimizer swap_optimizer schedule activation norm qk_norm positions rotary_fraction rope_theta
-    document_separator attention_window global_attention_every parallel tied biases queries_per_kv mlp_ratio
+    document_separator attention_window global_attention_every norm_eps parallel tied biases queries_per_kv mlp_ratio
     n_experts experts_per_token expert_ratio head_dim context_length tokenizer data_mixture"""
 NEVER = """batch_tokens_per_gpu dropout attention_dropout mlp_dropout embedding_dropout label_smoothing stochastic_depth z_loss
     width_depth_ratio"""

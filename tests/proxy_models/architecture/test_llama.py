@@ -35,6 +35,8 @@ EXPORTED: dict[str, dict[str, Any]] = {
         "biases": True,
         "vocab_size": 264,
     },
+    "qk-norm": {"qk_norm": True, "queries_per_kv": 2, "tied": True},
+    "another eps": {"norm_eps": 1e-2},
     "only the training differs": {"mlp_dropout": 0.1, "stochastic_depth": 0.1, "label_smoothing": 0.1, "z_loss": 0.01},
 }
 
@@ -143,7 +145,8 @@ def test_transformers_generates_what_we_generate(transformers: ModuleType, tmp_p
         ({"positions": "learned"}, r"model.positions must be 'rotary' \(.*\), got 'learned'"),
         ({"positions": "alibi", "rotary_fraction": 0.5}, r"^[^;]*model.positions must be [^;]*$"),
         ({"rotary_fraction": 0.5}, r"model.rotary_fraction must be 1.0 \(.*\), got 0.5"),
-        ({"qk_norm": True}, r"model.qk_norm must be False \(.*\), got True"),
+        ({"qk_norm": True, "biases": True}, r"model.biases must be False \(.*\), got True"),
+        ({"qk_norm": True, "attention_window": 7}, r"model.attention_window must be None \(.*\), got 7"),
         ({"attention_window": 7, "biases": True}, r"model.biases must be False \(.*\), got True"),
         ({"parallel": True}, r"model.parallel must be False \(.*\), got True"),
         ({"norm": "layernorm", "parallel": True}, r"model.norm .*; model.parallel "),

@@ -1,0 +1,332 @@
+"""Weights of a folder in the layout of Llama, its relatives, or GPT-2, as the built-in decoder's parameters.
+
+The parameters are those of a decoder whose forward multipliers are 1: what a layout computes beyond its weights, the division of
+attention logits by sqrt(head_dim), goes into the queries. Llama's relatives are the classes that `llama` writes. GPT-2's matrices are
+(inputs, outputs), and one matrix has queries, keys and values (transformers, `GPT2Attention`).
+
+Only safetensors files are read, never a pickle. Tensors in fp16 and bf16 become fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.experts import BALANCE_BIAS
+from proxy_models.architecture.families import weight_shapes
+from proxy_models.architecture.llama import WEIGHTS, llama_config, llama_errors, llama_places
+from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.tensor_files import TensorFiles
+
+CONFIG = "config.json"
+NO_MULTIPLIERS = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=1.0)
+_LISTED = 3  # names of tensors that an error lists
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Endings of constants that older versions of transformers stored among the weights."""
+_KEYS = {
+    "hidden_size": "d_model",
+    "n_embd": "d_model",
+    "intermediate_size": "mlp_ratio",
+    "moe_intermediate_size": "expert_ratio",
+    "n_inner": "mlp_ratio",
+    "num_hidden_layers": "n_layers",
+    "n_layer": "n_layers",
+    "num_attention_heads": "head_dim",
+    "n_head": "head_dim",
+    "num_key_value_heads": "queries_per_kv",
+    "hidden_act": "activation",
+    "activation_function": "activation",
+    "rms_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "attention_bias": "biases",
+    "mlp_bias": "biases",
+    "sliding_window": "attention_window",
+    "layer_types": "global_attention_every",
+    "num_experts_per_tok": "experts_per_token",
+    "num_local_experts": "n_experts",
+    "num_experts": "n_experts",
+    "n_routed_experts": "n_experts",
+    "first_k_dense_replace": "first_dense_layers",
+    "use_qk_norm": "qk_norm",
+    "n_positions": "context_length",
+}
+"""Setting of [model] behind a key of config.json, if its name is another."""
+_NOT_COMPARED = {
+    *("architectures", "max_position_embeddings", "attention_dropout", "torch_dtype", "output_router_logits"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters", "model_type"),
+}
+"""Keys of Llama's config.json that do not change what the model computes, or are compared by `_read_llama`."""
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+"""What transformers assumes where config.json has no value."""
+_GPT2_ACTIVATIONS = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+    **{name: name for name in ("gelu", "relu")},
+}
+_GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "positions": "learned",
+    "biases": True,
+    "qk_norm": False,
+    "queries_per_kv": 1,
+    "parallel": False,
+    "attention_window": None,
+    "n_experts": None,
+}
+"""Settings of [model] that GPT-2's layout needs."""
+
+
+class GivenWeightsError(ValueError):
+    """Error for a folder whose weights are not those of the model; the message names the file, key or tensor, and both values."""
+
+
+class Piece(NamedTuple):
+    """Part of one of our tensors: the name and shape of theirs, and what is taken of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    take: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenWeights:
+    """Tensors by name, as parameters of a model without multipliers; each is read when it is asked for, in fp32.
+
+    Attributes:
+        shapes: Shape of each tensor, on the meta device.
+        read: Reads a tensor by name.
+        layout: Name of the layout that the folder has.
+    """
+
+    shapes: Mapping[str, Tensor]
+    read: Callable[[str], Tensor]
+    layout: str
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors, one tensor in memory at a time."""
+        for name, shape in self.shapes.items():
+            yield name, self.read(name).to(shape.dtype).contiguous()
+
+
+def read_weights(folder: Path, model: ModelConfig) -> GivenWeights:
+    """Check the weights of a folder against the shape of a decoder, and return them.
+
+    Raises:
+        GivenWeightsError: If the folder has no such weights, or its config.json or tensors contradict the model.
+    """
+    config = _read_config(folder)
+    kind = config.get("model_type")
+    if kind == "gpt2":
+        pieces, zeros, prefix = _read_gpt2(folder, config, model), (), "transformer."
+    else:
+        pieces, zeros, prefix = *_read_llama(folder, config, model), ""
+    try:
+        files = TensorFiles(folder / WEIGHTS)
+    except OSError as error:
+        raise GivenWeightsError(
+            f"{folder / WEIGHTS}: can't be read ({error.strerror}); only safetensors files are read, not pickles (*.bin)"
+        ) from error
+    except ValueError as error:
+        raise GivenWeightsError(str(error)) from error
+    names = {name.removeprefix(prefix): name for name in files if not name.endswith(_BUFFERS)}
+    _require_shapes(folder, pieces, zeros, {name: files.shapes[names[name]] for name in names}, tied=model.tied)
+    for name, _ in zeros:
+        if files[names[name]].any():
+            raise GivenWeightsError(f"{folder}: {name} must be zeros for [model], which has no such part")
+
+    def read(name: str) -> Tensor:
+        if name.endswith(BALANCE_BIAS) and not pieces[name]:
+            return torch.zeros_like(shapes[name], device="cpu")
+        parts = [piece.take(files[names[piece.name]].to(torch.float32)) for piece in pieces[name]]
+        return parts[0] if len(parts) == 1 and parts[0].shape == shapes[name].shape else torch.stack(parts)
+
+    shapes = weight_shapes(model)
+    return GivenWeights(shapes=shapes, read=read, layout=str(kind))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise GivenWeightsError(
+            f"{path}: can't be read ({error}); the folder must be a bundle, or have config.json and {WEIGHTS} in the layout of Llama, "
+            "Qwen3 or GPT-2"
+        ) from error
+    if not isinstance(config, dict):
+        raise GivenWeightsError(f"{path}: must be an object, got {str(config)[:40]}")
+    return config
+
+
+def _read_llama(
+    folder: Path, config: Mapping[str, Any], model: ModelConfig
+) -> tuple[dict[str, list[Piece]], Sequence[tuple[str, tuple[int, ...]]]]:
+    """Return the pieces of each of our tensors, and the tensors that must be zeros, of Llama's layout and its relatives."""
+    if errors := llama_errors(model):
+        raise GivenWeightsError(f"{folder / CONFIG}: weights of {config.get('model_type')!r}: {'; '.join(errors)}")
+    described = llama_config(model, end_of_document=None)
+    theirs = _LLAMA_DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    heads, width, kind = (theirs.get(key) for key in ("num_attention_heads", "hidden_size", "model_type"))
+    if not (isinstance(heads, int) and isinstance(width, int) and heads > 0):
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: num_attention_heads and hidden_size must be whole numbers, got {heads} and {width}"
+        )
+    theirs = {"head_dim": width // heads, "num_key_value_heads": heads} | theirs
+    if str(kind).startswith("qwen3") and not theirs["use_sliding_window"]:
+        theirs["sliding_window"] = None
+    if kind == "mistral" and theirs["sliding_window"] is None:
+        kind = "llama"  # Mistral's later models, whose class then computes what Llama's does
+    if kind != described["model_type"]:
+        rule = "its qk_norm, attention_window and experts make it so"
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: model_type is {kind!r}, but [model] is a {described['model_type']!r}; {rule}"
+        )
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    theirs["rope_theta"] = rope.get("rope_theta", theirs["rope_theta"])
+    wanted = {"use_sliding_window": False} | {
+        key: value for key, value in described.items() if key not in _NOT_COMPARED
+    }
+    _require_same(folder, wanted, theirs)
+    if (of_rope := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: rope_type must be 'default', the decoder's rotary positions; got {of_rope!r}"
+        )
+    pieces: dict[str, list[Piece]] = {name: [] for name in weight_shapes(model)}
+    zeros = []
+    for their, place in llama_places(model, NO_MULTIPLIERS).items():
+        shape = tuple(place.shape.shape)
+        if place.name is None:
+            zeros.append((their, shape))
+        else:
+            pieces[place.name].append(Piece(their, shape, _divided_by(place.factor)))
+    return pieces, zeros
+
+
+def _read_gpt2(folder: Path, config: Mapping[str, Any], model: ModelConfig) -> dict[str, list[Piece]]:
+    """Return the pieces of each of our tensors of GPT-2's layout; names are without the prefix of the class with a readout."""
+    path, width = folder / CONFIG, model.d_model
+    if odd := [f"model.{name} must be {value!r}, got {getattr(model, name)!r}" for name, value in _GPT2.items()
+               if getattr(model, name) != value]:  # fmt: skip
+        raise GivenWeightsError(f"{path}: weights of GPT-2: {'; '.join(odd)}")
+    theirs = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, **config}
+    activation = theirs["activation_function"]
+    theirs["activation_function"] = _GPT2_ACTIVATIONS.get(activation, activation)
+    theirs["n_inner"] = theirs.get("n_inner") or 4 * int(theirs.get("n_embd") or 0)
+    wanted = {
+        "vocab_size": model.vocab_size,
+        "n_embd": width,
+        "n_layer": model.n_layers,
+        "n_head": model.n_heads,
+        "n_inner": model.d_ff,
+        "activation_function": model.activation,
+        "layer_norm_epsilon": model.norm_eps,
+        "tie_word_embeddings": model.tied,
+        "add_cross_attention": False,
+    }
+    for name, only in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if (value := theirs.get(name, only)) is not only:
+            raise GivenWeightsError(f"{path}: {name} must be {only}, as in the decoder; got {value}")
+    _require_same(folder, wanted, {"add_cross_attention": False, **theirs})
+    n_positions = theirs.get("n_positions", 1024)
+    if not isinstance(n_positions, int) or n_positions < model.context_length:
+        raise GivenWeightsError(
+            f"{path}: n_positions must be at least model.context_length = {model.context_length}, got {n_positions}"
+        )
+
+    def part(number: int, factor: float = 1.0) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: tensor[..., number * width : (number + 1) * width].movedim(0, -1) * factor
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def transposed(tensor: Tensor) -> Tensor:
+        return tensor.T
+
+    vector = {"weight": (width,), "bias": (width,)}
+    pieces = {
+        "embedding.weight": [Piece("wte.weight", (model.vocab_size, width), same)],
+        "position.weight": [Piece("wpe.weight", (n_positions, width), lambda tensor: tensor[: model.context_length])],
+        **{f"final_norm.{kind}": [Piece(f"ln_f.{kind}", shape, same)] for kind, shape in vector.items()},
+    }
+    if not model.tied:
+        pieces["readout.weight"] = [Piece("lm_head.weight", (model.vocab_size, width), same)]
+    for layer in range(model.n_layers):
+        our, their = f"blocks.{layer}", f"h.{layer}"
+        for kind, shape in vector.items():
+            pieces[f"{our}.attention_norm.{kind}"] = [Piece(f"{their}.ln_1.{kind}", shape, same)]
+            pieces[f"{our}.mlp_norm.{kind}"] = [Piece(f"{their}.ln_2.{kind}", shape, same)]
+            of_all = (width, 3 * width) if kind == "weight" else (3 * width,)
+            for number, projection in enumerate(("query", "key", "value")):
+                factor = 1 / math.sqrt(model.head_dim) if projection == "query" else 1.0
+                name = f"{our}.attention.{projection}.{kind}"
+                pieces[name] = [Piece(f"{their}.attn.c_attn.{kind}", of_all, part(number, factor))]
+        for ours, theirs_name, sizes in (
+            ("attention.output", "attn.c_proj", (width, width)),
+            ("mlp.up", "mlp.c_fc", (width, model.d_ff)),
+            ("mlp.down", "mlp.c_proj", (model.d_ff, width)),
+        ):
+            pieces[f"{our}.{ours}.weight"] = [Piece(f"{their}.{theirs_name}.weight", sizes, transposed)]
+            pieces[f"{our}.{ours}.bias"] = [Piece(f"{their}.{theirs_name}.bias", sizes[1:], same)]
+    return pieces
+
+
+def _divided_by(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor / factor
+
+
+def _require_same(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise GivenWeightsError for each key of config.json that contradicts [model]."""
+    odd = [
+        f"{key} is {found.get(key)!r}, but model.{_KEYS.get(key, key)} makes it {value!r}"
+        for key, value in wanted.items()
+        if found.get(key) != value
+    ]
+    if odd:
+        raise GivenWeightsError(f"{folder / CONFIG}: {'; '.join(odd)}")
+
+
+def _require_shapes(
+    folder: Path,
+    pieces: Mapping[str, Sequence[Piece]],
+    zeros: Sequence[tuple[str, tuple[int, ...]]],
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    tied: bool,
+) -> None:
+    """Raise GivenWeightsError listing tensors that are missing, left over or have another shape."""
+    wanted = {piece.name: piece.shape for of in pieces.values() for piece in of} | dict(zeros)
+    extra = [name for name in found if name not in wanted and not (tied and name == "lm_head.weight")]
+    problems = {
+        "missing": [f"{name} {wanted[name]}" for name in wanted if name not in found],
+        "left over": [f"{name} {found[name]}" for name in extra],
+        "of another shape": [
+            f"{name} {found[name]} instead of {wanted[name]}"
+            for name in wanted
+            if found.get(name, wanted[name]) != wanted[name]
+        ],
+    }
+    told = [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]
+    if told:
+        raise GivenWeightsError(f"{folder}: the tensors must be those of [model]: {'; '.join(told)}")
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

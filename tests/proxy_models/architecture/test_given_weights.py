@@ -1,0 +1,235 @@
+"""Weights in the layouts of transformers: the decoder computes transformers' logits, and what contradicts the model is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.given_weights import GivenWeightsError, read_weights
+from proxy_models.architecture.parametrization import parametrize
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.initial_weights import key_of, starting_values, write_initial_weights
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize
+from tests.proxy_models.architecture.test_llama import EXPORTED, export, trained
+
+OF_GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "positions": "learned",
+    "biases": True,
+    "tied": True,
+    "norm_eps": 1e-5,
+    "mlp_ratio": 4.0,
+}
+GPT2 = ModelConfig(d_model=32, n_layers=2, context_length=24, vocab_size=97, **OF_GPT2)
+LLAMA = ModelConfig(
+    d_model=48, n_layers=2, context_length=24, vocab_size=97, queries_per_kv=3, norm_eps=1e-5, rope_theta=500_000.0
+)
+QWEN3 = replace(LLAMA, qk_norm=True, tied=True, norm_eps=1e-6)
+RECIPE = Hyperparameters(learning_rate=0.01, batch_tokens=96, output_multiplier=0.6, attention_multiplier=2.5).resolve(
+    9600
+)
+
+
+def random_model(transformers: ModuleType, model: ModelConfig) -> Any:
+    """A network of transformers whose values are all away from their initial ones."""
+    if model.positions == "learned":
+        config = transformers.GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=40, tie_word_embeddings=model.tied
+        )
+        network = transformers.GPT2LMHeadModel(config)
+    else:
+        kind = "Qwen3" if model.qk_norm else "Llama"
+        network = getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(
+                vocab_size=97,
+                hidden_size=48,
+                intermediate_size=132,
+                num_hidden_layers=2,
+                num_attention_heads=3,
+                num_key_value_heads=1,
+                head_dim=16,
+                rms_norm_eps=model.norm_eps,
+                rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+                tie_word_embeddings=model.tied,
+            )
+        )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return network.eval()
+
+
+def started(folder: Path, model: ModelConfig, store: Path, recipe: Any = RECIPE, **tables: Any) -> Decoder:
+    """A decoder as a run initializes it from a folder, with tuned multipliers."""
+    given = read_weights(folder, model)
+    key = write_initial_weights(store, given.shapes, given, layout=given.layout)
+    numerics = Numerics(
+        model=model, base=model, corpus_key="", seed=0, evaluation_tokens=1, initial_weights=key, **tables
+    )
+    decoder = Decoder(model)
+    table = parametrize(model, model, **tables)
+    initialize(decoder, table, recipe, seed=0, values=starting_values(numerics, recipe, store))
+    return decoder.eval()
+
+
+@pytest.mark.parametrize("scheme", ["mup", "standard"])
+@pytest.mark.parametrize(
+    "model",
+    [GPT2, replace(GPT2, tied=False), LLAMA, QWEN3],
+    ids=["gpt2", "gpt2 untied", "llama", "qwen3"],
+)
+@torch.no_grad()
+def test_a_run_starts_from_the_function_of_transformers(
+    model: ModelConfig, scheme: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    network = random_model(transformers, model)
+    network.save_pretrained(tmp_path / "theirs")
+    recipe = RECIPE if model.tied else replace(RECIPE, embedding_multiplier=1.7)
+    ours = started(tmp_path / "theirs", model, tmp_path / "store", recipe, scheme=scheme)
+    tokens = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(0))
+    theirs = network(tokens).logits
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(ours(tokens), theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+    assert float(ours.attention_scale) == pytest.approx(2.5 / 4)
+
+
+@pytest.mark.parametrize("options", EXPORTED.values(), ids=list(EXPORTED))
+@torch.no_grad()
+def test_what_the_export_writes_is_read_again(options: dict[str, Any], tmp_path: Path) -> None:
+    model = trained(options)
+    export(model, tmp_path / "theirs", None)
+    ours = started(tmp_path / "theirs", model.config, tmp_path / "store")
+    tokens = torch.randint(0, model.config.vocab_size, (2, 48))
+    torch.testing.assert_close(ours(tokens), model(tokens), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_half_precision_is_read_as_fp32(transformers: ModuleType, tmp_path: Path) -> None:
+    network = random_model(transformers, LLAMA).to(torch.bfloat16)
+    network.save_pretrained(tmp_path / "theirs")
+    ours = started(
+        tmp_path / "theirs", LLAMA, tmp_path / "store", replace(RECIPE, attention_multiplier=1.0, output_multiplier=1.0)
+    )
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    torch.testing.assert_close(ours.readout.weight, network.lm_head.weight.float(), rtol=0, atol=0)
+
+
+def test_the_key_is_that_of_the_values(transformers: ModuleType, tmp_path: Path) -> None:
+    network = random_model(transformers, GPT2)
+    keys = []
+    for number, change in enumerate((0.0, 0.0, 1e-3)):
+        with torch.no_grad():
+            network.transformer.ln_f.bias[3] += change
+        network.save_pretrained(tmp_path / f"theirs {number}", max_shard_size="20KB" if number == 1 else "5GB")
+        given = read_weights(tmp_path / f"theirs {number}", GPT2)
+        keys.append(write_initial_weights(tmp_path / f"store {number}", given.shapes, given))
+        assert key_of(tmp_path / f"store {number}") == keys[-1]
+    assert len(list((tmp_path / "theirs 1").glob("*.safetensors"))) > 1
+    assert keys[0] == keys[1] != keys[2]
+    numerics = Numerics(model=GPT2, base=GPT2, corpus_key="", seed=0, evaluation_tokens=1)
+    other = replace(numerics, initial_weights=keys[0])
+    assert "initial_weights" not in numerics.to_dict()
+    assert other.to_dict()["initial_weights"] == keys[0]
+    assert len({numerics.key, other.key, replace(numerics, initial_weights=keys[2]).key}) == 3
+    assert starting_values(numerics, RECIPE, None) is None
+    for folder in (None, tmp_path / "nothing", tmp_path / "store 2"):
+        with pytest.raises(ValueError, match=keys[0]):
+            starting_values(other, RECIPE, folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"norm_eps": 1e-6}, ["layer_norm_epsilon", "1e-05", "1e-06"]),
+        ({"activation": "gelu"}, ["activation_function", "'gelu_tanh'", "'gelu'"]),
+        ({"head_dim": 8}, ["n_head", "2", "4"]),
+        ({"mlp_ratio": 3.0}, ["n_inner", "128", "96"]),
+        ({"n_layers": 3}, ["n_layer", "2", "3"]),
+        ({"vocab_size": 98}, ["vocab_size", "97", "98"]),
+        ({"tied": False}, ["tie_word_embeddings", "True", "False"]),
+        ({"context_length": 48}, ["n_positions", "40", "48"]),
+        ({"norm": "rmsnorm", "biases": False}, ["model.norm", "model.biases"]),
+    ],
+)
+def test_a_config_that_contradicts_the_model_is_refused(
+    changed: dict[str, Any], named: list[str], transformers: ModuleType, tmp_path: Path
+) -> None:
+    random_model(transformers, GPT2).save_pretrained(tmp_path)
+    with pytest.raises(GivenWeightsError) as found:
+        read_weights(tmp_path, replace(GPT2, **changed))
+    assert all(part in str(found.value) for part in [str(tmp_path), *named])
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"rope_theta": 10_000.0}, ["rope_theta", "500000.0", "10000.0"]),
+        ({"norm_eps": 1e-6}, ["rms_norm_eps", "model.norm_eps", "1e-05", "1e-06"]),
+        ({"queries_per_kv": 1}, ["num_key_value_heads", "1", "3"]),
+        ({"qk_norm": True}, ["model_type", "'llama'", "'qwen3'"]),
+        ({"attention_window": 8}, ["model_type", "'llama'", "'mistral'"]),
+        ({"positions": "none"}, ["model.positions", "'none'"]),
+    ],
+)
+def test_a_llama_that_contradicts_the_model_is_refused(
+    changed: dict[str, Any], named: list[str], transformers: ModuleType, tmp_path: Path
+) -> None:
+    random_model(transformers, LLAMA).save_pretrained(tmp_path)
+    with pytest.raises(GivenWeightsError) as found:
+        read_weights(tmp_path, replace(LLAMA, **changed))
+    assert all(part in str(found.value) for part in [str(tmp_path), *named])
+
+
+def test_tensors_that_do_not_fit_are_listed(transformers: ModuleType, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    random_model(transformers, GPT2).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["transformer.h.1.ln_2.bias"]
+    tensors["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(32, 7)
+    tensors["transformer.adapter.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(GivenWeightsError) as found:
+        read_weights(tmp_path, GPT2)
+    message = str(found.value)
+    for part in ("h.1.ln_2.bias (32,)", "adapter.weight (3,)", "h.0.mlp.c_fc.weight (32, 7)", "(32, 128)"):
+        assert part in message
+
+
+def test_folders_without_such_weights_are_refused(transformers: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(GivenWeightsError, match="config.json"):
+        read_weights(tmp_path / "nothing", GPT2)
+    random_model(transformers, GPT2).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "model.safetensors").rename(tmp_path / "gpt2" / "pytorch_model.bin")
+    with pytest.raises(GivenWeightsError, match="model.safetensors"):
+        read_weights(tmp_path / "gpt2", GPT2)
+    config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    for wrong in (
+        "[1]",
+        "{",
+        json.dumps(config | {"model_type": "bert"}),
+        json.dumps(config | {"scale_attn_by_inverse_layer_idx": True}),
+    ):
+        (tmp_path / "gpt2" / "config.json").write_text(wrong)
+        with pytest.raises(GivenWeightsError, match="config.json"):
+            read_weights(tmp_path / "gpt2", GPT2)
+
+
+def test_values_that_are_not_finite_are_refused(transformers: ModuleType, tmp_path: Path) -> None:
+    network = random_model(transformers, GPT2)
+    with torch.no_grad():
+        network.transformer.h[1].ln_1.weight[0] = torch.nan
+    network.save_pretrained(tmp_path / "theirs")
+    given = read_weights(tmp_path / "theirs", GPT2)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attention_norm\.weight"):
+        write_initial_weights(tmp_path / "store", given.shapes, given)
+    assert not (tmp_path / "store").exists()
