@@ -113,7 +113,7 @@ class Stages:
     @property
     def numerics(self) -> Numerics:
         """Numerics of the study at its base shape."""
-        return self._contents.config.shared_numerics(self._corpus())
+        return self._contents.config.shared_numerics(self._corpus(), self._contents.directory)
 
     def sweep(self) -> SweepResult:
         """The search at the base shape."""

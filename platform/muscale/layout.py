@@ -9,6 +9,7 @@ MEMBERS = "members.json"  # counted members of a custom model family
 CORPUS = "corpus"  # token files and manifest
 CLEANED = "cleaned"  # a folder of cleaned text for each setting of [corpus.clean]
 CORPORA = "corpora"  # a folder for each corpus of a continuation or a variant
+INITIAL_WEIGHTS = "initial_weights"  # the weights at which trainings start
 STATES = "states"  # training states from which other runs start
 EVALUATED = "evaluated"  # a folder for the weights of each evaluated point: answers of the model to each item of a task
 CURVES = "curves"  # measurements of every step of a segment

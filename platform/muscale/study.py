@@ -131,6 +131,10 @@ class Study(Result):
                 data.check(config.corpus, path.parent, config.model.vocab_size)
             if config.scores:
                 check_tasks(config.scores, path.parent, runs=trains)
+            if config.initial_weights:
+                from muscale import initial_weights  # slow to import: torch
+
+                initial_weights.check(config, path.parent)
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
@@ -172,6 +176,11 @@ class Study(Result):
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
+        if config.initial_weights:
+            from muscale import initial_weights  # slow to import: torch
+
+            with self._display.reading("initial weights"):
+                initial_weights.store(config, self.directory, corpus, is_begun=self.ledger.is_begun)
         if not known_leaks(config, self.ledger, corpus):
             self._find_leaks(corpus)
         return corpus
@@ -240,16 +249,18 @@ class Study(Result):
 
     @cached_property
     def _numerics(self) -> Numerics:
-        return self.config.shared_numerics(self.corpus)
+        return self.config.shared_numerics(self.corpus, self.directory)
 
     def check(self) -> CoordinateCheck:
         """Run the coordinate check of the family.
 
         Raises:
-            StageError: If a [trainer] program trains, since its modules are not visible here.
+            StageError: If a [trainer] program trains, since its modules are not visible here, or all runs start from given weights.
             FamilyError: If a full run could not train the model, or the model breaks another rule of its family.
         """
         self._require_no_trainer("check", "muscale can't see its modules; `muscale transfer` measures the drift")
+        if self.config.initial_weights:
+            raise StageError("check: compares widths from random values; with initial_weights all runs have one shape")
         if known := self._known_check():
             return known
         from muscale.full_runs.train.one_rank import require_shardable  # slow to import: Lightning
@@ -268,9 +279,14 @@ class Study(Result):
         if self.config.trainer:
             raise StageError(f"{stage}: the study's models are built by its [trainer] program; {instead}")
 
+    @property
+    def _has_check(self) -> bool:
+        """Whether the study has a coordinate check: not with a [trainer] program or given weights."""
+        return not (self.config.trainer or self.config.initial_weights)
+
     def _warn_of_check(self) -> None:
         """Print a warning if the coordinate check has failed, since tuned values may not transfer."""
-        check = None if self.config.trainer else self._known_check()
+        check = self._known_check() if self._has_check else None
         if check and not check.passed:
             line = check_line(check)
             self._display.line(f"warning: the coordinate check {line.compared}; {line.advice}")
@@ -583,7 +599,7 @@ class Study(Result):
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
         """Return the dry run of a run that the gate allows, or that is forced."""
-        seen = self._dry_run(plan, config, self.check())
+        seen = self._dry_run(plan, config, self.check() if self._has_check else None)
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
         return seen
@@ -780,7 +796,8 @@ class Study(Result):
     def run(self, *, force: bool = False) -> Promotion | Plan:
         """Run every stage in turn; finished work is reused.
 
-        With [trainer] there is no coordinate check, and the last stage is the registered plan, whose run is trained elsewhere.
+        With [trainer] or initial_weights there is no coordinate check. With [trainer] the last stage is the registered plan, whose run
+        is trained elsewhere.
 
         Raises:
             StageError: If a stage has no result, or the coordinate check or the gate fails and `force` is not set.
@@ -793,7 +810,7 @@ class Study(Result):
             if not self.config.trainer:
                 self._display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self._display.line(str(self.corpus))
-            if not self.config.trainer:
+            if self._has_check:
                 self._display.line(str(self.check()))
                 require_check(self.check(), force=force)  # before training that a failed check would waste
             self._display.line(str(self.sweep()))

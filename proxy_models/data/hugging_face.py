@@ -19,12 +19,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
     Raises:
         ValueError: If the class of the tokenizer is unknown.
     """
-    if isinstance(tokenizer, FileTokenizer):
-        content, end = _without_template(tokenizer), tokenizer.end_name
-    elif isinstance(tokenizer, BytesTokenizer):
-        content, end = _bytes_as_bpe(), END_OF_TEXT
-    else:
-        raise ValueError(f"no tokenizer.json is known for a tokenizer of class {type(tokenizer).__name__}")
+    content = _content(tokenizer)
+    end = tokenizer.end_name if isinstance(tokenizer, FileTokenizer) else END_OF_TEXT
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,  # added to a text only if `add_bos_token` asks for it, as in lm-eval
@@ -42,8 +38,32 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
     return paths
 
 
-def _without_template(tokenizer: FileTokenizer) -> dict[str, Any]:
-    return {**json.loads(tokenizer.to_json()), "post_processor": None}
+def same_tokenizer(path: Path, tokenizer: Tokenizer) -> bool:
+    """Return whether a `tokenizer.json` gives the same ids as a tokenizer; a template that adds tokens does not count.
+
+    Raises:
+        CorpusError: If the file can't be read.
+    """
+    theirs, ours = _content(FileTokenizer(path, _end_in(path))), _content(tokenizer)
+    return all(theirs.get(part) == ours.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"))
+
+
+def _end_in(path: Path) -> str | None:
+    """Return the first added token of a `tokenizer.json`, any of which serves where no document is closed; None if it has none."""
+    try:
+        added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
+        return str(added[0]["content"]) if added else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # reading the tokenizer says what is wrong
+
+
+def _content(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the content of a tokenizer's `tokenizer.json`."""
+    if isinstance(tokenizer, FileTokenizer):
+        return {**json.loads(tokenizer.to_json()), "post_processor": None}
+    if isinstance(tokenizer, BytesTokenizer):
+        return _bytes_as_bpe()
+    raise ValueError(f"no tokenizer.json is known for a tokenizer of class {type(tokenizer).__name__}")
 
 
 def _bytes_as_bpe() -> dict[str, Any]:

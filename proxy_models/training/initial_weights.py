@@ -18,10 +18,9 @@ from proxy_models.architecture.families import family_of
 from proxy_models.files import atomic_directory
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.tensor_files import TensorFiles, write_tensors
-from proxy_models.training.numerics import Numerics
+from proxy_models.training.numerics import WEIGHTS_MANIFEST, Numerics, key_of_weights
 from proxy_models.training.optimizer import multipliers_of
 
-MANIFEST = "manifest.json"
 _FILE = "model.safetensors"
 
 
@@ -54,14 +53,8 @@ def write_initial_weights(
     with atomic_directory(folder) as unfinished:
         write_tensors(unfinished / _FILE, shapes, hashed())
         key = digest.hexdigest()[:16]
-        (unfinished / MANIFEST).write_text(json.dumps({"key": key, **facts}, indent=2) + "\n")
+        (unfinished / WEIGHTS_MANIFEST).write_text(json.dumps({"key": key, **facts}, indent=2) + "\n")
     return key
-
-
-def key_of(folder: Path) -> str | None:
-    """Return the key of the weights in a folder; None if there are none."""
-    path = folder / MANIFEST
-    return str(json.loads(path.read_text())["key"]) if path.exists() else None
 
 
 def starting_values(numerics: Numerics, recipe: Recipe, folder: Path | None) -> Mapping[str, Tensor] | None:
@@ -75,7 +68,7 @@ def starting_values(numerics: Numerics, recipe: Recipe, folder: Path | None) -> 
     """
     if numerics.initial_weights is None:
         return None
-    if folder is None or (found := key_of(folder)) != numerics.initial_weights:
+    if folder is None or (found := key_of_weights(folder)) != numerics.initial_weights:
         held = "no folder is given" if folder is None else f"{folder} holds {found or 'none'}"
         raise ValueError(f"initial_weights must be the weights {numerics.initial_weights}, but {held}")
     multipliers = multipliers_of(numerics.parametrization(recipe.optimizer), recipe)

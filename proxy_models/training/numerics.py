@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from cattrs.gen import make_dict_unstructure_fn
@@ -20,6 +22,8 @@ SEMANTICS = 1
 another kernel or order of a sum). Results of other versions are not reused; tests/muscale/golden.json holds this version's losses."""
 ROUNDING = 2
 """Version of the values that are rounded to bf16 or fp16, as `SEMANTICS`; fp32 keys do not contain it. Version 1 was autocast."""
+WEIGHTS_MANIFEST = "manifest.json"
+"""File with the key in a folder of given weights (`proxy_models.training.initial_weights`)."""
 DEPTH_DECAY = 2
 """Version of the decay in depth, as `SEMANTICS`, for exponents below 1. Version 1 did not scale decay, so rate × decay moved."""
 
@@ -95,6 +99,12 @@ class Numerics(Serializable):
     def key(self) -> str:
         """Hash of every field."""
         return content_key(self.to_dict())
+
+
+def key_of_weights(folder: Path) -> str | None:
+    """Return the key of the given weights in a folder; None if it holds none."""
+    path = folder / WEIGHTS_MANIFEST
+    return str(json.loads(path.read_text())["key"]) if path.exists() else None
 
 
 _every_field = make_dict_unstructure_fn(Numerics, converter)

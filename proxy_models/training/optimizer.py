@@ -90,8 +90,8 @@ def initialize(
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(parameter.shape, generator=generator) * std
-        write(parameter, values)
+        drawn = torch.randn(parameter.shape, generator=generator) * std
+        write(parameter, drawn)
     set_multipliers(model, multipliers_of(parametrization, recipe))
 
 

@@ -49,15 +49,23 @@ class Verdict(JsonResult):
 
     @property
     def verdict(self) -> Judgement:
-        """`fail` if any transfer failed, `pass` if all requested transfers passed, else `not enough evidence`."""
+        """`fail` if any transfer failed, `pass` if all requested transfers passed, else `not enough evidence`.
+
+        Runs of one size request no transfer, and pass.
+        """
         judgements = {transfer.verdict for transfer in self.transfers}
         if "fail" in judgements:
             return "fail"
-        return "pass" if judgements == {"pass"} and not self._unfitted else "not enough evidence"
+        return "pass" if judgements <= {"pass"} and not self._unfitted else "not enough evidence"
 
     @property
     def passed(self) -> bool:
         return self.verdict == "pass"
+
+    @property
+    def is_of_one_size(self) -> bool:
+        """Whether all runs have one size, so that only the laws in the tokens are known."""
+        return not self.transfers and not self._unfitted
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -169,6 +177,8 @@ class Verdict(JsonResult):
             grows = self.batch
             about["batch law"] = f"best batch ∝ D^{grows.exponent:.2f}, ± {grows.stderr:.2f}, {grows.status}"
         about |= {f"{along} law": f"{law}" for along, law in self.axis_laws.items()}
+        if self.is_of_one_size:
+            about["verdict"] = "pass; all runs have one size, so nothing is carried over sizes"
         if len(self.transfers) > 1 or self._unfitted:
             about["verdict"] = "; ".join((self.verdict, *self.reasons))
         parts = [lines(about)] if about else []
@@ -192,7 +202,7 @@ def label(transfer: Transfer) -> str:
     return f"{transfer.over} along {transfer.along}"
 
 
-def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Verdict:
+def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None, one_size: bool = False) -> Verdict:
     """Judge every transfer at the longest horizon that all its sizes were trained at, and fit the laws in the tokens.
 
     Args:
@@ -201,9 +211,10 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
             varies and its value, at the base shape; `n_tokens`; `loss` (nats per token; NaN if diverged); and, if several
             seeds were run, `seed`. If there is a column `run`, a run in several grids has the same `run` in each.
         optima: best rates from other fits, for the horizon law; see `fit_horizon_law`.
+        one_size: all runs have one size, as those from given weights: nothing is judged, and only the laws in the tokens are fitted.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a grid has only one size.
+        ValueError: a column is missing or breaks its rule, or a grid has only one size; with `one_size`, if there are several.
     """
     require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
     named = {column: names(rows, column) for column in ("along", "over")}
@@ -211,11 +222,15 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
         raise ValueError(f"along must name a scale other than batch, got {sorted(rows['along'].unique())}")
+    if one_size and (several := sized.groupby("along")["size"].nunique().max()) > 1:
+        raise ValueError(f"size must be the same in all rows with one_size, got {several} sizes")
     transfers, horizons, missing = [], [], {}
     longest = 0.0
     for (along, over), grid in sized.groupby(["along", "over"], sort=False):
         horizon = _longest_shared(grid)
         longest = max(longest, horizon)
+        if one_size:
+            continue
         try:
             at_longest = _named(grid[grid["n_tokens"] == horizon], along, over)
             transfers.append(fit_transfer(at_longest, along=along, over=over))

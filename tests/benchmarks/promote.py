@@ -141,14 +141,20 @@ def plan_of(study: Study) -> tuple[Plan, Promoted]:
     """The plan of a study, whose searches are done where they are not, and what its runs share."""
     plan = study.plan()
     directory = study.directory / "full_run" / plan.key
-    chain = plan.chain(study.config.shared_numerics(study.corpus))
+    chain = plan.chain(study.config.shared_numerics(study.corpus, study.directory))
     return plan, Promoted(
         numerics=chain.numerics,
         hyperparameters=plan.hyperparameters,
         n_tokens=plan.n_tokens,
         proxy_rate=study.sweep().best.learning_rate,
         full_run=replace(
-            full_run_of(plan, study.config, study.config.shared_numerics(study.corpus), directory, study.corpus.folder),
+            full_run_of(
+                plan,
+                study.config,
+                study.config.shared_numerics(study.corpus, study.directory),
+                directory,
+                study.corpus.folder,
+            ),
             compile="auto",
         ),
     )

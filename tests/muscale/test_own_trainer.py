@@ -387,7 +387,7 @@ def test_a_variant_is_trained_by_a_program_of_its_own(make: Callable[[str], Path
     command = [sys.executable, "better.py", "--config", "{config}", "--state", "{state}"]
     table = {"compare.stems": stems, "compare.widths": [32, 64], "variants.better.trainer": {"command": command}}
     study = Study.open(path, table, quiet=True, trains=True)
-    config, numerics = study.config, study.config.shared_numerics(study.corpus)
+    config, numerics = study.config, study.config.shared_numerics(study.corpus, study.directory)
     worker = Worker(study.ledger, compiled=False)
     own, other = [
         worker.reach(variant.grid_job(config, 32, 0.0).chain).loss or math.nan

@@ -66,7 +66,7 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     write(plan, study.config, study.directory)
-    numerics, gate = study.config.shared_numerics(study.corpus), Gate(plan=plan.key, lines=())
+    numerics, gate = study.config.shared_numerics(study.corpus, study.directory), Gate(plan=plan.key, lines=())
     export(plan, numerics, tmp_path / "exported")
     begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     run = study.directory / FULL_RUNS / plan.key

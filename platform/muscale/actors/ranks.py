@@ -72,13 +72,17 @@ class Follower:
         """Meet the other ranks at the first one's store."""
         self._mesh = _join(TCPStore(address, port, is_master=False), rank, self._resources)
 
-    def train(self, corpus: Path, *args: Any, **kwargs: Any) -> None:
-        """Train as `Trainer.train` on the corpus of this folder, for the first rank, which keeps the result."""
+    def train(self, corpus: Path, initial_weights: Path, *args: Any, **kwargs: Any) -> None:
+        """Train as `Trainer.train` on the corpus and from the weights of these folders, for the first rank, which keeps the result."""
         if self._trainer is None or self._trainer.corpus.folder != corpus:
             self._trainer = None  # before the next one takes memory
             resources = self._resources
             self._trainer = Trainer(
-                Corpus.open(corpus), device=resources.device, compile=resources.compile, mesh=self._mesh
+                Corpus.open(corpus),
+                device=resources.device,
+                compile=resources.compile,
+                mesh=self._mesh,
+                initial_weights=initial_weights,
             )
         self._trainer.train(*args, **kwargs)
 
@@ -110,12 +114,22 @@ class Followers:
 
     @contextmanager
     def training(
-        self, corpus: Path, numerics: Numerics, segment: Segment, state: TrainState | None, *, averaged: bool
+        self,
+        corpus: Path,
+        initial_weights: Path,
+        numerics: Numerics,
+        segment: Segment,
+        state: TrainState | None,
+        *,
+        averaged: bool,
     ) -> Iterator[None]:
         """Have them train while the block trains the same as the first rank; raise WorkerLostError if one of them died."""
         kept = ray.put(state)
         with self._all_calling(
-            [actor.train.remote(corpus, numerics, segment, kept, averaged=averaged) for actor in self._actors]
+            [
+                actor.train.remote(corpus, initial_weights, numerics, segment, kept, averaged=averaged)
+                for actor in self._actors
+            ]
         ):
             yield
 

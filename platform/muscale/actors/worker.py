@@ -17,7 +17,7 @@ from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.fingerprint import require_same_package
 from muscale.idle_experts import idle_experts
-from muscale.layout import CORPUS, CURVES, EVALUATED, STALLS, STATES
+from muscale.layout import CORPUS, CURVES, EVALUATED, INITIAL_WEIGHTS, STALLS, STATES
 from muscale.programs.program_trainer import ProgramTrainer
 from muscale.store.evaluations import Evaluated, missing, record
 from muscale.store.lease import lease, record_segment
@@ -96,7 +96,14 @@ class Worker:
             self.trainer = ProgramTrainer(corpus, self.directory, stall_seconds)
             self.stall_seconds = math.inf  # the program alone is ended, and its fault has a message
             return
-        self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share, mesh=mesh)
+        self.trainer = Trainer(
+            corpus,
+            device=device,
+            compile=compiled,
+            device_share=device_share,
+            mesh=mesh,
+            initial_weights=self.directory / INITIAL_WEIGHTS,
+        )
         if (
             device_share < 1 and self.trainer.device.type == "cuda"
         ):  # so that a neighbour's allocations don't fail because of ours
@@ -163,7 +170,14 @@ class Worker:
         averaged = _is_averaged(chain)
         with (
             ended_where_stalled(stall_file, self.stall_seconds, f"segment {chain.key}") as moves,
-            self._followers.training(self.trainer.corpus.folder, chain.numerics, remainder, state, averaged=averaged)
+            self._followers.training(
+                self.trainer.corpus.folder,
+                self.directory / INITIAL_WEIGHTS,
+                chain.numerics,
+                remainder,
+                state,
+                averaged=averaged,
+            )
             if self._followers
             else nullcontext(),
         ):

@@ -135,7 +135,7 @@ class Bundle(Result):
         """
         model, weights = self._decoder_weights(averaged)
         decoder = self._read_as(MODEL, lambda _: Decoder.with_weights(model, weights))
-        set_multipliers(decoder, self._multipliers)
+        set_multipliers(decoder, self.multipliers)
         return decoder.eval()
 
     def module(self, *, averaged: bool = False) -> nn.Module:
@@ -156,8 +156,8 @@ class Bundle(Result):
                 import_family(member)
             except ValueError as error:
                 raise BundleError(f"{self.path}: {error}; its source is in {self.path / FAMILY_FOLDER}") from error
-        model = with_weights(member, self._weights(averaged))
-        set_multipliers(model, self._multipliers)
+        model = with_weights(member, self.weights(averaged=averaged))
+        set_multipliers(model, self.multipliers)
         return model.eval()
 
     def train_state(self) -> TrainState:
@@ -209,7 +209,7 @@ class Bundle(Result):
                 self._write_pretrained(Path(folder), card, averaged)
             else:
                 model, weights = self._decoder_weights(averaged)
-                write_llama(model, self._multipliers, weights, Path(folder), self.tokenizer(), card=card)
+                write_llama(model, self.multipliers, weights, Path(folder), self.tokenizer(), card=card)
         except (NotLlamaError, NotFoldableError, FileExistsError) as error:
             raise BundleError(f"export: {error}") from error
         return Path(folder)
@@ -271,7 +271,8 @@ class Bundle(Result):
         return "\n".join(lines)
 
     @property
-    def _multipliers(self) -> ForwardMultipliers:
+    def multipliers(self) -> ForwardMultipliers:
+        """Multipliers of the forward pass, including tuned ones."""
         return self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"]))
 
     def _decoder_weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
@@ -281,10 +282,14 @@ class Bundle(Result):
                 f"{self.path}: the model must be the built-in decoder, got {model}; `Bundle.module()` imports that family, and so "
                 "runs its code, as does `export --to transformers` of a class of transformers"
             )
-        return as_decoder(model), self._weights(averaged)
+        return as_decoder(model), self.weights(averaged=averaged)
 
-    def _weights(self, averaged: bool) -> TensorFiles:
-        """The weights, after checking that they fit the model."""
+    def weights(self, *, averaged: bool = False) -> TensorFiles:
+        """The weights by name, after checking that they fit the model.
+
+        Raises:
+            BundleError: As for `decoder`.
+        """
         weights, model = self._tensors(AVERAGED if averaged else WEIGHTS), self.numerics.model
         found = sum(map(math.prod, weights.shapes.values()))
         if model.n_params_total > 4 * found:  # a model far too large would take long to describe

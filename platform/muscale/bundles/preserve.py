@@ -130,7 +130,7 @@ def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
     """The run's chain with the numerics of that time, since settings of the study may have changed."""
     runs = study.ledger.runs()
     own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
-    chain = plan.chain(study.config.shared_numerics(corpus))
+    chain = plan.chain(study.config.shared_numerics(corpus, study.directory))
     return replace(chain, numerics=Numerics.from_dict(own["numerics"].iloc[-1])) if len(own) else chain
 
 

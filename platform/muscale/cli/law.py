@@ -239,7 +239,7 @@ def plan(study: StudyFile, *, export: Path | None = None, options: StageOptions 
         plan = opened.register(opened.plan())
         wrote["plan"] = path_of(opened.directory, plan.key)
         if export:
-            numerics = opened.config.shared_numerics(opened.corpus)
+            numerics = opened.config.shared_numerics(opened.corpus, opened.directory)
             if opened.config.trainer:
                 wrote["for the trainer"] = export_job(plan, numerics, export)
             else:

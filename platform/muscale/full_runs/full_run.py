@@ -66,7 +66,8 @@ class FullRun:
         start_timeout_minutes: Limit until all ranks have joined; also for the first step, and for agreements outside the steps.
         step_timeout_minutes: Limit for the collectives of each later step, and for agreements between steps.
         profile: First and last step that each rank traces, counted from the run's start; None: no trace.
-        initial_state: State of another run; None: random initial values. Tokens count from this run's start.
+        initial_state: State of another run; None: initial values. Tokens count from this run's start.
+        initial_weights: Folder of the weights of `Numerics.initial_weights`.
     """
 
     numerics: Numerics
@@ -87,6 +88,7 @@ class FullRun:
     step_timeout_minutes: float = 10.0
     profile: tuple[int, int] | None = None
     initial_state: InitialState | None = None
+    initial_weights: Path | None = None
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
@@ -117,6 +119,7 @@ class FullRun:
         directory: Path,
         corpus: Path,
         initial_state: InitialState | None = None,
+        initial_weights: Path | None = None,
     ) -> Self:
         """Make a run with the [promote] and [resources] of a study file; raise ValueError if they don't fit model or segments."""
         settings, resources = config.promote, config.resources
@@ -136,6 +139,7 @@ class FullRun:
             directory=directory,
             corpus=corpus,
             initial_state=initial_state,
+            initial_weights=initial_weights,
             checkpoint_every_tokens=cadence.checkpoint_every_tokens,
             checkpoint_every_minutes=cadence.checkpoint_every_minutes,
             keep_last=settings.keep_last,

@@ -49,7 +49,7 @@ class SeenData:
             raise StageError(
                 "runs: --batch needs a corpus, but this study has none: no run has started, or the trainer reads its own data"
             )
-        if full := find_full_run(run, study.ledger, own, study.config.shared_numerics(own)):
+        if full := find_full_run(run, study.ledger, own, study.config.shared_numerics(own, study.directory)):
             return cls(corpus=full.corpus, numerics=full.numerics, segments=full.segments, position=full.position)
         row = one_run(study.ledger.runs(without=("hyperparameters", "environment")), run)
         segments = tuple(_segments(study.ledger, row["key"]))

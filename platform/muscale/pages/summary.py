@@ -138,10 +138,13 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
 def _of_transfer(contents: ReportContents) -> list[Tile]:
     if contents.transfer is None:
         return []
-    verdict = contents.transfer.of_axes(()).verdict
+    judged = contents.transfer.of_axes(())
+    verdict, note = judged.verdict, "of the best rate across widths"
+    if judged.is_of_one_size:
+        note = "all runs have one size"
     state = {"pass": "good", "fail": "bad"}.get(verdict, "")
     return [
-        Tile(label="transfer verdict", value=verdict, note="of the best rate across widths", state=state),
+        Tile(label="transfer verdict", value=verdict, note=note, state=state),
         *(
             Tile(label=f"along {axis}", value=judged, note="for full runs of other experts")
             for axis, judged in contents.transfer.axis_verdicts.items()

@@ -136,6 +136,12 @@ def transfer_line(verdict: str, reasons: Sequence[str], options: str = "", *, ti
     return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
 
 
+def one_size_line(initial_weights: str) -> GateLine:
+    """The transfer of a study whose runs start from given weights: all have their shape, so muP carries nothing over widths."""
+    text = f"nothing is carried over widths or depths: every run has the shape of initial_weights = {initial_weights!r}; the rate "
+    return GateLine(name="transfer", status="passed", compared=f"{text}is carried over tokens by the horizon law")
+
+
 def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, experts: str, rule: str) -> GateLine:
     """Whether the plan's rate is that of the verdict along each changed axis: kept after a pass, moved by a law, or stated.
 

@@ -79,7 +79,12 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
     Args:
         folder: Output folder; created if missing.
         completed: Completes the commands that the README names.
+
+    Raises:
+        StageError: If the run starts from given weights, which the files do not hold.
     """
+    if numerics.initial_weights:
+        raise StageError("plan: --export writes no weights, but the run starts from initial_weights")
     folder.mkdir(parents=True, exist_ok=True)
     tensors, schedule = tensor_table(plan, numerics), schedule_table(plan)
     recipe, last = plan.segments[0].recipe, plan.segments[-1]

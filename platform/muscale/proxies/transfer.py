@@ -110,7 +110,7 @@ def conclude(
 ) -> Verdict:
     """Return the verdict on the finished grids and record it in the ledger."""
     found, optima = rows(ledger.runs(), members), for_horizon(sweep.fitted, config, numerics)
-    verdict = fit_verdict(found, optima=optima)
+    verdict = fit_verdict(found, optima=optima, one_size=config.initial_weights is not None)
     inputs = [sorted(found["run"]), *([optima.to_dict("records")] if len(optima) else [])]
     ledger.record_result(ResultKind.TRANSFER, input_key(*inputs), verdict.to_dict())
     return verdict

@@ -128,7 +128,7 @@ class Sweep:
     @classmethod
     def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
         """Return the sweep of a study file or its custom replacement; raise StageError if the corpus holds out too little."""
-        sweep = cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus))
+        sweep = cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus, ledger.directory))
         return replace(sweep, own_methods=noted_methods(ledger, sweep.key))
 
     def by(self, searcher: Searcher | None, scheduler: Scheduler | None) -> Self:

@@ -32,11 +32,13 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _promote_errors(config)
     problems += _check_errors(config.check)
     problems += unordered_errors(config)
-    problems += config.transfer.cross_field_errors(h, model.context_length)
+    one_size = config.initial_weights is not None
+    problems += config.transfer.cross_field_errors(h, model.context_length, one_size=one_size)
     if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
         problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
     problems += _axis_errors(config)
     problems += _shape_errors(config)
+    problems += _given_weights_errors(config)
     if not problems:
         problems += _wide_horizon_errors(config)
     problems += _length_errors(config)
@@ -140,7 +142,9 @@ def _promote_errors(config: StudyTables) -> Iterator[str]:
 
 def _shape_errors(config: StudyTables) -> Iterator[str]:
     """Shapes that the family does not have."""
-    widths = [("check.widths", width) for width in config.check.widths if not config.trainer]
+    widths = [
+        ("check.widths", width) for width in config.check.widths if not (config.trainer or config.initial_weights)
+    ]
     widths += [("transfer.widths", width) for width in config.transfer.widths]
     shapes = [(key, Shape(width=width)) for key, width in widths]
     shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
@@ -152,6 +156,49 @@ def _shape_errors(config: StudyTables) -> Iterator[str]:
             shape.of(config.family)
         except ValueError as error:
             yield f"{key}: {error}"
+
+
+def _given_weights_errors(config: StudyTables) -> Iterator[str]:
+    """Settings that need other shapes or other initial values than given weights have."""
+    if config.initial_weights is None:
+        return
+    base, transfer, h = config.model, config.transfer, config.hyperparameters
+    if config.trainer:
+        yield f"initial_weights: the [trainer] program has its own initial values; leave it out, got {config.initial_weights!r}"
+    if "check" in config.model_fields_set:
+        yield "check: compares several widths, but initial_weights have one; leave out [check]"
+    shapes = [("transfer.widths", Shape(width=width)) for width in transfer.widths]
+    shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
+    shapes += [("compare.stems", stem) for stem in config.compare.stems]
+    shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
+    shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
+    for key, shape in shapes:
+        if (shape.width, shape.depth or base.n_layers) != (base.d_model, base.n_layers):
+            rule = f"must have the shape of initial_weights, width {base.d_model} and depth {base.n_layers}"
+            yield f"{key}: {rule}, got {Shape(width=shape.width, depth=shape.depth)}"
+    compared = {f"transfer.{plural(axis)}": sizes for axis, sizes in transfer.sizes.items() if axis != "width"}
+    compared |= {"transfer.wide_horizon": transfer.wide_horizon, "transfer.over": transfer.over}
+    for key, value in compared.items():
+        if value:
+            yield f"{key}: compares several sizes, but initial_weights have one; leave it out, got {value}"
+    without_effect = "has no effect, since no value is drawn with initial_weights"
+    for name, default in (("init_scale", 1.0), ("zero_readout", False)):
+        stated = {"hyperparameters": getattr(h, name), "plan.explicit": config.plan.explicit.get(name, default)}
+        stated |= {
+            f"variants.{of}.hyperparameters": v.hyperparameters.get(name, default) for of, v in config.variants.items()
+        }
+        yield from (f"{key}.{name}: {without_effect}; got {value}" for key, value in stated.items() if value != default)
+        if name in config.sweep.space:
+            yield f"sweep.space.{name}: {without_effect}; leave it out"
+    for name, variant in config.variants.items():
+        if variant.model:
+            yield f"variants.{name}.model: must be left out, since initial_weights have the shape of [model]; got {variant.model}"
+    for name in CARRIED_EXPERTS:
+        if name in config.plan.explicit:
+            yield f"plan.explicit.{name}: initial_weights have the experts of [model]; leave it out"
+    context = config.plan.explicit.get("context_length", base.context_length)
+    if context != base.context_length and getattr(base, "positions", None) == "learned":
+        yield f"plan.explicit.context_length: initial_weights have {base.context_length} learned positions, got {context}"
 
 
 def _wide_horizon_errors(config: StudyTables) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pydantic
 from pydantic import BaseModel, Field, PositiveInt, PrivateAttr
 
 from muscale.errors import StageError
+from muscale.layout import INITIAL_WEIGHTS
 from muscale.settings.compare import CompareSettings, VariantSettings
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.own_model import OwnModel
@@ -29,7 +30,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING
 from proxy_models.training.compilation import Compile
-from proxy_models.training.numerics import Numerics
+from proxy_models.training.numerics import Numerics, key_of_weights
 from search_spaces import Choice, Fixed, Ordinal
 
 
@@ -147,6 +148,9 @@ class StudyTables(StrictTable):
     depth_exponent: Annotated[float, Field(ge=0.5, le=1)] = 1.0  # CompleteP's alpha: branches shrink as depth^-alpha
     # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
     decay_scaling: DecayScaling = "timescale"
+    # a folder, relative to the study file, whose weights every training starts from: a bundle, or safetensors with config.json in
+    # the layout of Llama, its relatives, or GPT-2; all runs then have the shape of [model]
+    initial_weights: Annotated[str, Field(min_length=1)] | None = None
     corpus: CorpusSettings = CorpusSettings()
     model: Member
     hyperparameters: Hyperparameters
@@ -213,7 +217,8 @@ class StudyTables(StrictTable):
         data = {"trainer.data": self.trainer.data} if self.trainer else self.corpus.identity()
         model = {f"model.{name}": value for name, value in values["model"].items()}
         rules = {name: values[name] for name in ("parametrization", "depth_exponent", "decay_scaling")}
-        return {**data, **model, **rules}
+        weights = {"initial_weights": self.initial_weights} if self.initial_weights else {}
+        return {**data, **model, **rules, **weights}
 
     @property
     def can_generate(self) -> bool:
@@ -255,13 +260,20 @@ class StudyTables(StrictTable):
         plain["sweep"]["space"] = self.sweep.space.to_dict()
         if not self.sweep.tune:
             del plain["sweep"]["tune"]  # so that sweeps without it keep their recorded form
-        for optional in ("trainer", "scores", "use_case"):
+        for optional in ("trainer", "scores", "use_case", "initial_weights"):
             if plain[optional] is None:
-                del plain[optional]  # so that studies without the table keep their recorded form
+                del plain[optional]  # so that studies without it keep their recorded form
         return plain
 
-    def shared_numerics(self, corpus: Corpus) -> Numerics:
-        """The numerics that all trainings share, at the base shape; raises StageError if the corpus holds out too little."""
+    def shared_numerics(self, corpus: Corpus, directory: Path) -> Numerics:
+        """The numerics that all trainings share, at the base shape.
+
+        Args:
+            directory: The study's directory, with the stored weights if trainings start from given weights.
+
+        Raises:
+            StageError: If the corpus holds out too little, or weights are not stored yet.
+        """
         wanted = self.corpus.evaluation_tokens
         for name, files in corpus.sources.items():
             if wanted // len(corpus.sources) > files.n_validation_tokens - self.model.context_length:
@@ -271,6 +283,11 @@ class StudyTables(StrictTable):
                     f"corpus.evaluation_tokens: the held-out split{of} has only {files.n_validation_tokens} tokens, "
                     f"got {wanted}{shared}"
                 )
+        weights = key_of_weights(directory / INITIAL_WEIGHTS) if self.initial_weights else None
+        if self.initial_weights and weights is None:
+            raise StageError(
+                "initial_weights: not stored in the study's directory yet; a command that trains stores them"
+            )
         return Numerics(
             model=self.model,
             base=self.model,
@@ -282,6 +299,7 @@ class StudyTables(StrictTable):
             decay_scaling=self.decay_scaling,
             precision=self.precision,
             stages_by_fraction=corpus.stages_by_fraction,
+            initial_weights=weights,
         )
 
 

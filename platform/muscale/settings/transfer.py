@@ -89,10 +89,11 @@ class TransferSettings(StrictTable):
         """Horizons of the smallest width alone."""
         return tuple(horizon for horizon in self.horizons if horizon > 1)
 
-    def cross_field_errors(self, h: Hyperparameters, context_length: int) -> list[str]:
-        """Broken rules across keys, one per line: `transfer.key: rule, got value`."""
+    def cross_field_errors(self, h: Hyperparameters, context_length: int, *, one_size: bool = False) -> list[str]:
+        """Broken rules across keys, one per line: `transfer.key: rule, got value`; with `one_size` no sizes are compared."""
+        least = 1 if one_size else 2
         problems = [
-            *(problem for axis, sizes in self.sizes.items() for problem in _all_differ(plural(axis), sizes, 2)),
+            *(problem for axis, sizes in self.sizes.items() for problem in _all_differ(plural(axis), sizes, least)),
             *_all_differ("horizons", self.horizons, 1),
             *_all_differ("seeds", self.seeds, 1),
             *_all_differ("batches", self.batches, MIN_BATCHES),

@@ -82,7 +82,7 @@ def study(make_study: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> St
 
 def grid(study: Study) -> list[Job]:
     """Three stems of two runs each, the shorter one first."""
-    numerics = study.config.shared_numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus, study.directory)
     return transfer.jobs(transfer.members(study.config, numerics, study.config.hyperparameters))[:6]
 
 

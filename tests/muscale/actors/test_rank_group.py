@@ -92,7 +92,7 @@ def test_a_grid_has_the_losses_of_one_rank_also_after_a_rank_was_lost(
 ) -> None:
     study = Study.open(make_study("study"), RANKS, quiet=True)
     config, ledger = study.config, study.ledger
-    numerics = config.shared_numerics(study.corpus)
+    numerics = config.shared_numerics(study.corpus, study.directory)
     jobs = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))[:2]
 
     def kill() -> None:

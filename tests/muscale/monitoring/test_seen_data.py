@@ -31,7 +31,7 @@ MakeStudy = Callable[..., Path]
 def trained_run(study: Study) -> Chain:
     """A run of two segments, in the ledger."""
     torch.set_num_threads(1)
-    numerics, h = study.config.shared_numerics(study.corpus), study.config.hyperparameters
+    numerics, h = study.config.shared_numerics(study.corpus, study.directory), study.config.hyperparameters
     (job,) = branches(replace(numerics, seed=3), h, [4096], tuned_at=4096, purpose="ladder", label="a run")
     Worker(study.ledger, compiled=False).reach(job.chain)
     study.ledger.insert(runs, **job.row(job.chain.key))
@@ -84,7 +84,7 @@ def test_a_full_run_s_steps_and_epochs(make_study: MakeStudy) -> None:
     made = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus).plan()
     plan = register(made, study.ledger)
     seen = SeenData.of(study.contents, plan.key)
-    run = plan.chain(config.shared_numerics(corpus))
+    run = plan.chain(config.shared_numerics(corpus, corpus.folder.parent))
     stream = training_stream(corpus, config.model.context_length, run.numerics.seed)
     assert isinstance(stream, TokenStream)
     number, (tokens, batch) = 7, list(run.segments[0].steps())[7]

@@ -64,7 +64,7 @@ def test_a_variant_of_another_family_is_imported_by_what_trains_alone(make_study
     path, table = make_study(), {"variants.gru.model": {"family": "tests.proxy_models.families:Recurrent"}}
     opened = Study.open(path, table, quiet=True, trains=True)
     config = opened.config
-    study, gru = variants(config, config.shared_numerics(opened.corpus), config.hyperparameters)
+    study, gru = variants(config, config.shared_numerics(opened.corpus, opened.directory), config.hyperparameters)
     assert isinstance(gru.numerics.model, ModuleConfig)
     sizes = ("d_model", "n_layers", "vocab_size", "context_length")
     assert [getattr(gru.numerics.model, key) for key in sizes] == [getattr(study.numerics.model, key) for key in sizes]
@@ -173,7 +173,7 @@ def compared_here(path: Path, interruptions: list[int]) -> tuple[dict[str, Any],
 
     while True:
         try:
-            numerics = study.config.shared_numerics(corpus)
+            numerics = study.config.shared_numerics(corpus, corpus.folder.parent)
             found = compare(study.config, numerics, best, planted_horizon(), study.ledger, train, {})
         except KeyboardInterrupt:
             continue
@@ -204,7 +204,15 @@ def test_one_size_without_a_horizon_law_is_trained_at_the_best_rate_of_the_grids
             worker.reach(job.chain)
             trained[job.chain.key] = job
 
-    found = compare(config, config.shared_numerics(corpus), config.hyperparameters, None, study.ledger, train, {})
+    found = compare(
+        config,
+        config.shared_numerics(corpus, corpus.folder.parent),
+        config.hyperparameters,
+        None,
+        study.ledger,
+        train,
+        {},
+    )
     study.ledger.close()
     rates, sizes = ([job for job in trained.values() if (", seed" in job.label) == sized] for sized in (False, True))
     assert found.outcome.n_sizes == 1

@@ -22,7 +22,7 @@ def test_a_sweep_warns_of_a_check_that_failed(
 ) -> None:
     path = make_study()
     study = Study.open(path, quiet=True)
-    numerics = study.config.shared_numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus, study.directory)
     study.ledger.record_result(ResultKind.CHECK, _key(study.config, numerics), planted_check(growth).to_dict())
     check = known_check(study.config, numerics, study.ledger)
     assert check is not None

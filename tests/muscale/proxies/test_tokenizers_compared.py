@@ -56,7 +56,7 @@ def compared(
             loss = worker.reach(job.chain).loss
             trained[job.label] = job, math.nan if loss is None else loss
 
-    numerics, best = study.config.shared_numerics(study.corpus), study.config.hyperparameters
+    numerics, best = study.config.shared_numerics(study.corpus, study.directory), study.config.hyperparameters
     found = compare(study.config, numerics, best, planted_horizon(), study.ledger, train, corpora)
     assert len(study.ledger.read(find, "segments")) > 0
     study.ledger.close()
@@ -104,7 +104,9 @@ def test_bpe_against_bytes_on_the_embedded_corpus(make_study: MakeStudy) -> None
     losses, worker = ComparedLosses.of(study.ledger, corpora, "nats per token"), Worker(study.ledger, compiled=False)
     assert losses.unit == UNIT
     bits = {}
-    for variant in variants(config, config.shared_numerics(first), config.hyperparameters, corpora):
+    for variant in variants(
+        config, config.shared_numerics(first, first.folder.parent), config.hyperparameters, corpora
+    ):
         if variant.name != "padded":
             job = variant.size_job(stems_of(config)[0], 0, lambda _: config.hyperparameters.learning_rate)
             outcome = worker.reach(job.chain)

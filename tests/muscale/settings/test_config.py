@@ -43,7 +43,7 @@ def test_the_resolved_config_is_json(make_study: MakeStudy) -> None:
 def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identity(make_study: MakeStudy) -> None:
     path = make_study()
     study = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True)
-    numerics = study.config.shared_numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus, study.directory)
     assert (numerics.depth_exponent, numerics.decay_scaling) == (0.5, "sublayer_gain")
     study.ledger.record_result(ResultKind.OWN_METHODS, "key", {})
     with pytest.raises(StudyDirectoryError, match="decay_scaling.*depth_exponent"):
@@ -65,7 +65,7 @@ def test_the_precision_follows_the_devices_unless_it_is_set_and_is_in_the_keys(
 ) -> None:
     study = Study.open(make_study(), overrides, quiet=True)
     assert (study.config.precision, study.config.full_run_precision) == (proxies, full_run)
-    assert study.config.shared_numerics(study.corpus).precision == proxies
+    assert study.config.shared_numerics(study.corpus, study.directory).precision == proxies
 
 
 def test_whole_numbers_for_floats_are_the_same_study(make_study: MakeStudy) -> None:

@@ -63,7 +63,7 @@ def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
     assert set(corpus.sources) == {"words", "lines"}
     assert corpus.mixture is not None
     assert corpus.mixture.stages[0].until_tokens == 4096
-    assert study.config.shared_numerics(study.corpus).corpus_key == corpus.key
+    assert study.config.shared_numerics(study.corpus, study.directory).corpus_key == corpus.key
     assert Study.open(mixed, quiet=True).corpus == corpus
     json.dumps(study.config.to_dict())
 
@@ -114,10 +114,12 @@ def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -
     shared = estimate(StudyConfig.read(mixed)).set_index("stage")["n_tokens"]
     mixed.write_text(mixed.read_text().replace("until_tokens = 4096", "until_fraction = 0.5"))
     study = Study.open(mixed, quiet=True)
-    assert study.config.shared_numerics(study.corpus).stages_by_fraction
+    assert study.config.shared_numerics(study.corpus, study.directory).stages_by_fraction
     whole = estimate(study.config).set_index("stage")["n_tokens"]
     jobs = transfer.jobs(
-        transfer.members(study.config, study.config.shared_numerics(study.corpus), study.config.hyperparameters)
+        transfer.members(
+            study.config, study.config.shared_numerics(study.corpus, study.directory), study.config.hyperparameters
+        )
     )
     assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
     assert whole["ladder"] > shared["ladder"]
@@ -135,7 +137,7 @@ def test_a_curriculum_is_checked_in_depth_too(mixed: Path) -> None:
 def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
     study = Study.open(mixed, ["corpus.evaluation_tokens=40000"], quiet=True)
     with pytest.raises(StageError, match="corpus.evaluation_tokens: .*lines.* got 40000"):
-        study.config.shared_numerics(study.corpus)
+        study.config.shared_numerics(study.corpus, study.directory)
 
 
 def test_documents_are_separated_by_the_id_that_closes_them(mixed: Path) -> None:

@@ -14,8 +14,8 @@ from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.given_weights import GivenWeightsError, read_weights
 from proxy_models.architecture.parametrization import parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.initial_weights import key_of, starting_values, write_initial_weights
-from proxy_models.training.numerics import Numerics
+from proxy_models.training.initial_weights import starting_values, write_initial_weights
+from proxy_models.training.numerics import Numerics, key_of_weights
 from proxy_models.training.optimizer import initialize
 from tests.proxy_models.architecture.test_llama import EXPORTED, export, trained
 
@@ -132,7 +132,7 @@ def test_the_key_is_that_of_the_values(transformers: ModuleType, tmp_path: Path)
         network.save_pretrained(tmp_path / f"theirs {number}", max_shard_size="20KB" if number == 1 else "5GB")
         given = read_weights(tmp_path / f"theirs {number}", GPT2)
         keys.append(write_initial_weights(tmp_path / f"store {number}", given.shapes, given))
-        assert key_of(tmp_path / f"store {number}") == keys[-1]
+        assert key_of_weights(tmp_path / f"store {number}") == keys[-1]
     assert len(list((tmp_path / "theirs 1").glob("*.safetensors"))) > 1
     assert keys[0] == keys[1] != keys[2]
     numerics = Numerics(model=GPT2, base=GPT2, corpus_key="", seed=0, evaluation_tokens=1)

@@ -36,6 +36,7 @@ from muscale.plans.gate import (
     forecast_line,
     hyperparameters_line,
     leak_line,
+    one_size_line,
     precision_line,
     transfer_line,
 )
@@ -176,18 +177,10 @@ def dry_run(
     step, proposed = _predicted(worker, corpus)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
-    judged = verdict.of_axes(())
     gate = Gate(
         plan=plan.key,
         lines=(
-            transfer_line(
-                judged.verdict,
-                judged.reasons,
-                judged.options,
-                tied_reach=model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0,
-            ),
-            *_experts(plan, config, verdict),
-            check_line(check),
+            *_transfer(plan, config, verdict, check),
             forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             leak_line(leaks),
@@ -205,7 +198,7 @@ def dry_run(
                 doublings=h.batch_doublings,
             ),
             precision_line(
-                config.shared_numerics(corpus).precision,
+                config.precision,
                 plan.precision,
                 device=worker.device.name,
                 has_bf16=worker.device.has_bf16,
@@ -219,6 +212,18 @@ def dry_run(
     )
     launch = Launch.of(worker, folder, cadence=str(cadence), checkpoint_bytes=checkpoint, proposed=str(proposed or ""))
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def _transfer(plan: Plan, config: StudyConfig, verdict: Verdict, check: CoordinateCheck | None) -> Iterator[GateLine]:
+    """The gate lines about values carried over sizes; runs from given weights have one size and no coordinate check."""
+    if config.initial_weights:
+        yield one_size_line(config.initial_weights)
+        return
+    judged = verdict.of_axes(())
+    reach = plan.model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0
+    yield transfer_line(judged.verdict, judged.reasons, judged.options, tied_reach=reach)
+    yield from _experts(plan, config, verdict)
+    yield check_line(check)
 
 
 def _experts(plan: Plan, config: StudyConfig, verdict: Verdict) -> Iterator[GateLine]:

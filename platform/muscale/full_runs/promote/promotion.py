@@ -14,7 +14,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.events import Event, run_events
 from muscale.full_runs.records.goodput import Goodput
-from muscale.layout import CORPUS, FULL_RUNS
+from muscale.layout import CORPUS, FULL_RUNS, INITIAL_WEIGHTS
 from muscale.plans.gate import Gate, forced_lines
 from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
@@ -259,6 +259,13 @@ def _record_run(plan: Plan, ledger: Ledger, chain: Chain, outcome: dict[str, Any
 
 
 def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> FullRun:
-    """The full run of a plan, in `directory`, on the corpus in a folder."""
+    """The full run of a plan, in `directory`, on the corpus in a folder of the study's directory."""
     chain = plan.chain(replace(numerics, guard=config.promote.guard))
-    return FullRun.of(config, numerics=chain.numerics, segments=chain.segments, directory=directory, corpus=corpus)
+    return FullRun.of(
+        config,
+        numerics=chain.numerics,
+        segments=chain.segments,
+        directory=directory,
+        corpus=corpus,
+        initial_weights=corpus.parent / INITIAL_WEIGHTS,
+    )

@@ -45,6 +45,7 @@ from proxy_models.training import compilation
 from proxy_models.training.device import send
 from proxy_models.training.fsdp import between_parts, rank_mean
 from proxy_models.training.guard import Divergence, judge_evaluation
+from proxy_models.training.initial_weights import starting_values
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.pipeline import Pipeline
@@ -107,6 +108,7 @@ class FullRunModule(L.LightningModule):
             "min_unit_params": run.min_unit_params,
             "compiled": self.compiled,
             "initial_values": self.resume is None,
+            "initial_weights": run.initial_weights,
         }
         if run.parallelism.pipeline_parallel > 1 and self._device_mesh is not None:
             self._pipeline = build_pipeline(
@@ -343,11 +345,13 @@ class FullRunModule(L.LightningModule):
         self.step_log.start_clock(broadcast_from_rank0(lambda: go_back(self.run.directory, start)))
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
-            parametrization, member = self.run.numerics.parametrization(recipe.optimizer), self.run.numerics.model
+            numerics, member = self.run.numerics, self.run.numerics.model
+            parametrization = numerics.parametrization(recipe.optimizer)
+            values = starting_values(numerics, recipe, self.run.initial_weights)
             stages = self._pipeline.stages.values() if self._pipeline else ()
             for model in [stage.model for stage in stages] or [self.configured]:
                 family_of(member).write_constants(model, member.d_model, member.n_layers)
-                initialize(model, parametrization, recipe, seed=self.run.numerics.seed, is_stage=bool(stages))
+                initialize(model, parametrization, recipe, seed=numerics.seed, is_stage=bool(stages), values=values)
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
         self._go_on_from(start, checkpoint, optimizer)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from proxy_models.architecture.stage_layout import blocks_of_stages, n_stages, s
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
 from proxy_models.training.fsdp import allocate, shard
+from proxy_models.training.initial_weights import starting_values
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of, set_multipliers
 from proxy_models.training.pipeline import Pipeline
@@ -151,6 +153,7 @@ def build_model(
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
+    initial_weights: Path | None = None,
 ) -> nn.Module:
     """Build the model with initial values that do not depend on the layout; on a mesh each rank creates only its part.
 
@@ -160,6 +163,7 @@ def build_model(
         experts: Mesh of `expert_mesh`.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         initial_values: Whether to write initial values: a checkpoint would replace them, and drawing those of 70B takes minutes.
+        initial_weights: Folder of the weights of `Numerics.initial_weights`.
 
     Raises:
         ValueError: If the layout does not fit the model.
@@ -178,7 +182,7 @@ def build_model(
             experts=list(family.share_experts(model, experts[_EXPERTS])) if experts else (),
             expert_mesh=_of_a_batch(experts, parallelism) if experts else None,
         )
-    _give_values(model, numerics, recipe, device=device, initial_values=initial_values)
+    _give_values(model, numerics, recipe, device=device, initial_values=initial_values, initial_weights=initial_weights)
     return model
 
 
@@ -193,6 +197,7 @@ def build_pipeline(
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
+    initial_weights: Path | None = None,
 ) -> Pipeline:
     """Build this rank's stages of the model as `build_model` builds a whole one.
 
@@ -212,7 +217,15 @@ def build_pipeline(
         stage = Stage(model, family, blocks[number], edges, device=device)
         of_a_batch = _of_a_batch(mesh, parallelism)
         shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params, root=stage)
-        _give_values(model, numerics, recipe, device=device, initial_values=initial_values, is_stage=True)
+        _give_values(
+            model,
+            numerics,
+            recipe,
+            device=device,
+            initial_values=initial_values,
+            initial_weights=initial_weights,
+            is_stage=True,
+        )
         stages[number] = stage
     own_positions = edges.stream.shape[1] // parallelism.tensor_parallel
     return Pipeline(
@@ -277,13 +290,15 @@ def _give_values(
     *,
     device: torch.device,
     initial_values: bool,
+    initial_weights: Path | None,
     is_stage: bool = False,
 ) -> None:
     """Move a model without values to the device, and write its constants, multipliers and initial values."""
     allocate(model, family_of(numerics.model), numerics.model, device)
     parametrization = numerics.parametrization(recipe.optimizer)
     if initial_values:
-        initialize(model, parametrization, recipe, seed=numerics.seed, is_stage=is_stage)
+        values = starting_values(numerics, recipe, initial_weights)
+        initialize(model, parametrization, recipe, seed=numerics.seed, is_stage=is_stage, values=values)
     else:
         set_multipliers(model, multipliers_of(parametrization, recipe))
 

@@ -62,7 +62,9 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     directory = study.directory / FULL_RUNS / plan.key
     commands = study.contents.commands
-    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory, commands)
+    prepared = prepare(
+        plan, study.config, study.config.shared_numerics(study.corpus, study.directory), directory, commands
+    )
     assert f"torchrun --nproc-per-node 2 -m muscale train {prepared.path}" in str(prepared)
     moved = study.directory.with_name("elsewhere")  # as to the machine that trains
     shutil.copytree(study.directory, moved)
@@ -75,7 +77,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
     assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
 
-    numerics = study.config.shared_numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus, study.directory)
     promotion = promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
     assert study.ledger.result(ResultKind.PROMOTION, plan.key) is not None
@@ -86,7 +88,7 @@ def test_a_run_that_another_process_trains_is_refused_and_nothing_is_written(mak
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     directory = study.directory / FULL_RUNS / plan.key
-    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory)
+    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus, study.directory), directory)
     with lease(study.ledger, full_run_lease(plan.key)):
         with pytest.raises(LeaseHeldError):
             train_here(Path(prepared.path))
@@ -108,7 +110,7 @@ def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     directory = study.directory / FULL_RUNS / plan.key
-    numerics, commands = study.config.shared_numerics(study.corpus), study.contents.commands
+    numerics, commands = study.config.shared_numerics(study.corpus, study.directory), study.contents.commands
     file = Path(prepare(plan, study.config, numerics, directory, commands).path)
     study.ledger.close()
     assert commands_of(file) == commands
