@@ -97,8 +97,6 @@ def _read(config: StudyConfig, directory: Path) -> GivenWeights:
     try:
         if (folder / MODEL).exists():
             return _of_bundle(Bundle.open(folder), config)
-        if not isinstance(model, ModelConfig):
-            raise GivenWeightsError(f"{folder}: must be a bundle of the same family for {model}")
         return read_weights(folder, model)
     except (GivenWeightsError, BundleError) as error:
         raise StageError(f"initial_weights: {error}") from error

@@ -46,8 +46,7 @@ class CausalLM(nn.Module):
             )
         for name in ("embedding_multiplier", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
-        table = _name(self, cast(Any, network).get_input_embeddings(), "an input embedding")
-        readout, embedding = (self.get_submodule(name) for name in (readout_name(self), table))
+        readout, embedding = (self.get_submodule(name) for name in (readout_name(self), embedding_name(self)))
         cast(Any, embedding).padding_idx = None  # here every id is a token; torch would not train a padding id's row
         embedding.register_forward_hook(lambda _module, _inputs, output: output * self.embedding_multiplier)
         readout.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * self.readout_multiplier,))
@@ -75,6 +74,11 @@ def loss_with_routers(model: nn.Module, sequences: Tensor) -> Tensor:
     """Return `sequence_loss` plus the auxiliary loss that balances experts, over these sequences (arXiv 2101.03961, eq. 4 to 6)."""
     logits, of_routers = model(sequences[:, :-1], of_routers=True)
     return cast(Tensor, whole_cross_entropy(logits, sequences[:, 1:]) + of_routers)
+
+
+def embedding_name(model: CausalLM) -> str:
+    """Return the name of the module that embeds the tokens."""
+    return _name(model, cast(Any, model.network).get_input_embeddings(), "an input embedding")
 
 
 def readout_name(model: CausalLM) -> str:

@@ -35,6 +35,7 @@ from proxy_models.architecture.config_experts import (
 from proxy_models.architecture.family import Family, FamilyError, Loss
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.parametrization import ForwardMultipliers, TensorClass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,6 +52,7 @@ _OURS = ("vocab_size", "num_hidden_layers", "initializer_range", "use_cache", *_
 """Fields that [model] and the parametrization set; they are not arguments."""
 _MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads"))
 """Pairs of sizes; most classes need the first to be a multiple of the second."""
+_LAST_NORM = (TensorClass.FINAL_NORM, TensorClass.FINAL_BIAS)
 _TRIED_TOKENS = 64  # length of the forward pass that checks whether a config's sizes fit together
 _made: dict[str, type[Family]] = {}
 
@@ -316,6 +318,26 @@ class ConfigFamily(Family):
 
         with torch.device("meta"):
             return self.build(self.width_step, 1)
+
+    def absorbed(self, member: Member, multipliers: ForwardMultipliers) -> Mapping[str, float]:
+        """Return the factors of the embedding table and the readout; the norm before a tied readout absorbs their quotient.
+
+        Raises:
+            ValueError: If blocks have a multiplier, since it scales the sum of what a block adds (`causal_lm`).
+        """
+        from proxy_models.architecture.causal_lm import embedding_name
+
+        if multipliers.branch != 1:
+            raise ValueError(
+                f"no weight inside a block can absorb its multiplier, which must be 1; got {multipliers.branch:g}"
+            )
+        table, readout = f"{embedding_name(self._smallest)}.weight", f"{self.readout}.weight"
+        rules = self.parametrization(member, member).rules
+        if readout in rules and table != readout:
+            return {table: multipliers.embedding, readout: multipliers.readout}
+        last = [name for name, rule in rules.items() if rule.tensor_class in _LAST_NORM]
+        quotient = multipliers.readout / multipliers.embedding
+        return {table: multipliers.embedding, **dict.fromkeys(last, quotient)}
 
     @property
     def attention_window(self) -> int | None:

@@ -1,8 +1,9 @@
-"""Weights of a folder in the layout of Llama, its relatives, or GPT-2, as the built-in decoder's parameters.
+"""Weights of a folder: of a class of transformers as it saves them, or in a layout that the built-in decoder can take over.
 
-The parameters are those of a decoder whose forward multipliers are 1: what a layout computes beyond its weights, the division of
-attention logits by sqrt(head_dim), goes into the queries. Llama's relatives are the classes that `llama` writes. GPT-2's matrices are
-(inputs, outputs), and one matrix has queries, keys and values (transformers, `GPT2Attention`).
+The decoder takes over the layouts of Llama, its relatives (the classes that `llama` writes) and GPT-2, whose matrices are
+(inputs, outputs), with queries, keys and values in one (transformers, `GPT2Attention`). All parameters are those of a model whose
+forward multipliers are 1: what a layout computes beyond its weights, the division of attention logits by sqrt(head_dim), goes into the
+queries.
 
 Only safetensors files are read, never a pickle. Tensors in fp16 and bf16 become fp32.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +22,23 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config_family import ConfigFamily
 from proxy_models.architecture.experts import BALANCE_BIAS
-from proxy_models.architecture.families import weight_shapes
+from proxy_models.architecture.families import family_of, weight_shapes, with_weights
 from proxy_models.architecture.llama import WEIGHTS, llama_config, llama_errors, llama_places
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.tensor_files import TensorFiles
 
 CONFIG = "config.json"
 NO_MULTIPLIERS = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=1.0)
+_NETWORK = "network."  # before the names of `CausalLM`'s parameters
+_OF_TRAINING = re.compile(
+    r"drop|token_id|initializer|^summary_|^(architectures|transformers_version|d?torch_dtype|dtype|use_cache|_name_or_path|"
+    r"max_position_embeddings|gradient_checkpointing|output_.*|return_dict|problem_type|id2label|label2id|task_specific_params)$"
+)
+"""Keys of config.json that do not change what weights compute at a position that is trained."""
+_TOLERANCE = 1e-4  # relative to the largest logit; products of other factors round otherwise by about 1e-6
 _LISTED = 3  # names of tensors that an error lists
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Endings of constants that older versions of transformers stored among the weights."""
@@ -125,18 +136,22 @@ class GivenWeights:
             yield name, self.read(name).to(shape.dtype).contiguous()
 
 
-def read_weights(folder: Path, model: ModelConfig) -> GivenWeights:
-    """Check the weights of a folder against the shape of a decoder, and return them.
+def read_weights(folder: Path, model: Member) -> GivenWeights:
+    """Check the weights of a folder against a decoder, or a model of transformers, and return them.
 
     Raises:
         GivenWeightsError: If the folder has no such weights, or its config.json or tensors contradict the model.
     """
     config = _read_config(folder)
     kind = config.get("model_type")
-    if kind == "gpt2":
-        pieces, zeros, prefix = _read_gpt2(folder, config, model), (), "transformer."
+    zeros: Sequence[tuple[str, tuple[int, ...]]] = ()
+    prefix = ""
+    if not isinstance(model, ModelConfig):
+        pieces = _read_same(folder, config, model)
+    elif kind == "gpt2":
+        pieces, prefix = _read_gpt2(folder, config, model), "transformer."
     else:
-        pieces, zeros, prefix = *_read_llama(folder, config, model), ""
+        pieces, zeros = _read_llama(folder, config, model)
     try:
         files = TensorFiles(folder / WEIGHTS)
     except OSError as error:
@@ -146,7 +161,8 @@ def read_weights(folder: Path, model: ModelConfig) -> GivenWeights:
     except ValueError as error:
         raise GivenWeightsError(str(error)) from error
     names = {name.removeprefix(prefix): name for name in files if not name.endswith(_BUFFERS)}
-    _require_shapes(folder, pieces, zeros, {name: files.shapes[names[name]] for name in names}, tied=model.tied)
+    is_tied = family_of(model).is_tied(model)
+    _require_shapes(folder, pieces, zeros, {name: files.shapes[names[name]] for name in names}, tied=is_tied)
     for name, _ in zeros:
         if files[names[name]].any():
             raise GivenWeightsError(f"{folder}: {name} must be zeros for [model], which has no such part")
@@ -158,7 +174,10 @@ def read_weights(folder: Path, model: ModelConfig) -> GivenWeights:
         return parts[0] if len(parts) == 1 and parts[0].shape == shapes[name].shape else torch.stack(parts)
 
     shapes = weight_shapes(model)
-    return GivenWeights(shapes=shapes, read=read, layout=str(kind))
+    given = GivenWeights(shapes=shapes, read=read, layout=str(kind))
+    if not isinstance(model, ModelConfig):
+        _require_absorbing(folder, model, dict(given))
+    return given
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -217,6 +236,45 @@ def _read_llama(
         else:
             pieces[place.name].append(Piece(their, shape, _divided_by(place.factor)))
     return pieces, zeros
+
+
+def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> dict[str, list[Piece]]:
+    """Return the pieces of each of our tensors where the folder is of the same class of transformers: the tensors themselves."""
+    family = family_of(model)
+    if not isinstance(family, ConfigFamily):
+        raise GivenWeightsError(f"{folder}: must be a bundle of the same family for {model}")
+    ours = json.loads(family.config(model.d_model, model.n_layers).to_json_string(use_diff=False))
+    wanted = {key: ours[key] for key in ours.keys() & config.keys() if not _OF_TRAINING.search(key)}
+    odd = [
+        f"{key} is {config[key]!r}, but [model] makes it {value!r}"
+        for key, value in sorted(wanted.items())
+        if config[key] != value
+    ]
+    if odd:
+        raise GivenWeightsError(f"{folder / CONFIG}: {'; '.join(odd)}")
+    return {
+        name: [Piece(name.removeprefix(_NETWORK), tuple(shape.shape), lambda tensor: tensor)]
+        for name, shape in weight_shapes(model).items()
+    }
+
+
+def _require_absorbing(folder: Path, model: Member, weights: Mapping[str, Tensor]) -> None:
+    """Require that a model computes the same with multipliers that its weights absorb; each class of transformers is different."""
+    built = with_weights(model, weights).eval()
+    tokens = torch.randint(model.vocab_size, (1, model.context_length), generator=torch.Generator().manual_seed(0))
+    multipliers = replace(NO_MULTIPLIERS, embedding=2.0, readout=0.5)
+    with torch.no_grad():
+        expected = built(tokens)
+        for name, factor in family_of(model).absorbed(model, multipliers).items():
+            built.get_parameter(name).div_(factor)
+        for name in ("embedding", "readout"):
+            built.get_buffer(f"{name}_multiplier").fill_(getattr(multipliers, name))
+        off = ((built(tokens) - expected).abs().max() / expected.abs().max()).item()
+    if not off <= _TOLERANCE:
+        raise GivenWeightsError(
+            f"{folder}: {model} must give the same logits when its weights absorb the multipliers of embedding and readout, but they "
+            f"differ by {off:.2g} of the largest"
+        )
 
 
 def _read_gpt2(folder: Path, config: Mapping[str, Any], model: ModelConfig) -> dict[str, list[Piece]]:

@@ -176,7 +176,9 @@ def _given_weights_errors(config: StudyTables) -> Iterator[str]:
         if (shape.width, shape.depth or base.n_layers) != (base.d_model, base.n_layers):
             rule = f"must have the shape of initial_weights, width {base.d_model} and depth {base.n_layers}"
             yield f"{key}: {rule}, got {Shape(width=shape.width, depth=shape.depth)}"
-    compared = {f"transfer.{plural(axis)}": sizes for axis, sizes in transfer.sizes.items() if axis != "width"}
+    compared: dict[str, object] = {
+        f"transfer.{plural(axis)}": sizes for axis, sizes in transfer.sizes.items() if axis != "width"
+    }
     compared |= {"transfer.wide_horizon": transfer.wide_horizon, "transfer.over": transfer.over}
     for key, value in compared.items():
         if value:

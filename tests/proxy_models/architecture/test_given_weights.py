@@ -4,13 +4,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config_family import ConfigFamily
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.families import build, load
 from proxy_models.architecture.given_weights import GivenWeightsError, read_weights
 from proxy_models.architecture.parametrization import parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -222,6 +224,49 @@ def test_folders_without_such_weights_are_refused(transformers: ModuleType, tmp_
         (tmp_path / "gpt2" / "config.json").write_text(wrong)
         with pytest.raises(GivenWeightsError, match="config.json"):
             read_weights(tmp_path / "gpt2", GPT2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["GPT2Config", "LlamaConfig"])
+@torch.no_grad()
+def test_a_class_of_transformers_starts_from_its_own_weights(
+    name: str, tied: bool, transformers: ModuleType, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"GPT2Config": {"n_embd": 32, "n_head": 2}}.get(
+        name, {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    )
+    family = load(f"transformers:{name}")(vocab_size=97, context_length=24, **sizes, tie_word_embeddings=tied)
+    member = family.member(32, 2)
+    network = transformers.AutoModelForCausalLM.from_config(cast(ConfigFamily, family).config(32, 2)).eval()
+    for number, parameter in enumerate(network.parameters()):
+        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.2)
+    network.save_pretrained(tmp_path / "theirs")
+    given = read_weights(tmp_path / "theirs", member)
+    key = write_initial_weights(tmp_path / "store", given.shapes, given)
+    numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=1, initial_weights=key)
+    recipe = replace(RECIPE, attention_multiplier=1.0)
+    model = build(member)
+    values = starting_values(numerics, recipe, tmp_path / "store")
+    initialize(model, family.parametrization(member, member), recipe, seed=0, values=values)
+    tokens = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(0))
+    theirs = network(tokens).logits
+    torch.testing.assert_close(model.eval()(tokens), theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+    assert model.get_buffer("readout_multiplier").item() == pytest.approx(0.6)
+    for changed, named in (({"d_model": 64}, "64"), ({"n_layers": 3}, "3")):
+        other = family.member(**{"width": 32, "depth": 2} | {"width" if "d_model" in changed else "depth": int(named)})
+        with pytest.raises(GivenWeightsError, match=named):
+            read_weights(tmp_path / "theirs", other)
+
+
+def test_a_class_that_absorbs_multipliers_otherwise_is_refused(
+    transformers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = load("transformers:GPT2Config")(vocab_size=97, context_length=24, n_embd=32, n_head=2)
+    network = transformers.AutoModelForCausalLM.from_config(cast(ConfigFamily, family).config(32, 2))
+    network.save_pretrained(tmp_path)
+    monkeypatch.setattr(ConfigFamily, "absorbed", lambda *_: {"network.transformer.wte.weight": 2.0})
+    with pytest.raises(GivenWeightsError, match="logits"):
+        read_weights(tmp_path, family.member(32, 2))
 
 
 def test_values_that_are_not_finite_are_refused(transformers: ModuleType, tmp_path: Path) -> None:
