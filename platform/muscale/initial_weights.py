@@ -152,7 +152,13 @@ def _require_tokenizer(config: StudyConfig, directory: Path, corpus: Corpus) -> 
             raise StageError(
                 f"initial_weights: the tokenizer of {folder} is {theirs.key}, the corpus's is {ours.key}; {advice}"
             )
-    elif (folder / _TOKENIZER).exists() and not same_tokenizer(folder / _TOKENIZER, ours):
+        return
+    path = folder / _TOKENIZER
+    try:
+        is_same = not path.exists() or same_tokenizer(path, ours)
+    except CorpusError as error:
+        raise StageError(f"initial_weights: {error}") from error
+    if not is_same:
         raise StageError(
             f"initial_weights: {folder / _TOKENIZER} must be the corpus's tokenizer ({ours.key}), and differs; {advice}"
         )

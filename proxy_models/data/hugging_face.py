@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from proxy_models.data.tokenizer import BYTE_ALPHABET, END_OF_TEXT, BytesTokenizer, FileTokenizer, Tokenizer
+from proxy_models.data.tokenizer import BYTE_ALPHABET, END_OF_TEXT, BytesTokenizer, FileTokenizer, Tokenizer, load_json
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> list[Path]:
@@ -44,17 +44,8 @@ def same_tokenizer(path: Path, tokenizer: Tokenizer) -> bool:
     Raises:
         CorpusError: If the file can't be read.
     """
-    theirs, ours = _content(FileTokenizer(path, _end_in(path))), _content(tokenizer)
+    theirs, ours = json.loads(load_json(path.read_bytes(), path).to_str()), _content(tokenizer)
     return all(theirs.get(part) == ours.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"))
-
-
-def _end_in(path: Path) -> str | None:
-    """Return the first added token of a `tokenizer.json`, any of which serves where no document is closed; None if it has none."""
-    try:
-        added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
-        return str(added[0]["content"]) if added else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # reading the tokenizer says what is wrong
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class FileTokenizer:
         if path.suffix == sentencepiece_file.SUFFIX:
             converted, end = sentencepiece_file.converted(content, path)
             content, kind = converted.encode(), "SentencePiece"
-        self._loaded = _load(content, path)
+        self._loaded = load_json(content, path)
         self._loaded.no_truncation()
         self._loaded.no_padding()
         self._loaded.encode_special_tokens = True
@@ -244,7 +244,7 @@ def _in_process(texts: Iterable[bytes], *arguments: str) -> str:
     return str(content, "utf-8")
 
 
-def _load(content: bytes, path: Path) -> Loaded:
+def load_json(content: bytes, path: Path) -> Loaded:
     import tokenizers
 
     try:

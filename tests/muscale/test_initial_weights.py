@@ -9,12 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from muscale import StageError, Study, StudyDirectoryError, StudyFileError
 from muscale.actors.worker import Worker
+from muscale.full_runs.promote.dry_run import dry_run
 from muscale.layout import INITIAL_WEIGHTS
+from muscale.plans.costs import estimate
+from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
 from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
@@ -22,8 +27,9 @@ from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.hugging_face import same_tokenizer, write_tokenizer
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, train_bpe
 from proxy_models.training.numerics import key_of_weights
-from scaling import fit_verdict
+from scaling import Verdict, fit_verdict
 from tests.muscale.conftest import MICRO, write_text
+from tests.muscale.planted import planted_fit, planted_horizon
 
 MODEL = """
 vocab_size = 256
@@ -215,14 +221,8 @@ def test_the_folder_s_tokenizer_must_be_the_corpus_s(study: Path, tmp_path: Path
 
 
 def test_grids_of_one_size_pass_and_give_the_law_in_the_tokens(study: Path) -> None:
-    config = StudyConfig.read(study)
-    from muscale.plans.costs import estimate
-
-    costs = estimate(config).set_index("stage")["runs"]
+    costs = estimate(StudyConfig.read(study)).set_index("stage")["runs"]
     assert costs["transfer"] == 10  # five rates, two horizons, one width
-    import numpy as np
-    import pandas as pd
-
     rows = pd.DataFrame(
         [
             {"along": "width", "size": 32, "over": "rate", "value": 2.0**octave, "n_tokens": n, "loss": loss}
@@ -242,3 +242,17 @@ def test_grids_of_one_size_pass_and_give_the_law_in_the_tokens(study: Path) -> N
         fit_verdict(rows.assign(size=[16, 32] * (len(rows) // 2)), one_size=True)
     with pytest.raises(ValueError, match="2 values"):
         fit_verdict(rows)
+
+
+def test_the_gate_says_that_nothing_is_carried_over_widths(study: Path) -> None:
+    one = opened(study, **{"plan.shapes": [{"width": 32}]})
+    config = one.config
+    plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=one.corpus, winner=0).plan()
+    assert plan.model == config.model
+    verdict = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={})
+    found = dry_run(plan, config, one.corpus, check=None, leaks=None, verdict=verdict, directory=one.directory)
+    lines = {line.name: line for line in found.gate.lines}
+    assert lines["transfer"].status == "passed"
+    assert "'given'" in lines["transfer"].compared
+    assert "coordinate check" not in lines
+    one.ledger.close()

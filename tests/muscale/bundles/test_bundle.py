@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from muscale import initial_weights
 from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle, load_bundle
 from muscale.bundles.bundle_files import MANIFEST, verify
@@ -33,7 +34,8 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import alone
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
-from muscale.layout import METRICS, RESULT
+from muscale.layout import INITIAL_WEIGHTS, METRICS, RESULT
+from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
@@ -53,7 +55,8 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.training.guard_settings import GuardSettings
-from proxy_models.training.numerics import Numerics
+from proxy_models.training.initial_weights import starting_values
+from proxy_models.training.numerics import Numerics, key_of_weights
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.state import capture
 from proxy_models.training.step import Stepper
@@ -486,3 +489,31 @@ def test_a_corpus_of_tokens_has_no_tokenizer_to_generate_with(copied: Path) -> N
     assert bundle.tokenizer() is None
     with pytest.raises(BundleError, match="no tokenizer to write text with"):
         bundle.generate("ab", 5)
+
+
+def test_a_study_starts_from_a_bundle_s_function(
+    case: Case, copied: Path, make_study: Callable[[], Path], tmp_path: Path
+) -> None:
+    bundle = Bundle.open(copied)
+    model = as_decoder(bundle.numerics.model)
+    shorter = replace(model, context_length=16, mlp_dropout=0.1)
+    config = StudyConfig.read(make_study()).model_copy(update={"initial_weights": str(copied), "model": shorter})
+    initial_weights.check(config, tmp_path)
+    initial_weights.store(config, tmp_path, case.run.corpus, is_begun=False)
+    key = key_of_weights(tmp_path / INITIAL_WEIGHTS)
+    numerics = replace(bundle.numerics, model=shorter, base=shorter, initial_weights=key)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, attention_multiplier=3.0).resolve(BATCH * 100)
+    started, values = Decoder(shorter), starting_values(numerics, recipe, tmp_path / INITIAL_WEIGHTS)
+    initialize(started, numerics.parametrization("adamw"), recipe, seed=0, values=values)
+    tokens = torch.randint(290, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = bundle.decoder()(tokens)
+        torch.testing.assert_close(started.eval()(tokens), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    for changed in ({"norm_eps": 1e-5}, {"d_model": 48}, {"positions": "alibi"}):
+        other = config.model_copy(update={"model": replace(shorter, **changed)})
+        with pytest.raises(StageError, match=next(iter(changed))):
+            initial_weights.check(other, tmp_path / "elsewhere")
+    write_text(tmp_path / "bytes")
+    of_bytes = write_corpus(tmp_path / "tokens", str(tmp_path / "bytes"))
+    with pytest.raises(StageError, match="tokenizer"):
+        initial_weights.store(config, tmp_path / "elsewhere", of_bytes, is_begun=False)
