@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from proxy_models.architecture.given_weights import GivenWeights, GivenWeightsEr
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.hugging_face import same_tokenizer
 from proxy_models.data.sources import CorpusError, at_home
+from proxy_models.files import folder_lock
 from proxy_models.hashing import content_key
 from proxy_models.training.initial_weights import write_initial_weights
 from proxy_models.training.numerics import WEIGHTS_MANIFEST
 
 _TOKENIZER = "tokenizer.json"
+_LISTED = 5  # settings that an error lists
 _OF_TRAINING = (
     *("context_length", "document_separator", "label_smoothing", "z_loss", *DROPPED),
     *("balance_rate", "balance_loss", "router_z_loss"),
@@ -62,6 +65,11 @@ def store(config: StudyConfig, directory: Path, corpus: Corpus, *, is_begun: boo
     """
     if config.initial_weights is None:
         return
+    with folder_lock(corpus.folder):  # so that one process writes
+        _store(config, directory, corpus, is_begun=is_begun)
+
+
+def _store(config: StudyConfig, directory: Path, corpus: Corpus, *, is_begun: bool) -> None:
     folder = directory / INITIAL_WEIGHTS
     manifest = folder / WEIGHTS_MANIFEST
     if is_begun and manifest.exists():
@@ -105,7 +113,7 @@ def _read(config: StudyConfig, directory: Path) -> GivenWeights:
 def _of_bundle(bundle: Bundle, config: StudyConfig) -> GivenWeights:
     """Return the weights of a bundle with its multipliers absorbed."""
     theirs, model = bundle.numerics.model, config.model
-    if odd := [*_differences(theirs.to_dict(), model.to_dict())]:
+    if odd := [*islice(_differences(theirs.to_dict(), model.to_dict()), _LISTED)]:
         raise GivenWeightsError(f"{bundle.path / MODEL}: {'; '.join(odd)}")
     weights, shapes = bundle.weights(), weight_shapes(theirs)
     if isinstance(model, ModelConfig) and model.positions == "learned":

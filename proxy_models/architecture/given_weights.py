@@ -144,14 +144,14 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
     """
     config = _read_config(folder)
     kind = config.get("model_type")
-    zeros: Sequence[tuple[str, tuple[int, ...]]] = ()
-    prefix = ""
-    if not isinstance(model, ModelConfig):
-        pieces = _read_same(folder, config, model)
-    elif kind == "gpt2":
-        pieces, prefix = _read_gpt2(folder, config, model), "transformer."
-    else:
-        pieces, zeros = _read_llama(folder, config, model)
+    try:
+        pieces, zeros, prefix = _layout_of(folder, config, model)
+    except GivenWeightsError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # the file may hold anything
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: not a file that transformers writes for {kind!r} ({type(error).__name__}: {error})"
+        ) from error
     try:
         files = TensorFiles(folder / WEIGHTS)
     except OSError as error:
@@ -178,6 +178,17 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
     if not isinstance(model, ModelConfig):
         _require_absorbing(folder, model, dict(given))
     return given
+
+
+def _layout_of(
+    folder: Path, config: Mapping[str, Any], model: Member
+) -> tuple[dict[str, list[Piece]], Sequence[tuple[str, tuple[int, ...]]], str]:
+    """Return the pieces of each of our tensors, the tensors that must be zeros, and a prefix that names may have."""
+    if not isinstance(model, ModelConfig):
+        return _read_same(folder, config, model), (), ""
+    if config.get("model_type") == "gpt2":
+        return _read_gpt2(folder, config, model), (), "transformer."
+    return *_read_llama(folder, config, model), ""
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

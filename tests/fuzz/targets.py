@@ -42,6 +42,9 @@ from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.given_weights import NO_MULTIPLIERS, GivenWeightsError
+from proxy_models.architecture.given_weights import read_weights as read_given_weights
+from proxy_models.architecture.llama import write_llama
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
@@ -270,6 +273,24 @@ def bundle_manifest(folder: Path) -> Target:
     return Target(file, lambda: json.dumps(verify(folder).to_dict()), (BundleError,), [file.read_bytes()])
 
 
+def given_weights(name: str) -> Callable[[Path], Target]:
+    """A file of a folder in Llama's layout, from which a study starts."""
+
+    def target(folder: Path) -> Target:
+        model = ModelConfig(d_model=16, n_layers=1, head_dim=8, context_length=8, vocab_size=12)
+        with torch.device("cpu"):
+            weights = dict(Decoder(model).named_parameters())
+        write_llama(model, NO_MULTIPLIERS, weights, folder / "llama", None)
+        file = folder / "llama" / name
+
+        def read() -> float:
+            return sum(float(tensor.sum()) for _, tensor in read_given_weights(folder / "llama", model))
+
+        return Target(file, read, (GivenWeightsError,), [file.read_bytes()])
+
+    return target
+
+
 def optuna_storage(folder: Path) -> Target:
     theirs = folder.with_name(f"{folder.name}-theirs.db")
     space = write_optuna_study(theirs)
@@ -391,6 +412,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "checkpoint": checkpoint_manifest,
     "run": run_record,
     "bundle": bundle_manifest,
+    "given config": given_weights("config.json"),
+    "given weights": given_weights("model.safetensors"),
     "optuna": optuna_storage,
     "optuna_rows": rows_of(optuna_storage),
     "ledger": foreign_ledger,

@@ -143,7 +143,6 @@ def test_until_something_is_trained_a_changed_folder_is_stored_again(
 
 def test_a_study_keeps_its_weights(study: Path, tmp_path: Path) -> None:
     one = opened(study)
-    Worker(one.ledger, compiled=False) if one.corpus else None
     shutil.copytree(tmp_path / "given", tmp_path / "other")
     chain = shortest(one)
     Worker(one.ledger, compiled=False).reach(chain)
@@ -164,6 +163,7 @@ def test_a_study_keeps_its_weights(study: Path, tmp_path: Path) -> None:
         ({"plan.shapes": [{"width": 64}]}, ["plan.shapes", "width 64"]),
         ({"compare.widths": [16]}, ["compare.widths", "width 16"]),
         ({"variants": {"wide": {"model": {"mlp_ratio": 2.0}}}}, ["variants.wide.model", "mlp_ratio"]),
+        ({"variants": {"words": {"corpus": {"tokenizer": "bpe"}}}}, ["variants.words.corpus:", "tokenizer"]),
         ({"hyperparameters.init_scale": 0.5}, ["hyperparameters.init_scale", "0.5"]),
         ({"plan.explicit.init_scale": 0.5}, ["plan.explicit.init_scale", "0.5"]),
         ({"plan.explicit.context_length": 64}, ["plan.explicit.context_length", "64"]),
@@ -249,6 +249,8 @@ def test_the_gate_says_that_nothing_is_carried_over_widths(study: Path) -> None:
     config = one.config
     plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=one.corpus, winner=0).plan()
     assert plan.model == config.model
+    assert not any("muP" in rule for rule in plan.rules.values())
+    assert not any("muP width" in one.rules for one in plan.provenance)
     verdict = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={})
     found = dry_run(plan, config, one.corpus, check=None, leaks=None, verdict=verdict, directory=one.directory)
     lines = {line.name: line for line in found.gate.lines}

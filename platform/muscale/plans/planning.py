@@ -289,14 +289,13 @@ class Planner:
     def _rules(self) -> dict[str, str]:
         """Describe the transfer rule of each hyperparameter that is tuned or stated, or follows the batch."""
         config, horizon, batch = self.config, self.horizon, self.batch
+        over_width = "same shape" if config.initial_weights else "muP across width"
         rules = {
-            name: "muP across width; timescale fixed across tokens"
-            if name == "weight_decay_tau"
-            else "muP across width; fixed across tokens"
+            name: f"{over_width}; {'timescale ' if name == 'weight_decay_tau' else ''}fixed across tokens"
             for name in config.sweep.space
         }
         rules["learning_rate"] = (
-            f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
+            f"{over_width}; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens, "
             f"measured on {', '.join(horizon.measured_on)}{_beyond(self.n_tokens, horizon, config.transfer.n_tokens)}"
         )
         for change, law in self._along.items():
@@ -320,7 +319,7 @@ class Planner:
             config.model,
             searched=frozenset(config.sweep.space.searched) | ({"stages"} if config.sweep.is_population else set()),
             explicit=frozenset(config.plan.explicit),
-            by_mup=config.parametrization == "mup",
+            by_mup=config.parametrization == "mup" and not config.initial_weights,
             trial="the sweep's winner" if self.winner is None else f"trial {self.winner} of the sweep",
             by_batch=self.by_batch,
             batch_source=self.batch.source if self.batch else "",

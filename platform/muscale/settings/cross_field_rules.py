@@ -195,6 +195,8 @@ def _given_weights_errors(config: StudyTables) -> Iterator[str]:
     for name, variant in config.variants.items():
         if variant.model:
             yield f"variants.{name}.model: must be left out, since initial_weights have the shape of [model]; got {variant.model}"
+        if variant.names_tokenizer(config.corpus):
+            yield f"variants.{name}.corpus: must have the study's tokenizer, whose ids initial_weights know"
     for name in CARRIED_EXPERTS:
         if name in config.plan.explicit:
             yield f"plan.explicit.{name}: initial_weights have the experts of [model]; leave it out"

@@ -235,7 +235,8 @@ def test_a_class_of_transformers_starts_from_its_own_weights(
     sizes: dict[str, Any] = {"GPT2Config": {"n_embd": 32, "n_head": 2}}.get(
         name, {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     )
-    family = load(f"transformers:{name}")(vocab_size=97, context_length=24, **sizes, tie_word_embeddings=tied)
+    sizes["tie_word_embeddings"] = tied
+    family = load(f"transformers:{name}")(vocab_size=97, context_length=24, **sizes)
     member = family.member(32, 2)
     network = transformers.AutoModelForCausalLM.from_config(cast(ConfigFamily, family).config(32, 2)).eval()
     for number, parameter in enumerate(network.parameters()):
@@ -261,7 +262,8 @@ def test_a_class_of_transformers_starts_from_its_own_weights(
 def test_a_class_that_absorbs_multipliers_otherwise_is_refused(
     transformers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = load("transformers:GPT2Config")(vocab_size=97, context_length=24, n_embd=32, n_head=2)
+    sizes: dict[str, Any] = {"n_embd": 32, "n_head": 2}
+    family = load("transformers:GPT2Config")(vocab_size=97, context_length=24, **sizes)
     network = transformers.AutoModelForCausalLM.from_config(cast(ConfigFamily, family).config(32, 2))
     network.save_pretrained(tmp_path)
     monkeypatch.setattr(ConfigFamily, "absorbed", lambda *_: {"network.transformer.wte.weight": 2.0})
