@@ -74,7 +74,7 @@ def _store(config: StudyConfig, directory: Path, corpus: Corpus, *, is_begun: bo
     manifest = folder / WEIGHTS_MANIFEST
     if is_begun and manifest.exists():
         return
-    facts = {"source": config.initial_weights, "model": content_key(config.model.to_dict())}
+    facts = {"source": str(config.initial_weights), "model": content_key(config.model.to_dict())}
     facts["files"] = content_key(_stamps(_folder(config, directory)))
     if manifest.exists() and facts.items() <= json.loads(manifest.read_text()).items():
         return

@@ -188,6 +188,8 @@ def test_activations_are_what_their_names_say() -> None:
         "relu": lambda h: h.clamp(min=0),
         "relu2": lambda h: h.clamp(min=0) ** 2,
         "gelu": lambda h: h * 0.5 * (1 + torch.erf(h / 2**0.5)),
+        # Hendrycks and Gimpel, arXiv 1606.08415, section 2
+        "gelu_tanh": lambda h: h * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3))),
     }
     for activation, plain in plain_activations.items():
         config = ModelConfig(d_model=64, n_layers=1, activation=activation)
