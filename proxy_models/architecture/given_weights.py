@@ -34,7 +34,7 @@ CONFIG = "config.json"
 NO_MULTIPLIERS = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=1.0)
 _NETWORK = "network."  # before the names of `CausalLM`'s parameters
 _OF_TRAINING = re.compile(
-    r"drop|token_id|initializer|^summary_|^(architectures|transformers_version|d?torch_dtype|dtype|use_cache|_name_or_path|"
+    r"drop|token_id|initializer|^summary_|^(architectures|transformers_version|(torch_)?dtype|use_cache|_name_or_path|"
     r"max_position_embeddings|gradient_checkpointing|output_.*|return_dict|problem_type|id2label|label2id|task_specific_params)$"
 )
 """Keys of config.json that do not change what weights compute at a position that is trained."""
@@ -68,7 +68,6 @@ _KEYS = {
     "n_routed_experts": "n_experts",
     "first_k_dense_replace": "first_dense_layers",
     "use_qk_norm": "qk_norm",
-    "n_positions": "context_length",
 }
 """Setting of [model] behind a key of config.json, if its name is another."""
 _NOT_COMPARED = {

@@ -148,6 +148,22 @@ def test_the_key_is_that_of_the_values(transformers: ModuleType, tmp_path: Path)
             starting_values(other, RECIPE, folder)
 
 
+def test_names_and_constants_of_older_files_are_read(transformers: ModuleType, tmp_path: Path) -> None:
+    """GPT-2's published file has no prefix and the causal masks; others repeat a tied table."""
+    from safetensors.torch import load_file, save_file
+
+    random_model(transformers, GPT2).save_pretrained(tmp_path)
+    expected = dict(read_weights(tmp_path, GPT2))
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 40, 40), "lm_head.weight": tensors["wte.weight"].clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = dict(read_weights(tmp_path, GPT2))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
