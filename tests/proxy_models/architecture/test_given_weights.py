@@ -19,6 +19,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.initial_weights import starting_values, write_initial_weights
 from proxy_models.training.numerics import Numerics, key_of_weights
 from proxy_models.training.optimizer import initialize
+from tests.proxy_models.architecture import test_exported_experts
 from tests.proxy_models.architecture.test_llama import EXPORTED, export, trained
 
 OF_GPT2: dict[str, Any] = {
@@ -111,6 +112,18 @@ def test_what_the_export_writes_is_read_again(options: dict[str, Any], tmp_path:
     export(model, tmp_path / "theirs", None)
     ours = started(tmp_path / "theirs", model.config, tmp_path / "store")
     tokens = torch.randint(0, model.config.vocab_size, (2, 48))
+    torch.testing.assert_close(ours(tokens), model(tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [of for _, of in test_exported_experts.EXPORTED.values()], ids=list(test_exported_experts.EXPORTED)
+)
+@torch.no_grad()
+def test_mixtures_that_the_export_writes_are_read_again(options: dict[str, Any], tmp_path: Path) -> None:
+    model, multipliers = test_exported_experts.trained(options)
+    test_exported_experts.export(model, multipliers, tmp_path / "theirs")
+    ours = started(tmp_path / "theirs", model.config, tmp_path / "store")
+    tokens = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(ours(tokens), model(tokens), atol=1e-4, rtol=0)
 
 
