@@ -36,7 +36,7 @@ class ScalingFit(JsonResult):
     """A loss law, the runs that the law was fitted to, and how far both can be trusted.
 
     Attributes:
-        objective: Σ Huber of log residuals at the estimate.
+        objective: Σ Huber of log residuals at the estimate; at one size with the prior's part.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
         draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, spread by

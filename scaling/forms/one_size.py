@@ -3,8 +3,8 @@
     L = E + B/(D + D_0)^beta
 
 D counts the tokens after the start, and D_0 is what the start is worth in the same tokens: 0 from scratch, large if the given weights
-already know such data. Hernandez et al. (2102.01293, sec. 2) describe fine-tuning by such an effective number of tokens; there it also
-grows slowly with D (as D^.18 for text to code), here it is constant. E includes the loss due to few parameters.
+already know such data. Hernandez et al. (2102.01293) describe fine-tuning by such an effective number of tokens, the data transferred;
+there it is a power of size and D, here it is constant. E includes the loss due to few parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scaling.forms.powers import _POSITIVE, EXPONENT_BOUNDS, GRID
 from scaling.forms.problem import Problem, Values
 
 START_BOUNDS = (1e-3, 1e3)
-"""Bounds of D_0 over the runs' geometric mean of tokens: at the lower one D_0 changes no loss by a tenth of a percent."""
+"""Bounds of D_0 over the runs' geometric mean of tokens: effectively 0, and so large that the loss is a line in D."""
 _START_STARTS = (0.01, 0.3, 3.0)
 
 
@@ -31,7 +31,7 @@ class OneSize(Form):
 
     name = "one size"
     formula = "E + B/(D + D_0)^beta"
-    source = "Hernandez et al. 2102.01293, sec. 2, with constant D_0"
+    source = "Hernandez et al. 2102.01293 (effective data transferred), here with a constant D_0"
     columns: ClassVar[tuple[str, ...]] = ("n_tokens",)
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
         "E": _POSITIVE,
@@ -77,7 +77,7 @@ class PowerOfTokens(Problem):
 
     def log_loss(self, theta: Array) -> Array:
         e, b, beta, c = theta.T[:, :, None]
-        return np.logaddexp(e, b - np.exp(beta) * self._log_tokens(c))
+        return np.asarray(np.logaddexp(e, b - np.exp(beta) * self._log_tokens(c)))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
         e, b, beta, c = theta.T[:, :, None]
