@@ -141,7 +141,7 @@ def backtest(
     table = read_runs(runs, columns).reset_index(drop=True)
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts or ()):
-        raise ValueError(f"cuts must be above 1, got {list(cuts)}")
+        raise ValueError(f"cuts must be above 1, got {list(cuts or ())}")
     if along not in (COMPUTE, *names):
         raise ValueError(f"along must be one of {', '.join([COMPUTE, *names])}, got {along!r}")
     base = next((form for form in forms if names and forecast_form(form) and {*names} <= {*form.columns}), None)

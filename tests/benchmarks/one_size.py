@@ -79,7 +79,7 @@ def without_start(rows: pd.DataFrame, tokens: pd.Series) -> np.ndarray:
         full=full, basis=basis, offset=offset, lower=full.lower[:3], upper=full.upper[:3], kept=(0, 1, 2)
     )
     theta, _ = replace(fits, problem=plain).adaptive()
-    return plain.elsewhere({"n_tokens": tokens.to_numpy()}).log_loss(theta[None])[0]
+    return np.asarray(plain.elsewhere({"n_tokens": tokens.to_numpy()}).log_loss(theta[None])[0])
 
 
 def forecasts(rows: pd.DataFrame, later: pd.DataFrame) -> pd.DataFrame:

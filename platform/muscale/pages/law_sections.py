@@ -79,8 +79,8 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         fit.plot_parameters(),
     )
     if fit.one_size is not None:  # no section about other sizes
-        figures = [_figure(*part) for part in (against_compute, parameters)]
-        return [_whole(fit), *figures, *([] if target is None else [_of_each_fit(fit, target)])]
+        shown = [_whole(fit), _figure(*against_compute), _figure(*parameters)]
+        return shown if target is None else [*shown, _of_each_fit(fit, target)]
     figures = [
         against_compute,
         (

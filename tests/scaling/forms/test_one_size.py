@@ -1,6 +1,7 @@
 """Runs of one size: the law of tokens, its derivatives, its interval from few runs, what it refuses, and public runs held out."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -35,8 +36,8 @@ def ladder(n_runs: int, *, noise: float = 0.004, seed: int = 0, sizes: tuple[flo
     return rows.assign(loss=PLANTED.loss(SIZE, tokens) * np.exp(error))
 
 
-def fitted(n_runs: int = 8, **options: float) -> ScalingFit:
-    return fit(ladder(n_runs, **options), n_params_convention="total", loss_unit="nats", n_bootstrap=40)
+def fitted(n_runs: int = 8, *, seed: int = 0) -> ScalingFit:
+    return fit(ladder(n_runs, seed=seed), n_params_convention="total", loss_unit="nats", n_bootstrap=40)
 
 
 def test_derivatives_are_exact_and_coordinates_go_both_ways() -> None:
@@ -110,26 +111,26 @@ def test_intervals_hold_with_few_runs_and_three_are_not_exact() -> None:
 
 def test_both_searches_and_any_order_of_rows_find_one_law() -> None:
     rows = ladder(6)
-    options = {"n_params_convention": "total", "loss_unit": "nats", "n_bootstrap": 2}
+    found = partial(fit, n_params_convention="total", n_bootstrap=2)
     laws = [
-        fit(rows, **options).law,
-        fit(rows, method="multistart", **options).law,
-        fit(rows.sample(frac=1, random_state=1), **options).law,
+        found(rows).law,
+        found(rows, method="multistart").law,
+        found(rows.sample(frac=1, random_state=1)).law,
     ]
     for law in laws[1:]:
         np.testing.assert_allclose([*law.parameters.values()], [*laws[0].parameters.values()], rtol=1e-3)
 
 
 def test_two_lengths_two_sizes_and_the_wrong_form_are_refused() -> None:
-    options = {"n_params_convention": "total"}
+    fitted = partial(fit, n_params_convention="total")
     with pytest.raises(TooFewRunsError, match="n_tokens"):
-        fit(ladder(2), **options)
+        fitted(ladder(2))
     with pytest.raises(TooFewRunsError, match="n_params"):
-        fit(ladder(8, sizes=(1e8, 2e8)), **options)
+        fitted(ladder(8, sizes=(1e8, 2e8)))
     with pytest.raises(TooFewRunsError, match="n_params"):
-        fit(ladder(8, sizes=(1e8, 2e8, 4e8)), form=OneSize(), **options)
+        fitted(ladder(8, sizes=(1e8, 2e8, 4e8)), form=OneSize())
     with pytest.raises(TooFewRunsError, match="n_params"):
-        fit(ladder(8), form=Chinchilla(), **options)
+        fitted(ladder(8), form=Chinchilla())
 
 
 def test_support_is_of_the_size_and_of_lengths_near_the_runs() -> None:
