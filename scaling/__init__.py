@@ -53,7 +53,7 @@ from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast
 from scaling.fits.profile import Profile
 from scaling.fits.result import ScalingFit
-from scaling.forms import Chinchilla, Form, Joint, Kaplan, MixtureOfExperts, RepeatedData, TiedChinchilla
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, MixtureOfExperts, OneSize, RepeatedData, TiedChinchilla
 from scaling.forms.law import Allocation, Law, compute_flops
 from scaling.mixtures.best import BestMixture
 from scaling.mixtures.fit import MixtureFit, fit_mixture
@@ -103,6 +103,7 @@ __all__ = [
     "MixtureOfExperts",
     "NextMixtures",
     "NextRuns",
+    "OneSize",
     "Optimum",
     "Profile",
     "RegretSurface",

@@ -230,7 +230,8 @@ def balance(
 
     Returns:
         Zero-dimensional tensors: `router_entropy` (mean over tokens and blocks, nats), `largest_load` (of any expert, over the mean
-        load) and `dead_experts` (number of experts that got no token, in all blocks).
+        load) and `dead_experts` (number of experts that got no token, in all blocks); and `expert_loads`, over the mean load of each
+        block, (blocks with experts, n_experts).
     """
     buffers = dict(model.named_buffers())
     routed = {int(name.split(".")[1]): buffer for name, buffer in buffers.items() if name.endswith(f".{ROUTED}")}
@@ -252,4 +253,5 @@ def balance(
         "router_entropy": of_all[:, -1].sum() * config.experts_per_token / load.sum(),
         "largest_load": (load / average).max(),
         "dead_experts": (load == 0).sum().float(),
+        "expert_loads": load / average,
     }

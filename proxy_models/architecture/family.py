@@ -184,7 +184,8 @@ class Family(ABC):
             mean: Function that averages a tensor over all ranks; all of them must call it.
 
         Returns:
-            Zero-dimensional tensors by the name of the figure, on the device.
+            Tensors by the name of the figure, on the device. Zero-dimensional ones are recorded for each step, larger ones only when
+            a full run is evaluated.
         """
         return {}
 

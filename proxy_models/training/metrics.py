@@ -104,7 +104,8 @@ class Recorder:
         self.losses.append(loss)
         self._norms.append(norm)
         for name, figure in (figures or {}).items():
-            self._figures.setdefault(name, []).append(figure)
+            if not figure.dim():
+                self._figures.setdefault(name, []).append(figure)
         if len(self.losses) % WAIT_EVERY == 0:
             wait(self._device)
         self._steps.append((tokens, rate_factor, time.perf_counter() - self._started))

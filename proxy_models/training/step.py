@@ -46,7 +46,7 @@ class Stepper:
     Attributes:
         micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
         verdicts: Reasons of refused steps, by step number, as of the last `settle`.
-        figures: What the family reports of the last step (`Family.end_step`), zero-dimensional tensors by name.
+        figures: What the family reports of the last step (`Family.end_step`), tensors by name.
     """
 
     def __init__(

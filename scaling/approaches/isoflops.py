@@ -120,7 +120,7 @@ def fit_isoflops(
     """
     require_convention(n_params_convention)
     require_draws(n_bootstrap)
-    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit, columns=columns)
+    checked, _ = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit, columns=columns)
     rows, compute = checked.rows, checked.compute_flops
     n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
     grids, left_out = _grids(compute, n_params)

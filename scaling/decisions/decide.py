@@ -31,7 +31,7 @@ from scaling.arrays import Array
 from scaling.decisions.accelerators import Budget, require_positive
 from scaling.decisions.decision import Decision
 from scaling.decisions.intervals import by_forecast, by_refits
-from scaling.decisions.limits import Limits, as_number
+from scaling.decisions.limits import Limits, as_number, n_params_of
 from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
@@ -82,6 +82,7 @@ def decide(
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
         ScalingError: nothing meets the conditions: the loss is out of reach, or reached below 1e6 FLOPs, where no law was fitted; or
+            the law is one of tokens only, and `limits` do not give its runs' own size alone; or
             serving alone uses up the budget; or the fit's runs do not identify the best D/N (`scaling.fits.identification`): then the
             message names two runs that would.
     """
@@ -96,6 +97,12 @@ def decide(
     require_positive("serving_price", serving_price)
     fit = law if isinstance(law, ScalingFit) else None
     point = law if isinstance(law, Law) else law.best_law
+    if point.form.tokens_only and not (fit and limits.sizes and {*map(n_params_of, limits.sizes)} == {fit.one_size}):
+        size = f"{fit.one_size:.10g}" if fit else "the runs' N"
+        raise ScalingError(
+            f"{point.form.name}: a law of tokens only chooses no size, as it says nothing of other sizes; give the runs' own: "
+            f"limits=Limits(sizes=[{size}])"
+        )
     if tokens_per_param is not None:
         if budget is None:
             raise ValueError(

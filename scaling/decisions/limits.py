@@ -125,7 +125,7 @@ class Limits:
             if not sizes:
                 raise ValueError("sizes must hold at least one size, got none")
             for size in sizes:
-                require_positive("sizes", _n_params(size))
+                require_positive("sizes", n_params_of(size))
 
     @property
     def states_sparsity(self) -> bool:
@@ -135,7 +135,7 @@ class Limits:
     def config(self, n_params: float, sparsity: float | None) -> Any:
         """Return the first size with this N and, under a law of experts, this sparsity if it states one; None without sizes."""
         for size in self.sizes or ():
-            if _n_params(size) == n_params and (sparsity is None or _sparsity(size) in (None, sparsity)):
+            if n_params_of(size) == n_params and (sparsity is None or _sparsity(size) in (None, sparsity)):
                 return size
         return None
 
@@ -178,7 +178,7 @@ class Limits:
         """N and sparsity of the sizes within the limits, [M, 2], in ascending order of N and then descending of sparsity."""
         if self.sizes is None:
             return None
-        sizes = [_n_params(size) for size in self.sizes]
+        sizes = [n_params_of(size) for size in self.sizes]
         shapes = {*zip(sizes, sparsities or [least] * len(sizes), strict=True)}
         sparsest = self.max_sparsity or math.inf
         if not (fitting := [(n, s) for n, s in shapes if n * s <= most and s <= sparsest]):
@@ -223,7 +223,8 @@ class Limits:
         return None
 
 
-def _n_params(size: Any) -> float:
+def n_params_of(size: Any) -> float:
+    """Return N of a size: its `n_params`, or the number itself."""
     return as_number("sizes", getattr(size, "n_params", size))
 
 

@@ -130,6 +130,8 @@ def next_runs(
         else compute_flops(points["n_params"], points["n_tokens"])
     )
 
+    if fit.one_size is not None and (points["n_params"] != fit.one_size).any():
+        raise ValueError(f"candidates must have the n_params of the law of one size, {fit.one_size:.10g}")
     ensemble = fit.ensemble
     design = Design.of(ensemble, fit.rows, **target)
     rows = fit.rows
@@ -209,6 +211,7 @@ def candidate_runs(
 ) -> pd.DataFrame:
     """Return possible runs: sizes from the smallest fitted to the target's, each with several D/N in the fit's range.
 
+    Under a law of one size, candidates have this size, and lengths from the shortest run's to the target's.
     Under a law of experts each also has several sparsities, over the fit's range and up to the target's. If all runs of the fit have
     one length, so have the candidates.
 
@@ -234,6 +237,9 @@ def candidate_runs(
     )
     sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
     low, high = np.clip([low, high * RATIO_MARGIN], least, most)
+    if fit.one_size is not None:
+        sizes, (low, high) = np.array([fit.one_size]), fit.tokens_per_param_range
+        high = max(high, n_tokens / fit.one_size)
     ratios = _spaced(low, high, per_decade / 2)
     further = {
         name: _spaced(min(value, fit.rows[name].min()), max(value, fit.rows[name].max()), per_decade / 3)

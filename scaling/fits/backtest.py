@@ -34,6 +34,8 @@ from scaling.serialization import JsonResult, TableLayout
 
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 COMPUTE = "compute_flops"
+CUTS, CUTS_ONE_SIZE = (10.0, 30.0), (2.0, 4.0)
+"""Default cuts of ladders, and of runs of one size."""
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
 """Bootstrap draws of each fit: enough for a standard deviation, from which intervals are computed."""
@@ -107,7 +109,7 @@ def backtest(
     runs: Table,
     *,
     n_params_convention: str,
-    cuts: Sequence[float] = (10, 30),
+    cuts: Sequence[float] | None = None,
     forms: Sequence[Form] | Form = FORMS_COMPARED,
     along: str = COMPUTE,
     seed: int = 0,
@@ -121,9 +123,10 @@ def backtest(
     The interval of a form by itself comes from its bootstrap with residual noise, as is usual.
 
     Args:
-        cuts: factors of `along`: for each, runs below the largest/cut are fitted.
+        cuts: factors of `along`: for each, runs below the largest/cut are fitted; by default 10 and 30, at one size 2 and 4.
         along: `compute_flops`, or a further column of a form, such as `sparsity`.
-        forms: one or several forms to compare with the default forecast; the runs must have their further columns.
+        forms: one or several forms to compare with the default forecast; the runs must have their further columns. At one size,
+            `OneSize` by default.
         columns: as for `fit`.
         options: further options of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
@@ -137,18 +140,23 @@ def backtest(
     require_convention(n_params_convention)
     table = read_runs(runs, columns).reset_index(drop=True)
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
-    if any(not cut > 1 for cut in cuts):
-        raise ValueError(f"cuts must be above 1, got {list(cuts)}")
+    if any(not cut > 1 for cut in cuts or ()):
+        raise ValueError(f"cuts must be above 1, got {list(cuts or ())}")
     if along not in (COMPUTE, *names):
         raise ValueError(f"along must be one of {', '.join([COMPUTE, *names])}, got {along!r}")
-    base = next((form for form in forms if names and forecast_form(form) and {*names} <= {*form.columns}), Chinchilla())
+    base = next((form for form in forms if names and forecast_form(form) and {*names} <= {*form.columns}), None)
     options = {"n_params_convention": n_params_convention, **options}
     with naming(runs):
         if SPARSITY in names:
             table = with_sparsity(table)
         require_columns(table, ("n_params", "n_tokens", "loss", *names))
         checked = fit(table, form=base, n_bootstrap=2, **options)
+        base = checked.law.form
         every = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
+    if base.tokens_only:
+        forms = [base] if {*forms} == {*FORMS_COMPARED} else forms
+    if cuts is None:
+        cuts = CUTS_ONE_SIZE if base.tokens_only else CUTS
     options["loss_unit"] = checked.loss_unit  # losses in bits are in nats by now
     divided = compute_flops(every["n_params"], every["n_tokens"]) if along == COMPUTE else every[along]
     tables, too_few = [], {}
@@ -178,10 +186,10 @@ def _predictions(
     seed: int,
     options: dict[str, Any],
 ) -> Iterator[pd.DataFrame]:
-    held_out = unknown[[*base.columns, "loss"]].assign(
+    held_out = unknown[[*base.run_columns, "loss"]].assign(
         compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
     )
-    at = {name: held_out[name].to_numpy() for name in base.columns}
+    at = {name: held_out[name].to_numpy() for name in base.run_columns}
     fits = {
         form: fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options)
         for form in dict.fromkeys((base, *forms))

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.fits.law_prior import OF_EXPERTS, PRIOR, precision, shifts
-from scaling.forms import Joint
+from scaling.fits.law_prior import precision, prior_numbers, shifts
+from scaling.forms import Joint, OneSize
 from scaling.forms.law import NATS, Form, Law, compute_flops
 from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
@@ -40,6 +40,13 @@ N_FINALISTS, N_DRAWS = 6, 60
 MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _JOINT = Joint()
+MIN_LEVELS = 3
+"""Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
+LEAST_SIGMA_ONE_SIZE = 2e-3
+"""Least scale of log residuals under a law of one size: few runs meet its four parameters almost exactly, noise included."""
+FEW_ONE_SIZE = 2.5
+"""Factor of the variance under a law of one size, in place of n / (n − 3): ladders of three to eight lengths, whose prior counts as
+several runs, hold as often with one factor (measured, `tests/benchmarks/one_size.py`)."""
 _LEAST_SIGMA = 1e-4  # least scale of log residuals; with a smaller one a prior would weigh nothing
 _SCALE_STEPS = 4  # alternations of fit and residual scale
 
@@ -109,6 +116,21 @@ class Ensemble:
         return np.asarray(np.log(self.form.loss(values, self.form.columns_of(found))).std(axis=0))
 
 
+def least_points(form: Form, n_parameters: int) -> int:
+    """Return the number of distinct points that a fit needs; under the prior of one size, MIN_LEVELS suffice."""
+    return MIN_LEVELS if isinstance(form, OneSize) else n_parameters + 1
+
+
+def spread(form: Form, problem: Problem, theta: Array, weights: Array, stems: NDArray[np.int64]) -> float:
+    """Return the factor that spreads the draws about theta [P] (`minimizers.bootstrap.widening`).
+
+    A law of one size has that of its forecast: `widening` counts no prior, which determines most of few runs' parameters.
+    """
+    if isinstance(form, OneSize):
+        return math.sqrt(FEW_ONE_SIZE)
+    return widening(free_columns(problem, theta), weights, stems)
+
+
 def fit_ensemble(
     rows: pd.DataFrame, *, form: Form = _JOINT, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
 ) -> Ensemble:
@@ -123,16 +145,16 @@ def fit_ensemble(
         ScalingError: the rows have too few distinct points for the form.
     """
     fits = BaseFits.of(rows, form, n_params_convention=n_params_convention, loss_unit=loss_unit)
-    points, wanted = len(rows[[*fits.form.columns]].drop_duplicates()), len(fits.problem.lower) + 1
+    points, wanted = len(rows[[*fits.form.columns]].drop_duplicates()), least_points(form, len(fits.problem.lower))
     if points < wanted:
         raise ScalingError(
-            f"a forecast's fits have {wanted - 1} parameters: need at least {wanted} distinct "
+            f"a forecast's fits have {len(fits.problem.lower)} parameters: need at least {wanted} distinct "
             f"({', '.join(fits.form.columns)}), got {points}"
         )
     n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
     log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
     weights = fits.weights
-    usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
+    usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1]) & (not form.tokens_only)
     base, sigma = fits.adaptive()
     residual = fits.residual(base)
     kept = {"adaptive Huber": np.ones(len(rows))}
@@ -151,12 +173,12 @@ def fit_ensemble(
     stems = pd.factorize(rows["stem"])[0]
 
     telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
-    telling = telling if telling.any() else np.ones(len(rows), dtype=bool)
+    telling = telling if telling.any() and not form.tokens_only else np.ones(len(rows), dtype=bool)
     recent = 10 ** (0.5 * (log_compute - log_compute.max()))
     return Ensemble(
         variants={name: fits.law(theta) for name, theta in zip([*huber, *absolute], thetas, strict=True)},
         refits=partial(fits.redrawn, base, sigma, stems, seed),
-        widening=widening(free_columns(fits.problem, base), weights, stems),
+        widening=spread(form, fits.problem, base, weights, stems),
         residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
         n_runs=int(stems.max()) + 1,
         largest_flops=float(compute_flops(n_params, n_tokens).max()),
@@ -186,7 +208,7 @@ class BaseFits:
 
     def prior(self, variance: float, shift: Array | float = 0.0) -> NormalPrior:
         """Prior in the units of an objective whose residuals have this variance, with the mean moved by `shift`, [P] or [J, P]."""
-        centres = {name: math.log(centre) for name, (centre, _) in (PRIOR | OF_EXPERTS).items()}
+        centres = {name: math.log(centre) for name, (centre, _) in prior_numbers(self.form).items()}
         centres["E"] += float(self.log_loss.min())
         mean = np.array([centres.get(name, 0.0) for name in self.form.parameters])
         free = self.problem.free
@@ -204,7 +226,10 @@ class BaseFits:
         theta = thetas[np.argmin(values)]
         for _ in range(_SCALE_STEPS):
             residual = np.sqrt(self.weights) * self.residual(theta)
-            sigma = max(MAD * float(np.median(np.abs(residual))), _LEAST_SIGMA)
+            sigma = max(
+                MAD * float(np.median(np.abs(residual))),
+                LEAST_SIGMA_ONE_SIZE if self.form.tokens_only else _LEAST_SIGMA,
+            )
             (theta,) = self.polished(np.ones((1, len(residual))), (TUNING * sigma,), sigma**2, theta)
         return theta, sigma
 

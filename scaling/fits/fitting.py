@@ -9,6 +9,7 @@ Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
@@ -19,18 +20,21 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 from scaling.errors import TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS
+from scaling.fits.ensemble import MIN_LEVELS, BaseFits, least_points, spread
+from scaling.fits.law_prior import shifts
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_runs, require_convention
 from scaling.fits.sparsity import with_sparsity
-from scaling.forms import ALL_FORMS, Chinchilla, forecast_form
+from scaling.fits.support import has_one_size
+from scaling.forms import ALL_FORMS, Chinchilla, OneSize, forecast_form
 from scaling.forms.expert_law import OF_TOKENS, SPARSITY
 from scaling.forms.law import Form, Law
 from scaling.forms.problem import Problem
-from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
+from scaling.minimizers.bootstrap import noise_weights, refit, stem_weights
+from scaling.minimizers.newton import NormalPrior
 from scaling.minimizers.starts import minima, multistart, require_loss, thresholds
+from scaling.presentation import span
 
-MIN_LEVELS = 3
-"""Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
 MIN_SPARSITIES = 2
 """Distinct sparsities below which active and total parameters cannot be separated."""
 MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
@@ -58,6 +62,9 @@ def fit(
 ) -> ScalingFit:
     """Fit a law to finished, annealed, tuned runs; by default L(N, D) = E + A/N^alpha + B/D^beta.
 
+    Runs of one size are fitted by a law of tokens only, E + B/(D + D_0)^beta (`OneSize`), under the prior of its forecast: with
+    three lengths, the fewest, the prior determines E, beta and D_0, and the intervals show this.
+
     Args:
         runs: one row per (N, D, loss): a DataFrame, a list of dicts, the path of a Parquet, CSV, TSV or JSON Lines (.jsonl) file,
             or a study's `ladder()`. Required columns: `n_params` and `n_tokens`, `loss`, and the form's further columns; in the place
@@ -75,7 +82,7 @@ def fit(
             so do bits per byte ("bpb") if a column `bytes_per_token` has the tokens' mean length. Any other metric that is
             positive and falls to a floor (bits per byte, the share of wrong answers) is fitted unchanged, under the name
             given here.
-        form: a form of `scaling.forms`, or a custom form; Chinchilla's by default.
+        form: a form of `scaling.forms`, or a custom form; by default Chinchilla's, or `OneSize` if all rows have one size.
         method: search for the minimum: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a check.
         delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: number of refits under resampled stems.
@@ -100,20 +107,27 @@ def fit(
     if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
-    form = require_form(Chinchilla() if form is None else form)
-    checked = select(runs, form, max_regret=max_regret, loss_unit=loss_unit, columns=columns)
+    checked, form = select(
+        runs,
+        None if form is None else require_form(form),
+        max_regret=max_regret,
+        loss_unit=loss_unit,
+        columns=columns,
+    )
     rows = checked.rows
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
+    priors = _Priors.of(rows, form, delta) if isinstance(form, OneSize) else None
     search = minima if method == "newton" else multistart
-    thetas, values, converged = search(problem, log_loss, weights, delta)
+    thetas, values, converged = search(problem, log_loss, weights, delta, priors and priors.own)
     best = int(np.argmin(values))
     require_loss(values)
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
-    draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], thresholds(delta)[-2:])
-    apart = thetas[best] + widening(free_columns(problem, thetas[best]), weights, stems) * (draws - thetas[best])
+    drawn = priors and priors.drawn(n_bootstrap, seed)
+    draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], thresholds(delta)[-2:], drawn)
+    apart = thetas[best] + spread(form, problem, thetas[best], weights, stems) * (draws - thetas[best])
 
     return ScalingFit(
         law=Law(
@@ -136,6 +150,33 @@ def fit(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Priors:
+    """Priors of a law that is fitted under its forecast's prior.
+
+    Attributes:
+        variance: variance of the residuals in the units of the objective: sigma² if Huber's threshold is above sigma, else
+            sigma·threshold, as slopes are cut there.
+    """
+
+    fits: BaseFits
+    variance: float
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame, form: Form, delta: float) -> "_Priors":
+        fits = BaseFits.of(rows, form)
+        sigma = fits.adaptive()[1]
+        return cls(fits=fits, variance=sigma * min(sigma, delta))
+
+    @property
+    def own(self) -> NormalPrior:
+        return self.fits.prior(self.variance)
+
+    def drawn(self, n_draws: int, seed: int) -> NormalPrior:
+        """Priors with drawn means, one for each refit (`scaling.fits.law_prior.shifts`)."""
+        return self.fits.prior(self.variance, shifts(n_draws, seed, self.fits.form))
+
+
 def require_form(form: object) -> Form:
     """Return the form if it is one; raise TypeError otherwise, which for a class or a name suggests the form."""
     if isinstance(form, Form):
@@ -150,16 +191,18 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
 
 
 def select(
-    runs: Table, form: Form, *, max_regret: float, loss_unit: str | None, columns: Mapping[str, str] = NO_COLUMNS
-) -> Runs:
-    """Select the rows to fit and the rows to leave out (see `fit`); raise if too few remain for the form."""
-    table = read_runs(runs, columns)
+    runs: Table, form: Form | None, *, max_regret: float, loss_unit: str | None, columns: Mapping[str, str] = NO_COLUMNS
+) -> tuple[Runs, Form]:
+    """Select the rows to fit and the rows to leave out, and the form if none is given (see `fit`); raise if too few remain."""
+    table, wanted = read_runs(runs, columns), form or Chinchilla()
     with naming(runs):
-        if SPARSITY in form.columns:
+        if SPARSITY in wanted.columns:
             table = with_sparsity(table)
-        checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
-        _require_points(checked, form)
-    return checked
+        checked = check_runs(table, wanted.run_columns, max_regret=max_regret, loss_unit=loss_unit)
+        if form is None and has_one_size(checked.rows):
+            wanted = OneSize()
+        _require_points(checked, wanted)
+    return checked, wanted
 
 
 def _require_points(checked: Runs, form: Form) -> None:
@@ -167,6 +210,10 @@ def _require_points(checked: Runs, form: Form) -> None:
     rows, lacking = checked.rows, []
     experts = SPARSITY in form.columns
     needed = {"n_params": MIN_LEVELS, "n_tokens": MIN_LEVELS, **({SPARSITY: MIN_SPARSITIES} if experts else {})}
+    if form.tokens_only:
+        needed.pop("n_params")
+        if len(sizes := np.unique(rows["n_params"])) > 1:
+            lacking.append(f"a law of tokens only is for runs of one n_params, got {span(sizes[0], sizes[-1])}")
     for column, least in needed.items():
         levels = len(np.unique(rows[column].to_numpy()))
         if levels < least and not (experts and column == "n_tokens" and levels == 1):
@@ -178,10 +225,11 @@ def _require_points(checked: Runs, form: Form) -> None:
     points = len(np.unique(np.stack([*columns.values()]), axis=1).T)
     log_loss = np.log(rows["loss"].to_numpy())
     fitted = [form, *filter(None, [forecast_form(form)])]
-    n_parameters = max((len(each.problem(columns, log_loss).lower) for each in fitted if len(rows)), default=0)
-    if points <= n_parameters:
+    n_parameters = {each: len(each.problem(columns, log_loss).lower) for each in fitted if len(rows)}
+    least = max((least_points(each, count) for each, count in n_parameters.items()), default=0)
+    if points < least:
         lacking.append(
-            f"need at least {n_parameters + 1} distinct ({', '.join(form.columns)}) for {n_parameters} parameters, got {points}"
+            f"need at least {least} distinct ({', '.join(form.columns)}) for {max(n_parameters.values())} parameters, got {points}"
         )
     if lacking and (rising := _rising(rows)):
         lacking.append(rising)
@@ -242,6 +290,8 @@ def _fit_warnings(
             f"losses typically lie {typical:.1%} off the law: finished runs of one recipe were seen within {SEEN_MISFIT:.1%}, "
             "losses in mid-schedule or of several recipes beyond"
         )
+    if isinstance(form, OneSize):  # the prior determines what the runs do not
+        return warnings
     lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 without effect
     condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:

@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.checks import positive
-from scaling.fits.ensemble import Ensemble
+from scaling.fits.ensemble import FEW_ONE_SIZE, Ensemble
 from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.presentation import counted, lines
@@ -162,6 +162,8 @@ def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike, **co
     decades = np.log10(compute_flops(n_params, n_tokens) / ensemble.largest_flops)
     form = (FLOOR**2 + ensemble.residual**2) * np.maximum(decades, NEAR_DECADES) ** (2 * GROWTH)
     variance = form + ensemble.draw_spread(n_params, n_tokens, **columns) ** 2
+    if ensemble.form.tokens_only:
+        return np.asarray(np.sqrt(variance * FEW_ONE_SIZE))
     return np.asarray(np.sqrt(variance * ensemble.n_runs / max(ensemble.n_runs - 3, 1)))
 
 

@@ -19,7 +19,8 @@ from scaling.drawing import (
 )
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import DEFAULT, Forecast, interval_factor, log_scale
-from scaling.forms.law import NATS
+from scaling.fits.support import has_one_size
+from scaling.forms.law import NATS, compute_flops
 
 
 def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
@@ -52,16 +53,22 @@ def frontier_data(
 ) -> pd.DataFrame:
     """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high except for runs.
 
-    The frontier is that of the forecast's fits, with the interval of the forecasts along it.
+    The frontier is that of the forecast's fits, with the interval of the forecasts along it; at one size it is this size on more
+    and more tokens.
 
     Args:
         runs: the fitted runs, with these columns.
         target: a forecast to show; the figure extends to its compute, and to 10 times the largest run's.
     """
     low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
-    frontier = ensemble.law.frontier(
-        np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64), **columns
-    )
+    flops = np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64)
+    if ensemble.form.tokens_only:
+        size = runs["n_params"].iloc[0]
+        frontier = pd.DataFrame(
+            {"compute_flops": flops, "n_params": size, "n_tokens": flops / compute_flops(size, 1.0)}
+        )
+    else:
+        frontier = ensemble.law.frontier(flops, **columns)
     at = {"n_params": frontier["n_params"], "n_tokens": frontier["n_tokens"], **columns}
     loss, reach = np.exp(ensemble.log_loss(**at)), np.exp(interval_factor(level) * log_scale(ensemble, **at))
     frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
@@ -75,9 +82,9 @@ def frontier_data(
 def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> Figure:
     """Draw loss against compute: runs, the best loss of each budget with its interval, the forecast."""
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
-    figure = blank()
+    figure, best = blank(), "one size" if has_one_size(frontier) else "best N and D"
     add_band(figure, frontier["compute_flops"], frontier["low"], frontier["high"])
-    add(figure, frontier, "compute_flops", "loss", mode="lines", name="best N and D", line={"color": COLOURS[2]})
+    add(figure, frontier, "compute_flops", "loss", mode="lines", name=best, line={"color": COLOURS[2]})
     add(figure, runs, "compute_flops", "loss", mode="markers", name="runs", marker={"color": "grey", "size": 5})
     if len(target):
         add(figure, target, "compute_flops", "loss", "y", mode="markers", name="forecast", marker=STAR)

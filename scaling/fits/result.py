@@ -23,7 +23,7 @@ from scaling.fits.runs import UNIT_ASSUMED
 from scaling.fits.size_figures import draw_sizes, sizes_data
 from scaling.fits.spread_figures import draw_parameters, draw_variants, parameters_data, variants_data
 from scaling.fits.support import unsupported
-from scaling.forms import forecast_form
+from scaling.forms import OneSize, forecast_form
 from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
@@ -36,7 +36,7 @@ class ScalingFit(JsonResult):
     """A loss law, the runs that the law was fitted to, and how far both can be trusted.
 
     Attributes:
-        objective: Σ Huber of log residuals at the estimate.
+        objective: Σ Huber of log residuals at the estimate; at one size with the prior's part.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
         draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, spread by
@@ -89,6 +89,11 @@ class ScalingFit(JsonResult):
         return int(self.rows["stem"].nunique())
 
     @property
+    def one_size(self) -> float | None:
+        """N of all runs if the law is one of tokens only, so that it says nothing of other sizes; None for a law of N and D."""
+        return float(self.rows["n_params"].iloc[0]) if self.law.form.tokens_only else None
+
+    @property
     def n_params_range(self) -> tuple[float, float]:
         """Smallest and largest N fitted."""
         return float(self.rows["n_params"].min()), float(self.rows["n_params"].max())
@@ -114,10 +119,16 @@ class ScalingFit(JsonResult):
     def residual_std(self) -> float:
         """Standard deviation of the log residuals, with one degree of freedom less for each parameter."""
         residual = self.residuals()["log_residual"]
-        return float(np.sqrt((residual**2).sum() / (self.n_rows - len(self.law.parameters))))
+        # Under the prior of one size, rows may be as few as parameters.
+        return float(np.sqrt((residual**2).sum() / max(self.n_rows - len(self.law.parameters), 1)))
 
     def unidentified(self, compute_flops: float) -> Unidentified | None:
-        """Reason why the runs do not identify the best D/N of a budget, with two runs that would; None if they identify it."""
+        """Reason why the runs do not identify the best D/N of a budget, with two runs that would; None if they identify it.
+
+        None as well for a law of one size, which has no best D/N.
+        """
+        if self.one_size is not None:
+            return None
         residual = np.abs(self.residuals()["log_residual"].to_numpy())
         noise = MAD * float(np.median(residual)) * (self.n_rows / (self.n_rows - len(self.law.parameters))) ** 0.5
         return unidentified(self.rows, noise, compute_flops)
@@ -131,8 +142,8 @@ class ScalingFit(JsonResult):
         """
         if (form := forecast_form(self.law.form)) is None:
             raise ScalingError(
-                f"forecasts are tested for laws of n_params and n_tokens, and of their sparsity; {self.law.form.name} depends on "
-                f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
+                f"forecasts are tested for laws of n_params and n_tokens, of their sparsity, and of one size; "
+                f"{self.law.form.name} depends on {', '.join(self.law.form.columns)}: see predict() for the law's own value"
             )
         return fit_ensemble(
             self.rows, form=form, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
@@ -145,7 +156,7 @@ class ScalingFit(JsonResult):
 
     @property
     def has_forecast(self) -> bool:
-        """True if forecasts were tested for laws with these columns: N and D, or N, D and the sparsity."""
+        """True if forecasts were tested for laws with these columns: N and D, also with the sparsity, or D at one size."""
         return forecast_form(self.law.form) is not None
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
@@ -169,7 +180,7 @@ class ScalingFit(JsonResult):
 
     def residuals(self) -> pd.DataFrame:
         """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""
-        predicted = self.predict(**{name: self.rows[name] for name in self.law.form.columns})
+        predicted = self.predict(**{name: self.rows[name] for name in self.law.form.run_columns})
         flops = compute_flops(self.rows["n_params"], self.rows["n_tokens"])
         residual = np.log(self.rows["loss"] / predicted)
         return self.rows.assign(compute_flops=flops, predicted=predicted, log_residual=residual)
@@ -191,8 +202,10 @@ class ScalingFit(JsonResult):
         """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's `loss` at a run, by profile likelihood.
 
         A profile's interval is open if the runs do not bound the quantity; percentiles (`intervals`) do not show this
-        (see `scaling.fits.profile`, also for the errors raised).
+        (see `scaling.fits.profile`, also for the errors raised). A law of one size has no profile: it is fitted under a prior.
         """
+        if isinstance(self.law.form, OneSize):
+            raise ScalingError("a profile is of the runs alone, the law of one size also of its prior: see intervals()")
         return profile(self.law, self.rows, name, delta=self.delta, seed=self.seed, level=level, at=at)
 
     def plot(self) -> Figure:
@@ -200,24 +213,35 @@ class ScalingFit(JsonResult):
         return draw_fit(fit_data(self.residuals()), self.n_params_convention, self.loss_unit)
 
     def plot_frontier(self, target: Forecast | None = None, **columns: float) -> Figure:
-        """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
+        """Loss against compute: the runs, the best loss of each budget (at one size, its loss) with a 90 % band, the forecast."""
         return draw_frontier(
             frontier_data(self.residuals(), self.ensemble, target, **self._shown(columns, target)), self.loss_unit
         )
 
     def plot_contours(self, target: Forecast | None = None, **columns: float) -> Figure:
-        """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute."""
+        """Lines of equal loss over N and D by `best_law`, with the runs, the efficient frontier and lines of equal compute.
+
+        Raises:
+            ScalingError: the law is one of tokens only.
+        """
+        self._require_sizes()
         data = contours_data(self.residuals(), self.best_law, target, **self._shown(columns, target))
         return draw_contours(data, self.n_params_convention, self.loss_unit)
 
     def plot_allocation(self, level: float = 0.9, **columns: float) -> Figure:
-        """The best N, D and D/N against compute with intervals, by `best_law`."""
+        """The best N, D and D/N against compute with intervals, by `best_law`; raises ScalingError for a law of tokens only."""
+        self._require_sizes()
         fits = self.ensemble if self.has_forecast else self.draws
         data = allocation_data(self.best_law, fits, self.compute_range, level, **self._shown(columns))
         return draw_allocation(data, self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> Figure:
-        """Loss over size at fixed budgets by `best_law`, with the band of sizes at most `within` worse than the best."""
+        """Loss over size at fixed budgets by `best_law`, with the band of sizes at most `within` worse than the best.
+
+        Raises:
+            ScalingError: the law is one of tokens only.
+        """
+        self._require_sizes()
         data = sizes_data(self.best_law, compute_flops, within, **self._shown(columns))
         return draw_sizes(data, self.n_params_convention, self.loss_unit)
 
@@ -228,6 +252,10 @@ class ScalingFit(JsonResult):
     def plot_variants(self, target: Forecast) -> Figure:
         """Loss by each fit behind a forecast, with the forecast and its interval."""
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
+
+    def _require_sizes(self) -> None:
+        if self.one_size is not None:
+            raise ScalingError(f"all runs have {self.one_size:.4g} parameters: the law says nothing of other sizes")
 
     def _shown(self, columns: Mapping[str, float], target: Forecast | None = None) -> dict[str, float]:
         """Further columns of a figure: as given, else the target's, else the runs' median."""
@@ -264,4 +292,5 @@ class ScalingFit(JsonResult):
             if UNIT_ASSUMED in self.assumptions
             else self.loss_unit
         )
-        return f"L(N, D) = {self.law.form.formula}, {unit}\n{table}\n{self.about}"
+        of = "N, D" if self.one_size is None else "D"
+        return f"L({of}) = {self.law.form.formula}, {unit}\n{table}\n{self.about}"

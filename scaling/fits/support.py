@@ -37,6 +37,10 @@ SPARSITY_MARGIN = 1.25
 """Largest factor of sparsity beyond the range that two runs reach: equal experts give sizes sparsities that differ by up to 1.3."""
 ONE_LENGTH = 0.05
 """Relative difference of tokens within which a target has the one length of all runs (assumed)."""
+MIN_RUNS_ONE_SIZE = 4
+"""Fewest independent runs of one size: with three, the prior alone determines E, beta and D_0 (assumed; planted intervals held)."""
+MAX_TIMES = 4.0
+"""Most tokens over the longest run of one size: the tested range (`tests/benchmarks/one_size.py`)."""
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens; a larger number is no loss in nats."""
 
@@ -63,18 +67,17 @@ def unsupported(
 
 
 def few_runs(rows: pd.DataFrame) -> dict[str, str]:
-    """Reason if the rows come from fewer than MIN_RUNS independent runs."""
-    lacking = MIN_RUNS - rows["stem"].nunique()
+    """Reason if the rows come from fewer than MIN_RUNS independent runs, or MIN_RUNS_ONE_SIZE if all have one size."""
+    least = MIN_RUNS_ONE_SIZE if has_one_size(rows) else MIN_RUNS
+    lacking = least - rows["stem"].nunique()
     if lacking <= 0:
         return {}
-    return {
-        "few runs": f"{MIN_RUNS - lacking} independent runs: intervals were validated from {MIN_RUNS} on, add {lacking}"
-    }
+    return {"few runs": f"{least - lacking} independent runs: intervals were validated from {least} on, add {lacking}"}
 
 
 def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
     made, found = rows[rows["loss"].notna()], {}
-    predicted = ensemble.law.loss(**made[[*ensemble.form.columns]])
+    predicted = ensemble.law.loss(**made[[*ensemble.form.run_columns]])
     typical = MAD * float(np.median(np.abs(np.log(predicted / made["loss"]))))
     if typical > MAX_MISFIT:
         found["misfit"] = (
@@ -98,10 +101,12 @@ def floor_share(rows: pd.DataFrame, ensemble: Ensemble) -> float:
     """E of the forecast's fits over the second least loss that they give a finished run."""
     made = rows[rows["loss"].notna()]
     floor = float(np.exp(np.mean([np.log(law["E"]) for law in ensemble.variants.values()])))
-    return floor / _within_two(ensemble.law.loss(**made[[*ensemble.form.columns]]))[0]
+    return floor / _within_two(ensemble.law.loss(**made[[*ensemble.form.run_columns]]))[0]
 
 
 def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str, str]:
+    if has_one_size(rows):
+        return _of_length(rows, n_params, n_tokens)
     found = {}
     low, high = _within_two(compute_flops(rows["n_params"], rows["n_tokens"]))
     flops, reach = float(compute_flops(n_params, n_tokens)), 10**MAX_DECADES_BEYOND
@@ -119,6 +124,28 @@ def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str
             f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of what two runs have, {low:.3g} to {high:.3g}; "
             f"two at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
+    return found
+
+
+def has_one_size(rows: pd.DataFrame) -> bool:
+    """Return whether all rows have one `n_params`, for which only a law of tokens can be fitted."""
+    sizes = rows["n_params"].to_numpy()
+    return len(sizes) > 0 and bool((sizes == sizes[0]).all())
+
+
+def _of_length(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str, str]:
+    """Reasons about size and tokens under a law of one size."""
+    found, size = {}, float(rows["n_params"].iloc[0])
+    low, longest = _within_two(rows["n_tokens"])[0], float(rows["n_tokens"].max())
+    if n_params != size:
+        found["size"] = f"{n_params:.4g} parameters: all runs have {size:.4g}, so they say nothing of other sizes"
+    if n_tokens > MAX_TIMES * longest:
+        found["far"] = (
+            f"{n_tokens / longest:.3g} times the tokens of the longest run: tested to {MAX_TIMES:g}; a run of "
+            f"{n_tokens / MAX_TIMES:.3g} tokens would bring it inside"
+        )
+    if n_tokens < low:
+        found["below"] = f"{n_tokens:.3g} tokens lie below the second shortest run's {low:.3g}: tested upwards only"
     return found
 
 

@@ -2,15 +2,16 @@
 
 from scaling.forms.expert_law import JointExperts, MixtureOfExperts
 from scaling.forms.law import Form
+from scaling.forms.one_size import OneSize
 from scaling.forms.powers import Chinchilla, Joint, Kaplan, TiedChinchilla
 from scaling.forms.repeated import RepeatedData
 from scaling.serialization import converter
 
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Chinchilla, TiedChinchilla, Joint, Kaplan)}
 """The library's forms of a loss in N and D alone, by name."""
-ALL_FORMS: dict[str, type[Form]] = FORMS | {form.name: form for form in (RepeatedData, MixtureOfExperts)}
-"""All forms of the library by name, including forms with further columns."""
-FORECAST_FORMS: tuple[Form, ...] = (Joint(), JointExperts())
+ALL_FORMS: dict[str, type[Form]] = FORMS | {form.name: form for form in (RepeatedData, MixtureOfExperts, OneSize)}
+"""All forms of the library by name, including forms with other columns."""
+FORECAST_FORMS: tuple[Form, ...] = (Joint(), JointExperts(), OneSize())
 """Forms that a forecast fits under its prior, one for each set of columns that forecasts were tested for."""
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Joint",
     "Kaplan",
     "MixtureOfExperts",
+    "OneSize",
     "RepeatedData",
     "TiedChinchilla",
     "forecast_form",

@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
 from scaling.checks import positive
+from scaling.errors import ScalingError
 from scaling.forms.problem import LogParameters, Problem, Values
 from scaling.presentation import Result, counted
 from scaling.serialization import JsonResult
@@ -89,6 +90,16 @@ class Form(ABC):
                 raise ValueError(f"bounds of {name} in form {cls.__name__} must rise, got ({low!r}, {high!r})")
         if isinstance(cls.name, str):
             Form.own[cls.name] = cls
+
+    @property
+    def tokens_only(self) -> bool:
+        """True if the loss does not depend on N: a law for runs of one size, which says nothing of other sizes."""
+        return "n_params" not in self.columns
+
+    @property
+    def run_columns(self) -> tuple[str, ...]:
+        """N, D and the form's further columns: what a law's `loss` is given, and what a run states."""
+        return (*dict.fromkeys(("n_params", "n_tokens", *self.columns)),)
 
     @abstractmethod
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
@@ -229,7 +240,12 @@ class Law(JsonResult):
 
         Raises:
             ValueError: the budget is not finite and positive.
+            ScalingError: the law depends on tokens only.
         """
+        if self.form.tokens_only:
+            raise ScalingError(
+                f"{self.form.name}: a law of tokens only has no best size, as it says nothing of other sizes"
+            )
         product = float(positive("compute_flops", compute_flops)) / FLOPS_PER_PARAM_TOKEN
         if powers := self.form.powers(self.parameters):
             a, p, b, q = powers

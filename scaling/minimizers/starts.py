@@ -23,24 +23,26 @@ def thresholds(delta: float) -> tuple[float, ...]:
     return (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
 
-def minima(problem: Problem, log_loss: Array, weights: Array, delta: float) -> tuple[Array, Array, NDArray[np.bool_]]:
+def minima(
+    problem: Problem, log_loss: Array, weights: Array, delta: float, prior: NormalPrior | None = None
+) -> tuple[Array, Array, NDArray[np.bool_]]:
     """The best minima under Huber's threshold `delta`: theta [N_FINALISTS, P], objective, converged.
 
     Of many rows a part suffices to locate the minima; only the best minima are polished on all rows.
     """
     deltas = thresholds(delta)
-    starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
+    starts = screened(problem, log_loss, weights, deltas[0], N_STARTS, prior)
     some = some_rows(len(log_loss), MANY_ROWS)
     thetas, values, _ = minimize(
-        problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1]
+        problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1], prior
     )
     best = thetas[np.argsort(values)[:N_FINALISTS]]
-    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[-2:])
+    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[-2:], prior)
     return thetas, values, converged
 
 
 def multistart(
-    problem: Problem, log_loss: Array, weights: Array, delta: float
+    problem: Problem, log_loss: Array, weights: Array, delta: float, prior: NormalPrior | None = None
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Return minima as `minima` does, [N_FOLLOWED, P], by scipy's L-BFGS-B with exact gradients: an independent check.
 
@@ -53,9 +55,13 @@ def multistart(
         predicted, jacobian = problem.linearise(theta[None])
         residual = predicted[0] - log_loss
         slope = weights * np.clip(residual, -delta, delta)
-        return scale * float((weights * huber(residual, delta)).sum()), scale * (jacobian[0].T @ slope)
+        value, gradient = float((weights * huber(residual, delta)).sum()), jacobian[0].T @ slope
+        if prior is not None:
+            off = prior.precision @ (theta - prior.mean)
+            value, gradient = value + float(off @ (theta - prior.mean)) / 2, gradient + off
+        return scale * value, scale * gradient
 
-    starts, scale = screened(problem, log_loss, weights, thresholds(delta)[0], N_FOLLOWED), 1.0
+    starts, scale = screened(problem, log_loss, weights, thresholds(delta)[0], N_FOLLOWED, prior), 1.0
     scale = 1.0 / max(value_and_gradient(starts[0])[0], 1e-300)
     bounds = np.column_stack([problem.lower, problem.upper])
     options = {"maxiter": _STEPS, "maxfun": 4 * _STEPS, "ftol": TOLERANCE, "gtol": 1e-12, "maxcor": 20}

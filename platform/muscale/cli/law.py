@@ -59,8 +59,9 @@ def fit(
         n_params: Which parameters the table's n_params counts, such as "total" or "without embeddings"; printed with every result.
         loss_unit: Unit of the table's losses: "nats" per token (the default), "bits" per token (converted to nats), or "bpb".
         compute_flops: With --runs, a compute budget: also print the optimal size for it and the forecast.
-        form: With --runs, the form of the law: "chinchilla" (the default), "tied", "joint", "kaplan", "repeated" (with a column
-            unique_tokens) or "experts" (with n_params_total or sparsity; n_params counts the parameters that a token uses).
+        form: With --runs, the form of the law: "chinchilla" (the default), "one size" (the default for rows of one size), "tied",
+            "joint", "kaplan", "repeated" (with a column unique_tokens) or "experts" (with n_params_total or sparsity;
+            n_params counts the parameters that a token uses).
         html: With --runs, also write the result as a page to this file: decision, figures of the law, backtest, runs to train next.
     """
     if runs is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.errors import StageError
-from scaling import Chinchilla, Decision, ScalingError, ScalingFit, decide, fit
+from scaling import Decision, Limits, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan, positive
 from scaling.fits.as_found import NO_COLUMNS, UNIT
 from scaling.fits.runs import read_runs, unit_name
@@ -48,7 +48,7 @@ def fit_runs(
     n_params_convention: str,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
-    form: str = Chinchilla.name,
+    form: str | None = None,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> RunsFit:
     """Fit a law to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
@@ -57,8 +57,9 @@ def fit_runs(
         path: Path of the table; see `scaling.fit` for the columns.
         n_params_convention: Definition of n_params, such as "without embeddings".
         loss_unit: Unit of the losses; "bits per token" become nats; default nats per token.
-        compute_flops: Budget for the best size and its forecast; if the runs do not determine the best D/N, at their own D/N.
-        form: Name of the form of the law (`scaling.forms`).
+        compute_flops: Budget for the best size and its forecast; if the runs do not determine the best D/N, at their own D/N, and if
+            they have one size, at this size.
+        form: Name of the form of the law (`scaling.forms`); by default that of `scaling.fit`.
         columns: Names of the table's columns, by our names, as for `scaling.fit`.
 
     Raises:
@@ -71,12 +72,15 @@ def fit_runs(
             path,
             n_params_convention=n_params_convention,
             loss_unit=loss_unit,
-            form=form_named(form),
+            form=form_named(form) if form else None,
             columns=columns,
         )
         doubt = None if compute_flops is None else found.unidentified(compute_flops)
         ratio = doubt.tokens_per_param if doubt else None
-        decision = None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio)
+        limits = Limits(sizes=[found.one_size] if found.one_size else None)
+        decision = (
+            None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio, limits=limits)
+        )
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
     table = read_runs(path, columns)

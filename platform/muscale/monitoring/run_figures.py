@@ -88,6 +88,29 @@ def draw_curve(
     return figure
 
 
+def draw_expert_loads(loads: list[list[float]]) -> go.Figure:
+    """Draw the load of each expert over the mean of its block, each block's experts from the most loaded to the least.
+
+    Args:
+        loads: [block with experts][expert].
+    """
+    ordered = np.argsort(-np.array(loads), axis=1, kind="stable")
+    figure = go.Figure(
+        go.Heatmap(
+            z=np.take_along_axis(np.array(loads), ordered, axis=1),
+            customdata=ordered,
+            zmin=0,
+            zmax=max(2.0, float(np.max(loads))),
+            colorscale="Blues",
+            colorbar={"title": "load / mean"},
+            hovertemplate="block %{y}, expert %{customdata}: %{z:.2f} of the mean<extra></extra>",
+        )
+    )
+    figure.update_xaxes(title="experts, by load", showticklabels=False)
+    figure.update_yaxes(title="block with experts", dtick=max(1, len(loads) // 10))
+    return figure
+
+
 def _mark_epochs(figure: go.Figure, data: pd.DataFrame, epochs: pd.DataFrame) -> None:
     """Mark on the training loss where each source begins another epoch."""
     marks = epoch_marks(data, epochs)

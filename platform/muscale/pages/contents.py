@@ -63,6 +63,7 @@ class ReportContents:
     use_case: UseCaseCard | None = None
     promotion: dict[str, Any] | None = None
     curve: pd.DataFrame | None = None
+    expert_loads: list[list[float]] | None = None
     evaluations: pd.DataFrame | None = None
     evaluated: CheckpointEvaluation | None = None
     checkpoints: list[EvaluatedCheckpoint] = field(default_factory=list)
@@ -165,7 +166,11 @@ def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
     directory = study.directory / FULL_RUNS / forecast["plan"]
     if (directory / METRICS).exists():
         records = RunRecords(directory)
-        known |= {"curve": records.steps(), "evaluations": records.evaluations()}
+        known |= {
+            "curve": records.steps(),
+            "evaluations": records.evaluations(),
+            "expert_loads": records.expert_loads(),
+        }
         if (corpus := study.corpus) and not corpus.is_own_data:
             from muscale.monitoring.seen_data import SeenData  # imports torch
 

@@ -53,7 +53,9 @@ def _whole(fit: ScalingFit | None) -> Section:
     return _of_fit(
         title="The law and its data",
         about="The law is fitted only to annealed runs near their best rate.",
-        result=f"L(N, D)  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
+        result=f"L({'D' if fit.one_size else 'N, D'})  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}"
+        if fit
+        else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
         table=as_table(fit.intervals(0.9).rename_axis("parameter").reset_index() if fit else None),
     )
@@ -66,12 +68,21 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         plan: From `Plan.to_dict`: forecast, compute_flops, and budget_flops, near and tolerance of the decision.
     """
     target = Forecast.from_dict(plan["forecast"]) if plan else None
+    against_compute = (
+        "Loss against compute",
+        "The runs, the best loss that the law gives for each budget, and the forecast with its interval.",
+        fit.plot_frontier(target),
+    )
+    parameters = (
+        "Uncertainty of the law's parameters",
+        "Each point is a bootstrap refit. Where the points form a line, the runs determine only a combination of the two.",
+        fit.plot_parameters(),
+    )
+    if fit.one_size is not None:  # no section about other sizes
+        shown = [_whole(fit), _figure(*against_compute), _figure(*parameters)]
+        return shown if target is None else [*shown, _of_each_fit(fit, target)]
     figures = [
-        (
-            "Loss against compute",
-            "The runs, the best loss that the law gives for each budget, and the forecast with its interval.",
-            fit.plot_frontier(target),
-        ),
+        against_compute,
         (
             "Loss over size and tokens",
             "Contours of loss and of compute by the mean of the forecast's fits; the frontier passes through their points of contact.",
@@ -82,11 +93,7 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
             "N, D and D/N on the frontier; the bands show their spread over the choice of fit and over bootstrap samples.",
             fit.plot_allocation(),
         ),
-        (
-            "Uncertainty of the law's parameters",
-            "Each point is a bootstrap refit. Where the points form a line, the runs determine only a combination of the two.",
-            fit.plot_parameters(),
-        ),
+        parameters,
     ]
     return [
         _whole(fit),
@@ -111,12 +118,15 @@ def _of_target(fit: ScalingFit, plan: Mapping[str, Any] | None, target: Forecast
         ),
         table=as_table(pd.DataFrame(decision["near"])),
     )
-    variants = _of_plan(
+    return [sizes, _of_each_fit(fit, target)]
+
+
+def _of_each_fit(fit: ScalingFit, target: Forecast) -> Section:
+    return _of_plan(
         title="Forecast of each fit",
         about="The forecast is the mean of several fits; their spread is part of its interval.",
         drawings=drawn(fit.plot_variants(target), "the loss of the full run by each fit behind the forecast"),
     )
-    return [sizes, variants]
 
 
 def _figure(title: str, about: str, figure: go.Figure) -> Section:

@@ -154,7 +154,13 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             title="The full run",
             about="The forecast and the band were registered before the first step and cannot be changed.",
             result="\n".join(str(one) for one in (contents.band, contents.evaluated) if one),
-            drawings=drawn(_curve(contents), "loss along the full run, its forecast and the measured loss"),
+            drawings=(
+                *drawn(_curve(contents), "loss along the full run, its forecast and the measured loss"),
+                *drawn(
+                    run_figures.draw_expert_loads(contents.expert_loads) if contents.expert_loads else None,
+                    "load of each expert in the last evaluated step, over the mean of its block",
+                ),
+            ),
             table=as_table(_source_losses(contents)),
         ),
         _events(contents),

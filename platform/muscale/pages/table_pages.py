@@ -114,10 +114,11 @@ def _decided(decision: Decision) -> Section:
 
 
 def _backtest(fit: ScalingFit) -> Section:
+    below = "a tenth and a thirtieth" if fit.one_size is None else "a half and a quarter"
     section = partial(
         _of_fit,
         title="Backtest",
-        about="Larger runs, forecast from the runs below a tenth and a thirtieth of the largest compute; errors in per cent.",
+        about=f"Larger runs, forecast from the runs below {below} of the largest compute; errors in per cent.",
     )
     try:
         forms = fit.law.form if len(fit.law.form.columns) > 2 else FORMS_COMPARED

@@ -154,6 +154,8 @@ def candidates(
     rows = []
     for n_params, n_tokens in spread[["n_params", "n_tokens"]].itertuples(index=False):
         model, length = config.family.for_params(n_params), plan.hyperparameters.whole_batches(n_tokens)
+        if fit.one_size not in (None, model.n_params):  # a size of another depth than the base's
+            continue
         cost = float(compute_flops(model.n_params, length))
         known = any(width == model.d_model and abs(math.log(length / other)) < _SAME for width, other in taken)
         if shortest <= length <= longest and cost <= affordable_flops and not known and _resolves(plan, length):

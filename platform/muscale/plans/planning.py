@@ -54,7 +54,8 @@ class Plan(Recorded):
         hyperparameters: Values at the base shape; the parametrization scales them to `model`.
         rules: Transfer rule of each tuned hyperparameter.
         wanted_n_params: Compute-optimal N by the law behind the forecast, with every token new; `model` is the best member of the
-            family. If the ladder does not determine D/N, N at the ladder's own D/N.
+            family. If the ladder does not determine D/N, N at the ladder's own D/N. With a
+            ladder of one size, this size.
         forecast: Forecast of the final annealed validation loss.
         decision: Reasons for this size: `scaling.Decision` as plain values, with the budget and the cost in words.
         provenance: Every hyperparameter with its rules and its source.
@@ -112,10 +113,12 @@ class Plan(Recorded):
 
     def __str__(self) -> str:
         forecast, model = self.forecast, self.model
+        same = self.wanted_n_params == self.n_params  # a size that was kept or stated is not called optimal
+        optimal = "" if same else f"; compute-optimal {self.wanted_n_params:,.0f}"
         lines = [
             f"plan: width {model.d_model}, depth {model.n_layers}, N = {model.shown_params} "
-            f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
-            f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
+            f"({forecast.n_params_convention or 'without the embedding table'}{optimal}), D = {self.n_tokens:,} tokens, "
+            f"C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} {forecast.loss_unit}, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.3g}× the largest run of the ladder",
             *(
@@ -201,7 +204,10 @@ class Planner:
     def plan(self) -> Plan:
         """Return the plan, not registered yet; raise StageError if the budget can't be spent (`size_for`) or pays for no batch."""
         config, decision = self.config, self.decision
-        by_law = self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
+        kept = decision.stated_ratio or self.fit.one_size
+        by_law = (
+            decision.n_params if kept else self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
+        )
         return Plan(
             key=self._key(),
             model=self.model,
@@ -211,7 +217,7 @@ class Planner:
             spike_handling=config.promote.spike_handling,
             hyperparameters=self.hyperparameters,
             rules=self._rules(),
-            wanted_n_params=decision.n_params if decision.stated_ratio else by_law,
+            wanted_n_params=by_law,
             forecast=self._forecast(),
             decision=_plain(decision, config.plan.shapes, self._family),
             provenance=self._provenance(),
@@ -223,7 +229,15 @@ class Planner:
     def decision(self) -> Decision:
         """Decision on size and tokens."""
         config, precision = self.config, self.config.full_run_precision
-        return size_for(config.plan, self.fit, self._family, self.corpus, proxies=config.precision, precision=precision)
+        return size_for(
+            config.plan,
+            self.fit,
+            self._family,
+            self.corpus,
+            proxies=config.precision,
+            precision=precision,
+            shapes=config.ladder.stems,
+        )
 
     @property
     def _family(self) -> ModelFamily[Member]:
@@ -329,7 +343,9 @@ class Planner:
         """Return the key of the plan: a hash of what determines the run and its forecast."""
         config, fit = self.config, self.fit
         evidence = fit.rows.to_dict("list")
-        chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
+        chosen_by_law = None
+        if fit.one_size is None:
+            chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
         return input_key(
             config.model.to_dict(),
             self.hyperparameters.to_dict(),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from muscale.errors import StageError
-from muscale.settings.plan import PlanSettings
+from muscale.settings.plan import PlanSettings, Shape
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
@@ -32,21 +33,26 @@ def size_for(
     *,
     proxies: Precision = "fp32",
     precision: Precision = "fp32",
+    shapes: Iterable[Shape] = (),
 ) -> Decision:
     """Return the decision for the budget; its `config` is the best member of the family, or the best of the named shapes.
 
     If the ladder does not determine the best D/N, the size nearest to the ladder's own D/N is taken, with a warning. If the run
     would see its corpus more than once, the law with the published worth of repeats decides. Without a corpus of token files no
-    epochs are counted. `proxies` and `precision` are the precisions of the fitted runs and of the full run.
+    epochs are counted. `proxies` and `precision` are the precisions of the fitted runs and of the full run, `shapes` the ladder's.
+
+    If the ladder has one size, the plan keeps it, and the budget determines the tokens.
 
     Raises:
-        StageError: If serving alone costs the budget.
+        StageError: If serving alone costs the budget, or `plan.shapes` name another size than the ladder's only one.
     """
     budget, law = settings.budget, fit.ensemble.law
     named = [shape.of(family) for shape in settings.shapes]
+    if fit.one_size is not None:
+        named = [_kept(fit.one_size, family, named, shapes)]
     doubt = fit.unidentified(budget.compute_flops) if len(named) != 1 else None
     ratio = doubt.tokens_per_param if doubt else None
-    best = law.allocate(budget.compute_flops).n_params
+    best = fit.one_size or law.allocate(budget.compute_flops).n_params
     wanted = float((budget.compute_flops / FLOPS_PER_PARAM_TOKEN / ratio) ** 0.5) if ratio else best
 
     def decided(law: Law | ScalingFit, reach: float, unique: float | None = None) -> Decision:
@@ -84,9 +90,27 @@ def size_for(
         assumptions=(
             *chosen.assumptions,
             *([_worth_of_repeats(chosen, law)] if repeats else []),
+            *(["all runs of the ladder have this size: it is kept, not decided"] if fit.one_size else []),
             *_assumptions(settings, proxies, precision),
         ),
     )
+
+
+def _kept(n_params: float, family: ModelFamily[Member], named: Sequence[Member], shapes: Iterable[Shape]) -> Member:
+    """Return the member of a ladder of one size; raise StageError if `named`, of plan.shapes, has others or there is none."""
+    if others := [model for model in named if model.n_params != n_params]:
+        raise StageError(
+            f"plan.shapes: must have the N of the ladder's runs, {n_params:,.0f}, which say nothing of other sizes; "
+            f"got {others[0].n_params:,}"
+        )
+    found = (
+        model for model in (*named, family.base, *(shape.of(family) for shape in shapes)) if model.n_params == n_params
+    )
+    if (model := next(found, None)) is None:
+        raise StageError(
+            f"plan: no shape of ladder.stems has the N of the ladder's runs, {n_params:,.0f}; name it in plan.shapes"
+        )
+    return model
 
 
 def with_repeats(law: Law) -> Law:

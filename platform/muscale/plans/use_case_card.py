@@ -123,7 +123,7 @@ def card_of(config: StudyConfig, fit: ScalingFit, plan: Plan, ladder: pd.DataFra
     if config.use_case is None:
         return None
     family, wanted, unique = config.family, plan.wanted_n_params, plan.decision["unique_tokens"]
-    named = [shape.of(family) for shape in config.plan.shapes]
+    named = [plan.model] if fit.one_size else [shape.of(family) for shape in config.plan.shapes]
 
     def doubts(n_params: float, n_tokens: float) -> tuple[str, ...]:
         repeated = unique is not None and n_tokens > MAX_EPOCHS * unique

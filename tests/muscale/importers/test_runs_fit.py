@@ -68,6 +68,27 @@ def test_a_page_has_the_decision_the_backtest_and_the_next_runs(tmp_path: Path) 
             app(refused, result_action="return_value")
 
 
+def test_runs_of_one_size_keep_it_and_their_page_has_no_section_of_other_sizes(tmp_path: Path) -> None:
+    path, page = tmp_path / "ladder.csv", tmp_path / "page.html"
+    tokens = np.geomspace(1e8, 2e9, 7)
+    rows = pd.DataFrame({"n_params": 1e8, "n_tokens": tokens, "loss": 2.2 + 30 / (tokens + 3e8) ** 0.2})
+    rows.to_csv(path, index=False)
+    found = fit_runs(path, n_params_convention="total", compute_flops=6e8 * 6e9)
+    assert found.fit.one_size == 1e8
+    assert found.decision is not None
+    assert found.decision.n_params == 1e8
+    assert found.decision.n_tokens == pytest.approx(6e9)
+    arguments = ["fit", "--runs", str(path), "--n-params", "total", "--compute-flops", "3.6e18", "--html", str(page)]
+    assert app(arguments, result_action="return_value") == 0
+    written = page.read_text()
+    assert all(
+        f"{title}</h2>" in written for title in ("The decision", "The law and its data", "Backtest", "What to run next")
+    )
+    assert "IsoFLOPs</h2>" not in written
+    with pytest.raises(StageError, match="n_params"):
+        fit_runs(path, n_params_convention="total", form="chinchilla")
+
+
 def test_losses_in_bits_raise_a_warning_where_a_column_shows_it(tmp_path: Path) -> None:
     path = tmp_path / "ladder.csv"
     table = ladder()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from muscale import StudyConfig
@@ -19,7 +20,7 @@ from muscale.settings.plan import Stem
 from muscale.settings.tables import LadderSettings
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import chain
-from scaling import ScalingFit
+from scaling import ScalingFit, fit
 from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
@@ -98,3 +99,18 @@ def test_by_default_it_spends_a_tenth_of_the_plan_or_the_largest_run(
     found = choose(config, law, plan, corpus, width=1e-4)
     assert found.affordable_flops == max(0.1 * plan.compute_flops, law.compute_range[1])
     assert found.share == pytest.approx(found.affordable_flops / plan.compute_flops)
+
+
+def test_a_ladder_of_one_size_gets_longer_runs_of_this_size(config: StudyConfig, corpus: Corpus) -> None:
+    width = config.ladder.stems[0].width
+    size, tokens = config.family.at(width=width).n_params, np.geomspace(2e4, 8e4, 6)
+    loss = (1.8 + 60 / (tokens + 3e4) ** 0.4) * np.exp(0.01 * np.random.default_rng(0).standard_normal(6))
+    law = fit(
+        pd.DataFrame({"n_params": size, "n_tokens": tokens, "loss": loss}), n_params_convention="total", n_bootstrap=2
+    )
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"compute_flops": 6 * size * 1.6e5})})
+    plan = Planner(config, config.hyperparameters, planted_horizon(), law).plan()
+    found = choose(config, law, plan, corpus, affordable_flops=plan.compute_flops, width=1e-4)
+    assert set(found.table["d_model"]) == {width}
+    assert found.table["n_tokens"].max() <= plan.n_tokens
+    assert found.result.width_then < found.result.width_now

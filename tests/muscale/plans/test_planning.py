@@ -224,3 +224,26 @@ def test_a_ladder_of_one_ratio_sizes_at_it_and_says_so(read: Callable[..., Study
     assert any("tokens per parameter" in reason for reason in plan.forecast.reasons), (
         "the family has nothing nearer than 9.6"
     )
+
+
+def test_a_ladder_of_one_size_keeps_it_and_its_budget_gives_the_tokens(
+    read: Callable[..., StudyConfig], horizon: HorizonLaw
+) -> None:
+    config = read("plan.compute_flops=2.5e10")
+    size = config.family.at(width=config.ladder.stems[0].width).n_params
+    tokens = 2.5e10 / (6 * size) / np.array([16, 8, 5, 3, 2])
+    rows = pd.DataFrame({"n_params": size, "n_tokens": tokens, "loss": 1.8 + 60 / (tokens + 3e4) ** 0.4})
+    law = fit(rows, n_params_convention="total", n_bootstrap=2)
+
+    def planned(*overrides: str, corpus: Corpus | None = None) -> Plan:
+        config = read("plan.compute_flops=2.5e10", *overrides)
+        return Planner(config, config.hyperparameters, horizon, law, corpus=corpus).plan()
+
+    plan = planned()
+    assert plan.n_params == plan.wanted_n_params == law.one_size == size
+    assert plan.n_tokens == config.hyperparameters.whole_batches(2.5e10 / (6 * size))
+    assert plan.forecast == law.forecast(size, plan.n_tokens, level=config.plan.level)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert str(plan)
+    with pytest.raises(StageError, match=r"plan\.shapes"):
+        planned("plan.shapes=[{width = 128}]")

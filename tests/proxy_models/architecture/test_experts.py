@@ -123,6 +123,10 @@ def test_biases_move_towards_equal_loads_and_only_after_a_step_that_was_taken() 
     figures = step(torch.tensor(True))
     torch.testing.assert_close(routers[0].balance_bias, torch.tensor([-0.1, 0.1, 0.1, -0.1, -0.1, -0.1]))
     assert not routers[1].balance_bias.any()
+    loads = figures.pop("expert_loads")
+    torch.testing.assert_close(
+        loads, torch.tensor([[9.0, 3.0, 0.0, 6.0, 6.0, 6.0], [5.0] * 6]).double() / loads.new([[5.0], [5.0]])
+    )
     assert {name: float(value) for name, value in figures.items()} == {
         "router_entropy": pytest.approx(15 / (60 / 3)),
         "largest_load": pytest.approx(9 / 5),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from muscale import json_lines
 from muscale.layout import EVALUATIONS, METRICS
 
 FIGURES = ("router_entropy", "largest_load", "dead_experts")
@@ -73,6 +74,13 @@ class RunRecords:
     def steps(self) -> pd.DataFrame:
         """One row per step, with the run's own evaluations: tokens, train_loss, val_loss, seconds, mfu, and figures of experts."""
         return self._own.table()
+
+    def expert_loads(self) -> list[list[float]] | None:
+        """Load of each expert over its block's mean in the last evaluated step, [block][expert]; None without experts."""
+        loads = None
+        for row in json_lines.read(self.metrics) if self.steps()["largest_load"].notna().any() else ():
+            loads = row.get("expert_loads", loads)
+        return loads
 
     def seconds_per_token(self) -> float | None:
         """Mean time of a token over all steps, without the start of the first; None if fewer than two have a time."""

@@ -382,7 +382,8 @@ class FullRunModule(L.LightningModule):
             )
             if divergence:
                 raise StageError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
-            self.step_log.rows[-1] |= losses
+            larger = {name: figure.tolist() for name, figure in self._stepper.figures.items() if figure.dim()}
+            self.step_log.rows[-1] |= losses | larger
         self.step_log.flush()  # before the save, since a checkpoint implies that the rows before it are written
         if at_end or flags.saves or flags.ends or self._passes_checkpoint(before):
             with self.step_log.blocking():

@@ -35,7 +35,7 @@ class StepTaken:
     rate_factor: float
     loss: Tensor
     norm: Tensor
-    figures: Mapping[str, Tensor]  # `Family.end_step`
+    figures: Mapping[str, Tensor]  # zero-dimensional ones of `Family.end_step`
     step_seconds: float
     seconds: float  # from the run's start to the step's end
 
@@ -103,7 +103,7 @@ class StepLog:
                 rate_factor=rate_factor,
                 loss=loss,
                 norm=norm,
-                figures=figures,
+                figures={name: figure for name, figure in figures.items() if not figure.dim()},
                 step_seconds=ended - began,
                 seconds=ended - self._started,
             )

@@ -21,6 +21,7 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, CheckpointFolder, write_manifest
 from muscale.full_runs.checkpoints.stored_weights import MODEL, RecordReader
 from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.records.run_records import RunRecords
 from muscale.full_runs.train.attempt import train
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
@@ -105,6 +106,10 @@ def require_same(run: FullRun, whole: FullRun, *, rtol: float) -> None:
     for name in ("router_entropy", "largest_load", "dead_experts"):
         np.testing.assert_allclose([row[name] for row in rows(run)], [row[name] for row in rows(whole)], rtol=0.02)
     assert biases(run)
+    loads = RunRecords(run.directory).expert_loads()
+    assert loads
+    np.testing.assert_allclose(loads, rows(whole)[-1]["expert_loads"], atol=0.1)
+    assert max(max(of_block) for of_block in loads) == pytest.approx(rows(run)[-1]["largest_load"])
 
 
 LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
