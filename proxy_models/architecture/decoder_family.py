@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_SIZES = 4096
 """Members that `between` lists: a budget of 1e20 FLOPs needs 2,800; beyond, one group of heads more is hardly another width."""
 _MODULE = re.compile(r"^blocks\.\d+\.|\.(weight|bias)$")
-"""What the name of a parameter has beyond the name of its module within a block."""
+"""Parts of a parameter's name beyond the name of its module within a block."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
-"""What transformers assumes where config.json has no value."""
+"""Values that transformers assumes where config.json has none."""
 _GPT2_ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     **{name: name for name in ("gelu", "relu")},

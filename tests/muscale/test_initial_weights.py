@@ -86,7 +86,7 @@ def opened(path: Path, **overrides: object) -> Study:
 
 
 def shortest(study: Study) -> Chain:
-    """The ladder's shortest run, without a rate of its own."""
+    """The ladder's shortest run, at the study file's rate."""
     numerics = study.config.shared_numerics(study.corpus, study.directory)
     jobs = ladder.ladder_jobs(study.config, numerics, study.config.hyperparameters, horizon=None)
     return min((job.chain for job in jobs), key=lambda chain: chain.last.end)
