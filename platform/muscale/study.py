@@ -132,9 +132,9 @@ class Study(Result):
             if config.scores:
                 check_tasks(config.scores, path.parent, runs=trains)
             if config.initial_weights:
-                from muscale import initial_weights  # slow to import: torch
+                from muscale import weights_folder  # slow to import: torch
 
-                initial_weights.check(config, path.parent)
+                weights_folder.check(config, path.parent)
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
@@ -177,10 +177,10 @@ class Study(Result):
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
         if config.initial_weights:
-            from muscale import initial_weights  # slow to import: torch
+            from muscale import weights_folder  # slow to import: torch
 
             with self._display.reading("initial weights"):
-                initial_weights.store(config, self.directory, corpus, is_begun=self.ledger.is_begun)
+                weights_folder.store(config, self.directory, corpus, is_begun=self.ledger.is_begun)
         if not known_leaks(config, self.ledger, corpus):
             self._find_leaks(corpus)
         return corpus

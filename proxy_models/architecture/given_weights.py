@@ -107,7 +107,7 @@ class GivenWeightsError(ValueError):
     """Error for a folder whose weights are not those of the model; the message names the file, key or tensor, and both values."""
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """Part of one of our tensors: the name and shape of theirs, and what is taken of it."""
 
     name: str
@@ -181,7 +181,7 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
 
 def _layout_of(
     folder: Path, config: Mapping[str, Any], model: Member
-) -> tuple[dict[str, list[Piece]], Sequence[tuple[str, tuple[int, ...]]], str]:
+) -> tuple[dict[str, list[TensorPart]], Sequence[tuple[str, tuple[int, ...]]], str]:
     """Return the pieces of each of our tensors, the tensors that must be zeros, and a prefix that names may have."""
     if not isinstance(model, ModelConfig):
         return _read_same(folder, config, model), (), ""
@@ -206,7 +206,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_llama(
     folder: Path, config: Mapping[str, Any], model: ModelConfig
-) -> tuple[dict[str, list[Piece]], Sequence[tuple[str, tuple[int, ...]]]]:
+) -> tuple[dict[str, list[TensorPart]], Sequence[tuple[str, tuple[int, ...]]]]:
     """Return the pieces of each of our tensors, and the tensors that must be zeros, of Llama's layout and its relatives."""
     if errors := llama_errors(model):
         raise GivenWeightsError(f"{folder / CONFIG}: weights of {config.get('model_type')!r}: {'; '.join(errors)}")
@@ -237,18 +237,18 @@ def _read_llama(
         raise GivenWeightsError(
             f"{folder / CONFIG}: rope_type must be 'default', the decoder's rotary positions; got {of_rope!r}"
         )
-    pieces: dict[str, list[Piece]] = {name: [] for name in weight_shapes(model)}
+    pieces: dict[str, list[TensorPart]] = {name: [] for name in weight_shapes(model)}
     zeros = []
     for their, place in llama_places(model, NO_MULTIPLIERS).items():
         shape = tuple(place.shape.shape)
         if place.name is None:
             zeros.append((their, shape))
         else:
-            pieces[place.name].append(Piece(their, shape, _divided_by(place.factor)))
+            pieces[place.name].append(TensorPart(their, shape, _divided_by(place.factor)))
     return pieces, zeros
 
 
-def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> dict[str, list[Piece]]:
+def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> dict[str, list[TensorPart]]:
     """Return the pieces of each of our tensors where the folder is of the same class of transformers: the tensors themselves."""
     family = family_of(model)
     if not isinstance(family, ConfigFamily):
@@ -263,7 +263,7 @@ def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> dict[s
     if odd:
         raise GivenWeightsError(f"{folder / CONFIG}: {'; '.join(odd)}")
     return {
-        name: [Piece(name.removeprefix(_NETWORK), tuple(shape.shape), lambda tensor: tensor)]
+        name: [TensorPart(name.removeprefix(_NETWORK), tuple(shape.shape), lambda tensor: tensor)]
         for name, shape in weight_shapes(model).items()
     }
 
@@ -287,7 +287,7 @@ def _require_absorbing(folder: Path, model: Member, weights: Mapping[str, Tensor
         )
 
 
-def _read_gpt2(folder: Path, config: Mapping[str, Any], model: ModelConfig) -> dict[str, list[Piece]]:
+def _read_gpt2(folder: Path, config: Mapping[str, Any], model: ModelConfig) -> dict[str, list[TensorPart]]:
     """Return the pieces of each of our tensors of GPT-2's layout; names are without the prefix of the class with a readout."""
     path, width = folder / CONFIG, model.d_model
     if odd := [f"model.{name} must be {value!r}, got {getattr(model, name)!r}" for name, value in _GPT2.items()
@@ -329,29 +329,31 @@ def _read_gpt2(folder: Path, config: Mapping[str, Any], model: ModelConfig) -> d
 
     vector = {"weight": (width,), "bias": (width,)}
     pieces = {
-        "embedding.weight": [Piece("wte.weight", (model.vocab_size, width), same)],
-        "position.weight": [Piece("wpe.weight", (n_positions, width), lambda tensor: tensor[: model.context_length])],
-        **{f"final_norm.{kind}": [Piece(f"ln_f.{kind}", shape, same)] for kind, shape in vector.items()},
+        "embedding.weight": [TensorPart("wte.weight", (model.vocab_size, width), same)],
+        "position.weight": [
+            TensorPart("wpe.weight", (n_positions, width), lambda tensor: tensor[: model.context_length])
+        ],
+        **{f"final_norm.{kind}": [TensorPart(f"ln_f.{kind}", shape, same)] for kind, shape in vector.items()},
     }
     if not model.tied:
-        pieces["readout.weight"] = [Piece("lm_head.weight", (model.vocab_size, width), same)]
+        pieces["readout.weight"] = [TensorPart("lm_head.weight", (model.vocab_size, width), same)]
     for layer in range(model.n_layers):
         our, their = f"blocks.{layer}", f"h.{layer}"
         for kind, shape in vector.items():
-            pieces[f"{our}.attention_norm.{kind}"] = [Piece(f"{their}.ln_1.{kind}", shape, same)]
-            pieces[f"{our}.mlp_norm.{kind}"] = [Piece(f"{their}.ln_2.{kind}", shape, same)]
+            pieces[f"{our}.attention_norm.{kind}"] = [TensorPart(f"{their}.ln_1.{kind}", shape, same)]
+            pieces[f"{our}.mlp_norm.{kind}"] = [TensorPart(f"{their}.ln_2.{kind}", shape, same)]
             of_all = (width, 3 * width) if kind == "weight" else (3 * width,)
             for number, projection in enumerate(("query", "key", "value")):
                 factor = 1 / math.sqrt(model.head_dim) if projection == "query" else 1.0
                 name = f"{our}.attention.{projection}.{kind}"
-                pieces[name] = [Piece(f"{their}.attn.c_attn.{kind}", of_all, part(number, factor))]
+                pieces[name] = [TensorPart(f"{their}.attn.c_attn.{kind}", of_all, part(number, factor))]
         for ours, theirs_name, sizes in (
             ("attention.output", "attn.c_proj", (width, width)),
             ("mlp.up", "mlp.c_fc", (width, model.d_ff)),
             ("mlp.down", "mlp.c_proj", (model.d_ff, width)),
         ):
-            pieces[f"{our}.{ours}.weight"] = [Piece(f"{their}.{theirs_name}.weight", sizes, transposed)]
-            pieces[f"{our}.{ours}.bias"] = [Piece(f"{their}.{theirs_name}.bias", sizes[1:], same)]
+            pieces[f"{our}.{ours}.weight"] = [TensorPart(f"{their}.{theirs_name}.weight", sizes, transposed)]
+            pieces[f"{our}.{ours}.bias"] = [TensorPart(f"{their}.{theirs_name}.bias", sizes[1:], same)]
     return pieces
 
 
@@ -372,7 +374,7 @@ def _require_same(folder: Path, wanted: Mapping[str, Any], found: Mapping[str, A
 
 def _require_shapes(
     folder: Path,
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[TensorPart]],
     zeros: Sequence[tuple[str, tuple[int, ...]]],
     found: Mapping[str, tuple[int, ...]],
     *,

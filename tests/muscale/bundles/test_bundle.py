@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from muscale import initial_weights
+from muscale import weights_folder
 from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle, load_bundle
 from muscale.bundles.bundle_files import MANIFEST, verify
@@ -498,8 +498,8 @@ def test_a_study_starts_from_a_bundle_s_function(
     model = as_decoder(bundle.numerics.model)
     shorter = replace(model, context_length=16, mlp_dropout=0.1)
     config = StudyConfig.read(make_study()).model_copy(update={"initial_weights": str(copied), "model": shorter})
-    initial_weights.check(config, tmp_path)
-    initial_weights.store(config, tmp_path, case.run.corpus, is_begun=False)
+    weights_folder.check(config, tmp_path)
+    weights_folder.store(config, tmp_path, case.run.corpus, is_begun=False)
     key = key_of_weights(tmp_path / INITIAL_WEIGHTS)
     numerics = replace(bundle.numerics, model=shorter, base=shorter, initial_weights=key)
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, attention_multiplier=3.0).resolve(BATCH * 100)
@@ -512,8 +512,8 @@ def test_a_study_starts_from_a_bundle_s_function(
     for changed in ({"norm_eps": 1e-5}, {"d_model": 48}, {"positions": "alibi"}):
         other = config.model_copy(update={"model": replace(shorter, **changed)})
         with pytest.raises(StageError, match=next(iter(changed))):
-            initial_weights.check(other, tmp_path / "elsewhere")
+            weights_folder.check(other, tmp_path / "elsewhere")
     write_text(tmp_path / "bytes")
     of_bytes = write_corpus(tmp_path / "tokens", str(tmp_path / "bytes"))
     with pytest.raises(StageError, match="tokenizer"):
-        initial_weights.store(config, tmp_path / "elsewhere", of_bytes, is_begun=False)
+        weights_folder.store(config, tmp_path / "elsewhere", of_bytes, is_begun=False)
