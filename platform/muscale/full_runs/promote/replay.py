@@ -1,0 +1,208 @@
+"""Replay: the last steps before a checkpoint are trained again and compared with their record, before a run goes on elsewhere.
+
+Other devices, versions or layouts change a run's numerics by rounding. A larger change, which no error announces, ruins a run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muscale import json_lines
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, manifest_hash
+from muscale.full_runs.full_run import FullRun, InitialState
+from muscale.full_runs.promote.launch import Launcher
+from muscale.full_runs.records.goodput import ATTEMPTS
+from muscale.layout import METRICS, REPLAY, RESULT
+from muscale.serialization import Recorded
+from muscale.store.ledger import Ledger, now
+from muscale.store.ledger_tables import ResultKind
+from muscale.store.spike_handling import INCIDENTS
+from proxy_models.architecture.memory import Precision
+
+_ROUNDING: Mapping[Precision, float] = {"fp32": 1e-6, "bf16": 1e-4, "fp16": 1e-4}  # of a step
+_STEPS = (10, 200)
+
+NOT_REPLAYED = "replay: the run has been trained to its end, so nothing goes on and nothing is trained again"
+
+
+def tolerance_of(precision: Precision, n_steps: int) -> float:
+    """Largest mean |Δ| of the training loss over so many steps, as a share of the mean loss, that rounding explains.
+
+    Training amplifies rounding from step to step, so it grows with the steps: by 1e-6 a step in fp32, and 1e-4 in bf16 and fp16, from
+    10 steps to 200. Measured here (depth 2, width 32, 2 gloo ranks against one process, from a checkpoint at the peak rate) were
+    @FP32 in fp32 and 6.5e-4, 1.5e-3 and 6.6e-3 to 9.3e-3 in bf16 over 20, 60 and 200 steps; fp16 is assumed to be like bf16.
+    """
+    least, most = _STEPS
+    return _ROUNDING[precision] * min(max(n_steps, least), most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Recorded):
+    """Steps of a run that were trained again, and how far their losses are from those recorded.
+
+    Attributes:
+        run: Key of the run.
+        at: Time in UTC.
+        start, end: Tokens of the run before the first and after the last of these steps.
+        n_steps: Steps that have a loss in both trainings.
+        deviation: Mean |Δ| of the training loss over these steps, as a share of the mean recorded loss.
+        tolerance: Largest deviation with which the run may go on.
+        step: Number of the first step whose |Δ| is beyond the tolerance; if there is none, of the step with the largest.
+        recorded, again: Training loss of this step, nats per token.
+        recorded_on, again_on: Machine, versions and world size of both trainings; empty if not recorded.
+    """
+
+    DERIVED = ("passed",)
+
+    run: str
+    at: str
+    start: int
+    end: int
+    n_steps: int
+    deviation: float
+    tolerance: float
+    step: int
+    recorded: float
+    again: float
+    recorded_on: dict[str, Any]
+    again_on: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the deviation is within the tolerance."""
+        return self.deviation <= self.tolerance
+
+    def __str__(self) -> str:
+        place = "within" if self.passed else "BEYOND"
+        how_far = f"mean |Δ| {self.deviation:.2g} of the loss, {place} the tolerance {self.tolerance:g}"
+        return "\n".join(
+            [
+                f"replay of run {self.run} from {self.start:,} to {self.end:,} tokens, {self.n_steps} steps: {how_far}",
+                f"  step {self.step}: loss {self.recorded:.6f} recorded, {self.again:.6f} trained again",
+                f"  recorded on {_format(self.recorded_on)}",
+                f"  trained again on {_format(self.again_on)}",
+            ]
+        )
+
+
+def replay(run: FullRun, steps: int, train: Launcher, ledger: Ledger, *, end: int | None = None) -> Replay | None:
+    """Train the last steps of a run before a checkpoint again, in a temporary folder, and record how far their losses deviate.
+
+    They are trained from the newest checkpoint that has so many steps after it, or from the run's start if it has no more steps.
+    Nothing in the run's folder changes but the temporary folder.
+
+    Args:
+        run: The run, with the layout in which it is to go on.
+        steps: Least number of steps.
+        train: Trains a run to its end on the present devices.
+        ledger: Ledger of the study; records the replay.
+        end: Tokens at the checkpoint; None: the newest checkpoint, from which the run would go on.
+
+    Returns:
+        The replay; None if the run has been trained to its end, so that nothing goes on.
+
+    Raises:
+        StageError: If there is no such checkpoint, the steps have no recorded losses, or the deviation is beyond `tolerance_of`.
+    """
+    if end is None and (run.directory / RESULT).exists():
+        return None
+    kept = CheckpointFolder(run.directory / CHECKPOINTS).kept()
+    end = max(kept, default=0) if end is None else end
+    start = _start(run, kept, end, steps)
+    recorded = _losses(run, start, end)
+    directory = run.directory / REPLAY
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    if (incidents := run.directory / INCIDENTS).exists():  # skipped batches are skipped again
+        shutil.copy(incidents, directory)
+    part = replace(
+        _from(run, start).up_to(end, directory),
+        evaluate_every_tokens=None,
+        checkpoint_every_tokens=end,
+        checkpoint_every_minutes=None,
+    )
+    train(part)
+    again = _losses(part, start, end)
+    common = sorted(recorded.keys() & again.keys())
+    if not common:
+        raise StageError(f"replay: run {run.directory.name} has no recorded loss from {start} to {end} tokens")
+    scale = sum(recorded[tokens] for tokens in common) / len(common)
+    shares = {tokens: abs(again[tokens] - recorded[tokens]) / scale for tokens in common}
+    tolerance = tolerance_of(run.numerics.precision, len(common))
+    shown = next((tokens for tokens in common if shares[tokens] > tolerance), max(common, key=lambda one: shares[one]))
+    found = Replay(
+        run=run.directory.name,
+        at=now(),
+        start=start,
+        end=end,
+        n_steps=len(common),
+        deviation=sum(shares.values()) / len(common),
+        tolerance=tolerance,
+        step=run.n_steps(shown),
+        recorded=recorded[shown],
+        again=again[shown],
+        recorded_on=_environment(run, end),
+        again_on=_environment(part, end),
+    )
+    ledger.record_result(ResultKind.REPLAY, f"{found.run} {found.at}", found.to_dict())
+    shutil.rmtree(directory)
+    if not found.passed:
+        raise StageError(f"{found}\n  nothing of the run has changed; without --replay it goes on")
+    return found
+
+
+def _start(run: FullRun, kept: tuple[int, ...], end: int, steps: int) -> int:
+    """Tokens from which to train so that at least `steps` steps end at `end` tokens."""
+    if steps < 1:
+        raise StageError(f"replay: must be at least 1 step, got {steps}")
+    first = run.n_steps(end) - steps
+    for tokens in kept:
+        if tokens < end and run.n_steps(tokens) <= first:
+            return tokens
+    if end and first <= 0:
+        return 0
+    there = f"has checkpoints after {', '.join(map(str, reversed(kept)))} tokens" if kept else "has no checkpoint"
+    least = f"{run.n_steps(end)} steps reach its start; " if end else ""
+    raise StageError(
+        f"replay: needs a checkpoint {steps} steps before the one after {end} tokens, but run {run.directory.name} {there}; "
+        f"{least}promote.keep_last and keep_every_tokens keep more checkpoints"
+    )
+
+
+def _from(run: FullRun, start: int) -> FullRun:
+    """The run as it goes on from its own checkpoint after `start` tokens; from its start at 0."""
+    if start == 0:
+        return run
+    checkpoint = CheckpointFolder(run.directory / CHECKPOINTS).path(start)
+    if (digest := manifest_hash(checkpoint)) is None:
+        raise StageError(f"replay: {checkpoint}: does not match the hashes of its manifest")
+    state = InitialState(
+        checkpoint=checkpoint,
+        manifest_hash=digest,
+        recipe=run.recipe_before(start),
+        position=run.position,
+        tokens=start,
+    )
+    return replace(run, initial_state=state)
+
+
+def _losses(run: FullRun, start: int, end: int) -> dict[int, float]:
+    """Training loss of each step in (start, end], by the tokens after it."""
+    rows = json_lines.read(run.directory / METRICS)
+    return {row["tokens"]: row["train_loss"] for row in rows if start < row["tokens"] <= end and "train_loss" in row}
+
+
+def _environment(run: FullRun, end: int) -> dict[str, Any]:
+    """Machine, versions and world size of the attempt that trained the step that ends at `end` tokens."""
+    starts = [
+        one for one in json_lines.read(run.directory / ATTEMPTS) if one["event"] == "start" and one["tokens"] < end
+    ]
+    return starts[-1].get("environment", {}) if starts else {}
+
+
+def _format(environment: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in environment.items()) or "a machine that was not recorded"
