@@ -12,14 +12,16 @@ import pytest
 
 from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.replay import Replay, replay, tolerance_of
+from muscale.full_runs.promote.replay import JUDGED, TOLERANCE, Replay, replay
 from muscale.full_runs.train.attempt import train
-from muscale.layout import METRICS
+from muscale.layout import METRICS, RESULT
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.spike_handling import Incident, record_incident
 from proxy_models.architecture.config import as_decoder
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from tests.muscale.forked_ranks import BATCH, STEPS, interrupt, losses
 from tests.muscale.gloo_ranks import GlooRanks
@@ -55,7 +57,7 @@ def test_in_one_process_every_loss_is_the_recorded_one_and_the_run_goes_on_as_be
     found = replay(cut, steps, train, ledger)
     assert found is not None
     assert (found.start, found.end, found.n_steps) == (start * BATCH, AT * BATCH, AT - start)
-    assert (found.deviation, found.passed) == (0.0, True)
+    assert (found.deviation, found.over_all, found.passed) == (0.0, 0.0, True)
     assert found.recorded_on == found.again_on
     assert found.again_on["world_size"] == 1
     assert contents(cut.directory) == before
@@ -88,13 +90,29 @@ def test_losses_beyond_rounding_stop_it_with_step_losses_and_machines_and_nothin
     with pytest.raises(StageError) as refusal:
         replay(run, 3, train, ledger)
     found = Replay.from_dict(ledger.results(ResultKind.REPLAY)[0]["payload"])
-    assert found.deviation > found.tolerance == tolerance_of("fp32", 6)
+    assert found.deviation > found.tolerance == TOLERANCE["fp32"]
     assert abs(found.again - found.recorded) > found.tolerance
     if fault is altered:
         assert found.step == 9
     seen = (found.step, f"{found.recorded:.6f}", f"{found.again:.6f}", f"{found.tolerance:g}", found.again_on["torch"])
     assert all(str(value) in str(refusal.value) for value in seen)
     assert contents(cut.directory) == before
+
+
+def test_the_first_steps_are_judged_and_all_are_shown(run: FullRun, ledger: Ledger) -> None:
+    segments = chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * (JUDGED + 10))
+    run = replace(run, segments=segments)
+    train(run)
+    (run.directory / RESULT).unlink()
+    path = run.directory / METRICS
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[-1]["train_loss"] *= 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = replay(run, JUDGED + 10, train, ledger)
+    assert found is not None
+    assert (found.n_steps, found.deviation, found.passed) == (JUDGED + 10, 0.0, True)
+    assert found.over_all > found.tolerance
+    assert found.step == JUDGED + 10
 
 
 def test_without_an_earlier_checkpoint_those_that_exist_are_named(run: FullRun, ledger: Ledger) -> None:
@@ -139,5 +157,5 @@ def test_another_number_of_ranks_changes_losses_by_rounding(
 
     found = replay(run, AT, on_two, ledger)
     assert found is not None
-    assert 0 < found.deviation < tolerance_of(precision, AT) / 2
+    assert 0 < found.deviation < TOLERANCE[precision] / 3
     assert (found.recorded_on["world_size"], found.again_on["world_size"]) == (1, 2)
