@@ -21,7 +21,7 @@ from tests.muscale.full_runs.amend.conftest import BATCH, promoted
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(1800)]
 PROGRAM = Path(__file__).with_name("amends.py")
-STEPS, EVERY = 400, 40  # of the parent, which has a checkpoint at half; from checkpoint to checkpoint of the child
+STEPS, EVERY = 240, 40  # of the parent, which has a checkpoint at half; from checkpoint to checkpoint of the child
 PHASES = {  # by the files that show it, in the study's full_runs
     "replay": f"*/{REPLAY}/{METRICS}",
     "control": f"*/{CONTROL}=*/{METRICS}",

@@ -1,7 +1,7 @@
-"""A paired control: the parent's recipe, trained beside an amended run for some steps on the same text, and their difference.
+"""A paired control: the parent's recipe, trained for some steps on the text of an amended run, and the difference of their losses.
 
-Both start from the same checkpoint. Over equal batches the losses of two trainings rise and fall together, so their difference is
-known far better than either.
+Both start from the same checkpoint. Over equal batches the two losses rise and fall together, so that their difference has far less
+noise than either.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MINIMISED = ("label_smoothing", "z_loss", "balance_loss", "router_z_loss")  # e
 
 @dataclass(frozen=True, kw_only=True)
 class Control(Recorded):
-    """What an amended run's loss differs by from its parent's recipe, from the same checkpoint on; losses in nats per token.
+    """The difference in loss between an amended run and its parent's recipe from the same checkpoint; losses in nats per token.
 
     Attributes:
         steps: Steps of the parent's recipe.
@@ -73,17 +73,19 @@ class Control(Recorded):
         return None if self.low is None or self.high is None else not self.low <= 0.0 <= self.high
 
     def __str__(self) -> str:
-        first = f"control: the parent's recipe over {self.n_tokens:,} tokens, {self.steps} steps"
-        lines = [f"{first}; training losses are not compared: {self.unpaired}"]
-        if self.difference is not None:
-            error = "no standard error" if self.standard_error is None else f"standard error {self.standard_error:.2g}"
-            lines = [
-                f"{first}; training loss {self.difference:+.5f} against it ({error}, {self.n_pairs} pairs): {self.verdict}"
-            ]
-        if self.child is not None and self.control is not None:
-            held_out = f"{self.child:.4f} against {self.control:.4f} ({self.child / self.control - 1:+.2%})"
+        lines = [f"control: {self.steps} steps of the parent's recipe, {self.n_tokens:,} tokens"]
+        if self.difference is None:
+            lines.append(f"  training losses are not compared: {self.unpaired}")
+        else:
+            error = "" if self.standard_error is None else f" ± {self.standard_error:.2g} (standard error)"
             lines.append(
-                f"  held-out loss after {self.evaluated_at:,} tokens {held_out}; a single pair, its noise is not known"
+                f"  training loss less the control's: {self.difference:+.5f}{error} over {self.n_pairs} pairs: {self.verdict}"
+            )
+        if self.child is not None and self.control is not None:
+            change = f"{self.child / self.control - 1:+.2%}"
+            lines.append(
+                f"  held-out loss after {self.evaluated_at:,} tokens: {self.child:.4f}, the control's {self.control:.4f} ({change}); "
+                "the noise of a single pair is not known"
             )
         return "\n".join(lines)
 
