@@ -6,12 +6,11 @@ A test that kills it there kills it in a phase that is otherwise too short to hi
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from muscale.cli import app
-from muscale.full_runs.amend import train
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 
@@ -23,22 +22,22 @@ def stop() -> None:
     time.sleep(3600)
 
 
-def stopping_first(function: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
-    def stopped(*arguments: Any, **named: Any) -> Any:
-        if when(*arguments):
-            stop()
-        return function(*arguments, **named)
+def stopping(at: str) -> Callable[..., None]:
+    """`Ledger.record_result` that stops after the start of an amendment is recorded, or before its result is."""
+    record = Ledger.record_result
 
-    return stopped
+    def recorded(ledger: Ledger, kind: ResultKind, key: str, payload: Mapping[str, Any]) -> None:
+        if (kind, at) == (ResultKind.AMENDMENT, "ended"):
+            stop()
+        record(ledger, kind, key, payload)
+        if (kind, at) == (ResultKind.AMENDMENT_STARTED, "started"):
+            stop()
+
+    return recorded
 
 
 if __name__ == "__main__":
-    if os.environ.get("STOP_AT") == "started":
-        train.train_control = stopping_first(train.train_control, lambda *_: True)
-    if os.environ.get("STOP_AT") == "ended":
-        Ledger.record_result = stopping_first(  # type: ignore[method-assign]
-            Ledger.record_result, lambda _ledger, kind, *_: kind is ResultKind.AMENDMENT
-        )
+    Ledger.record_result = stopping(os.environ.get("STOP_AT", ""))  # type: ignore[method-assign]
     at, steps = os.environ["AT"], os.environ["STEPS"]
     words = ["--at", at, "--control", steps, "--replay", steps, "--reason", "a test", "--json"]
     sys.exit(app(["amend", sys.argv[1], *words, "--set", "hyperparameters.beta2=0.9"], result_action="return_value"))

@@ -27,9 +27,9 @@ from proxy_models.architecture.memory import Precision
 TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 2e-3, "fp16": 2e-3}
 """Largest mean |Δ| of the training loss over the first `JUDGED` steps, as a share of their mean loss.
 
-Measured here over 20 steps at depth 2 and width 32, from five checkpoints, for 2 gloo ranks against one process: at most 1e-7 in fp32 and
-6.5e-4 in bf16. A run in fp32 that goes on in bf16 deviated by 2e-4 to 7e-4, a changed `rope_theta` by 4e-4 at the end of the cooldown
-and 4e-3 to 1e-2 before. fp16 is assumed to be like bf16.
+Measured here over 20 steps at depth 2 and width 32, from five checkpoints, for 2 gloo ranks against one process: at most 1e-7 in
+fp32 and 6.5e-4 in bf16. A run in fp32 that goes on in bf16 deviated by 2e-4 to 7e-4, a changed `rope_theta` by 4e-4 at the end of the
+cooldown and 4e-3 to 1e-2 before. fp16 is assumed to be like bf16.
 """
 JUDGED = 20
 """Steps that are judged. Training amplifies rounding: over 200 steps in fp32 the same replay deviated by 3e-6 from one checkpoint and
