@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.muscale.full_runs.amend.conftest import BATCH, promoted
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(1800)]
 PROGRAM = Path(__file__).with_name("amends.py")
-STEPS, EVERY = 240, 40  # of the parent, which has a checkpoint at half; from checkpoint to checkpoint of the child
+STEPS, EVERY = 800, 100  # of the parent, which has a checkpoint at half; from checkpoint to checkpoint of the child
 PHASES = {  # by the files that show it, in the study's full_runs
     "replay": f"*/{REPLAY}/{METRICS}",
     "control": f"*/{CONTROL}=*/{METRICS}",
@@ -43,10 +44,20 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return case.directory
 
 
+@pytest.fixture(scope="module", params=["1", "2"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Ranks: one in the driver itself, or two of Ray Train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKS", request.param)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def whole(study: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def whole(
+    study: Path, ranks: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Result and losses of the amendment that nothing befalls."""
-    directory = tmp_path_factory.mktemp("whole") / "study"
+    directory = tmp_path_factory.mktemp(f"whole{ranks}") / "study"
     shutil.copytree(study, directory)
     with pytest.MonkeyPatch.context() as patch:
         return amended(directory, patch)
