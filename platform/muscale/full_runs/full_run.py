@@ -36,7 +36,7 @@ class InitialState:
         recipe: Recipe of the last step before the checkpoint; the moments belong to its optimizer.
         position: Tokens of the corpus at which token 0 of this run is.
         earlier: Held-out text of earlier corpora, by name.
-        tokens: Tokens of this run at the checkpoint, which is one of its own unless this is 0.
+        tokens: Tokens of this run at the checkpoint; 0 if the checkpoint is another run's.
     """
 
     checkpoint: Path

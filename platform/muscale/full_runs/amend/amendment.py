@@ -41,7 +41,7 @@ class Amendment(Result):
         directory: The study's folder.
         reason: Why the parent is amended; empty for a continuation, which follows its parent.
         changes: What an amendment changes, by dotted key.
-        control: Steps of the parent's recipe to train beside the run; None: none.
+        control: Steps of the parent's recipe to train for comparison; None: none.
     """
 
     name: str
