@@ -506,7 +506,7 @@ class Study(Result):
             plan: A plan from `plan()`, which is registered if it is not yet; or the key or file of a plan, whose [resources] then
                 apply; by default the study file's plan.
             force: Continue although lines of the gate failed; the ledger records them.
-            replay: Steps before the newest checkpoint that are trained again before the run goes on from there, on the present
+            replay: Steps before the newest checkpoint that are trained again before the run continues there, on the present
                 devices; their losses must be those recorded, within a tolerance.
 
         Raises:

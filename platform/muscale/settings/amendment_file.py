@@ -76,7 +76,7 @@ class AmendmentFile(StrictTable):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None  # none: amended_<tokens>
     n_tokens: PositiveInt | None = None  # length of the whole run, with the parent's tokens; none: the parent's length
     seed: int | None = None  # seed of the data order of a new corpus; none: the parent's
-    control: PositiveInt | None = None  # steps of the parent's recipe to train beside the run
+    control: PositiveInt | None = None  # steps of the parent's recipe to train for comparison
     parent: ParentSettings = ParentSettings()
     hyperparameters: AmendedHyperparameters = AmendedHyperparameters()
     model: dict[str, Any] = Field(default_factory=dict)
