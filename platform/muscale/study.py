@@ -21,7 +21,9 @@ from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.final_scores import final_scores
+from muscale.full_runs.promote.launch import launcher_of
 from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.promote.replay import NOT_REPLAYED, replay
 from muscale.layout import CORPUS, FULL_RUNS, GALLERY, METRICS, REPORT
 from muscale.monitoring.follow import guarding
 from muscale.monitoring.losses import LossSource
@@ -508,7 +510,9 @@ class Study(Result):
         self._record_members()
         return chosen
 
-    def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
+    def promote(
+        self, plan: Plan | str | Path | None = None, *, force: bool = False, replay: int | None = None
+    ) -> Promotion:
         """Train the planned run, compare it with its forecast, and write its bundle unless [promote] turns that off.
 
         A run that was trained to its end is not trained again, even if a later fit has changed the plan. If another process
@@ -518,10 +522,13 @@ class Study(Result):
             plan: A plan from `plan()`, which is registered if it is not yet; or the key or file of a plan, whose [resources] then
                 apply; by default the study file's plan.
             force: Continue although lines of the gate failed; the ledger records them.
+            replay: Steps before the newest checkpoint that are trained again before the run continues there, on the present
+                devices; their losses must be those recorded, within a tolerance.
 
         Raises:
             StageError: If the gate is closed, or the file has an edit that is not allowed; if the run diverged, failed with an error
-                that would recur, failed more often than promote.max_failures, or was stopped by promote.on_alarm.
+                that would recur, failed more often than promote.max_failures, or was stopped by promote.on_alarm; if the losses
+                trained again deviate.
             PreemptedError: If this process was preempted; the workers have saved.
         """
         planned, config = self._to_promote(plan, register=False)
@@ -540,7 +547,7 @@ class Study(Result):
         plan, config = self._to_promote(plan if isinstance(plan, str | Path) else planned, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):
             return known
-        result = self._promote(plan, config, force=force)
+        result = self._promote(plan, config, force=force, replay_steps=replay)
         if config.scores:
             try:
                 self._display.line(str(self.evaluate(plan)))
@@ -553,13 +560,20 @@ class Study(Result):
                 self._display.line(f"no bundle: {error}; `muscale bundle` writes it")
         return result
 
-    def _promote(self, plan: Plan, config: StudyConfig, *, force: bool) -> Promotion:
+    def _promote(self, plan: Plan, config: StudyConfig, *, force: bool, replay_steps: int | None) -> Promotion:
         """Train the plan's run under its lease, or return its promotion if another process recorded one meanwhile."""
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
-        with lease(self.ledger, name := full_run_lease(plan.key)) as token:
+        with staying_cluster(), lease(self.ledger, name := full_run_lease(plan.key)) as token:
             if known := promotion.recorded_promotion(self.ledger, plan.key):
                 return known
             seen = self._admitted(plan, config, force=force)
+            if replay_steps is not None:
+                run = promotion.full_run_of(plan, config, self._numerics, metrics.parent, self.directory / CORPUS)
+                with self._display.stage("replay") as update, cancellable(self.ledger):
+                    found = replay(
+                        run, replay_steps, launcher_of(config, plan.key, update), self.ledger.under(name, token)
+                    )
+                self._display.line(str(found or NOT_REPLAYED))
             with (
                 guarding(self.ledger, plan.key, config.promote, self._display.line),
                 self._display.stage("promote") as update,
@@ -604,15 +618,18 @@ class Study(Result):
         seen.gate.record(self.ledger)
         return seen
 
-    def continue_run(self, file: str | Path) -> Amended:
+    def continue_run(self, file: str | Path, *, replay: int | None = None) -> Amended:
         """Continue training from a checkpoint of a full run as set in a continuation file; return forecast and losses.
+
+        Args:
+            replay: As in `amend`.
 
         Raises:
             StudyFileError: If the file can't be used.
             StageError: If there is no such checkpoint, it can't be continued in this way, or the training failed.
             PreemptedError: As for `promote`.
         """
-        return self._train_amendment(self.plan_continuation(file), "continue")
+        return self._train_amendment(self.plan_continuation(file), "continue", replay)
 
     def plan_continuation(self, file: str | Path) -> AmendmentPlan:
         """Return the run that `continue_run` would train, with its forecast; write its corpus if it is new, and train nothing."""
@@ -632,6 +649,8 @@ class Study(Result):
         at: int | None = None,
         reason: str | None = None,
         changes: Overrides = (),
+        control: int | None = None,
+        replay: int | None = None,
     ) -> Amended:
         """Train a run that branches off a checkpoint of a full run with stated changes; compare its loss with a second forecast.
 
@@ -643,14 +662,18 @@ class Study(Result):
             at: Tokens of that run at the checkpoint; by default its newest checkpoint.
             reason: Why; required here or in the file.
             changes: Changes by dotted key, such as `{"hyperparameters.cooldown_fraction": 0.4}`.
+            control: Steps for which the parent's recipe is trained first, from the same checkpoint, to compare its losses.
+            replay: Steps before the checkpoint that are trained again first, on the present devices; their losses must be those
+                recorded, within a tolerance.
 
         Raises:
             StudyFileError: If the amendment can't be used.
-            StageError: If there is no such checkpoint, it can't take the change, the parent is training now, or the training failed.
+            StageError: If there is no such checkpoint, it can't take the change, the parent is training now, the training failed, or
+                the losses trained again deviate.
             PreemptedError: As for `promote`.
         """
-        planned = self.plan_amendment(file, run=run, at=at, reason=reason, changes=changes)
-        return self._train_amendment(planned, "amend")
+        planned = self.plan_amendment(file, run=run, at=at, reason=reason, changes=changes, control=control)
+        return self._train_amendment(planned, "amend", replay)
 
     def plan_amendment(
         self,
@@ -660,13 +683,14 @@ class Study(Result):
         at: int | None = None,
         reason: str | None = None,
         changes: Overrides = (),
+        control: int | None = None,
     ) -> AmendmentPlan:
         """Return the run that `amend` would train, with its forecast; write its corpus if it is new, and train nothing."""
         from muscale.full_runs.amend.plan_amendment import plan_amendment
         from muscale.settings.amendment_file import AmendmentFile
 
         self._require_no_trainer("amend", "amend the run with that program")
-        named = {"parent.run": run, "parent.tokens": at, "reason": reason}
+        named = {"parent.run": run, "parent.tokens": at, "reason": reason, "control": control}
         stated = (*as_set(changes), *as_set({key: value for key, value in named.items() if value is not None}))
         path = None if file is None else Path(file)
         amendment = AmendmentFile.read(path, stated, vocab_size=self.config.model.vocab_size)
@@ -681,10 +705,11 @@ class Study(Result):
         fit = findings(self.contents, self._stages.known).fit
         return AmendmentPlan.of(amendment, fit, lambda: ladder_schedules(self.contents), self.config, self.ledger)
 
-    def _train_amendment(self, planned: AmendmentPlan, stage: str) -> Amended:
+    def _train_amendment(self, planned: AmendmentPlan, stage: str, replay: int | None) -> Amended:
         from muscale.full_runs.amend.amendment_plan import train
 
-        return train(planned, stage, self.config, self.ledger, self._display)
+        with staying_cluster():
+            return train(planned, stage, self.config, self.ledger, self._display, replay_steps=replay)
 
     def watch(self, losses: str | Path | pd.DataFrame | None = None, plan: str | None = None) -> RunStatus:
         """Compare the full run so far with its forecast; train nothing.

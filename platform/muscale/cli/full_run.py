@@ -18,7 +18,7 @@ from muscale.layout import BUNDLES, FULL_RUNS
 if TYPE_CHECKING:
     from muscale.study import Study
 
-AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name", "reason", "parent")
+AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name", "reason", "parent", "control")
 """Tables and keys that `--set` changes in an amendment instead of in the study file."""
 
 
@@ -32,6 +32,7 @@ def promote(
     steps: Whole | None = None,
     prepare: Flag = False,
     profile: str | None = None,
+    replay: Whole | None = None,
     options: StageOptions = StageOptions(),
 ) -> int:
     """Train the planned run and compare its loss with the forecast; exit code 1 if it is outside the interval.
@@ -45,11 +46,17 @@ def promote(
         steps: Steps in each of the smoke test's two launches; 5 by default.
         prepare: Only record that the run started, and write the file for `muscale train`, which works without Ray.
         profile: Range of steps, such as 20:25, for which each worker writes a trace; sets promote.profile.
+        replay: As for `muscale amend`, before an interrupted run goes on.
     """
     if profile is not None:
         options = replace(options, set=(*options.set, f'promote.profile="{profile}"'))
     if steps is not None and not smoke_test:
         raise StudyFileError(f"promote: --steps {steps} is for --smoke-test; the plan sets the length of a full run")
+    if replay is not None and (prepare or smoke_test or options.dry_run):
+        other = "--prepare" if prepare else "--smoke-test" if smoke_test else "--dry-run"
+        raise StudyFileError(
+            f"promote: --replay {replay} trains steps of the run again and cannot be combined with {other}"
+        )
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
@@ -83,7 +90,7 @@ def promote(
     return run_stage(
         study,
         options,
-        lambda opened: opened.promote(plan, force=force),
+        lambda opened: opened.promote(plan, force=force, replay=replay),
         "promote",
         failed=lambda result: not result.inside,
         ending=ending,
@@ -92,7 +99,9 @@ def promote(
 
 
 @command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
-def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOptions()) -> int:
+def continue_(
+    study: StudyFile, file: Path, *, replay: Whole | None = None, options: StageOptions = StageOptions()
+) -> int:
     """Continue training from a checkpoint of a full run, on another corpus or on more of the same one.
 
     The result is the held-out loss before and after, on the continuation's corpus and on earlier corpora. Run the same command
@@ -109,11 +118,12 @@ def continue_(study: StudyFile, file: Path, *, options: StageOptions = StageOpti
 
     Args:
         file: The continuation file; paths in it are relative to its directory.
+        replay: As for `muscale amend`.
     """
     once_more = options.line("continue", study, file)
     if options.dry_run:
         return _planned_child(study, options, lambda opened: opened.plan_continuation(file), once_more)
-    return _trained_child(study, options, lambda opened: opened.continue_run(file))
+    return _trained_child(study, options, lambda opened: opened.continue_run(file, replay=replay))
 
 
 @command(
@@ -127,13 +137,15 @@ def amend(
     run: str | None = None,
     at: Whole | None = None,
     reason: str | None = None,
+    control: Whole | None = None,
+    replay: Whole | None = None,
     options: StageOptions = StageOptions(),
 ) -> int:
     """Change a full run from a checkpoint on: train a run that branches off there, and compare its loss with a second forecast.
 
     The forecast is registered before the first step; exit code 1 if the loss is outside its interval. The run that is amended stays
     as it is. Run the same command again to resume. With --dry-run, print the changes, what carries over, cost and forecast.
-    An example of a file, which --set, --run, --at and --reason may replace:
+    An example of a file, which --set, --run, --at, --reason and --control may replace:
 
         reason = "the budget ends in May"
 
@@ -148,10 +160,12 @@ def amend(
         run: Key of the plan, or key or name of the amended run, to branch off; by default the run that began last.
         at: Tokens of that run at the checkpoint; by default its newest checkpoint.
         reason: Why the run is changed.
+        control: Steps for which the parent's recipe is trained first, from the same checkpoint, to compare its losses.
+        replay: Steps before the checkpoint that are trained again first, on the present devices; their losses must be those recorded.
     """
     stated = tuple(one for one in options.set if one.partition("=")[0].split(".")[0].strip() in AMENDED)
     others = replace(options, set=tuple(one for one in options.set if one not in stated))
-    given: dict[str, Any] = {"run": run, "at": at, "reason": reason}
+    given: dict[str, Any] = {"run": run, "at": at, "reason": reason, "control": control}
 
     def once_more() -> str:
         named = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
@@ -161,7 +175,7 @@ def amend(
         return _planned_child(
             study, others, lambda opened: opened.plan_amendment(file, **given, changes=stated), once_more()
         )
-    return _trained_child(study, others, lambda opened: opened.amend(file, **given, changes=stated))
+    return _trained_child(study, others, lambda opened: opened.amend(file, **given, changes=stated, replay=replay))
 
 
 def _planned_child(study: Path, options: StageOptions, plan: Callable[[Study], Any], once_more: str) -> int:

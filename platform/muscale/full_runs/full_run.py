@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +14,7 @@ from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
-from proxy_models.training.compilation import Compile
+from proxy_models.training.compilation import Compile, pays
 from proxy_models.training.numerics import Numerics
 
 
@@ -28,14 +28,15 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """The state of another run from which a run starts.
+    """The state of another run from which a run starts, or of the same run from which a part of it is trained again.
 
     Attributes:
-        checkpoint: Checkpoint of the other run.
+        checkpoint: Checkpoint of that run.
         manifest_hash: SHA-256 of the checkpoint's manifest, which has the hashes of its files.
         recipe: Recipe of the last step before the checkpoint; the moments belong to its optimizer.
-        position: Tokens of the corpus at which this run starts.
+        position: Tokens of the corpus at which token 0 of this run is.
         earlier: Held-out text of earlier corpora, by name.
+        tokens: Tokens of this run at the checkpoint; 0 if the checkpoint is another run's.
     """
 
     checkpoint: Path
@@ -43,6 +44,7 @@ class InitialState:
     recipe: Recipe
     position: int = 0
     earlier: Mapping[str, HeldOut] = field(default_factory=dict)
+    tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +163,19 @@ class FullRun:
 
     @property
     def origin(self) -> tuple[int, Path | None]:
-        """Tokens and checkpoint at the first step: 0, and the checkpoint of `initial_state` if there is one."""
-        return 0, self.initial_state.checkpoint if self.initial_state else None
+        """Tokens and checkpoint at the first step: those of `initial_state`, or 0 and None."""
+        return (self.initial_state.tokens, self.initial_state.checkpoint) if self.initial_state else (0, None)
 
     @property
     def position(self) -> int:
-        """Tokens of the corpus at which the first step starts."""
+        """Tokens of the corpus at which token 0 of the run is."""
         return self.initial_state.position if self.initial_state else 0
+
+    def up_to(self, end: int, directory: Path) -> Self:
+        """The run's steps that end at or before `end` tokens, in another folder; compiled if the whole run would be."""
+        compiled = pays(self.n_tokens - self.origin[0]) if self.compile == "auto" else self.compile
+        segments = tuple(replace(one, end=min(one.end, end)) for one in self.segments if one.start < end)
+        return replace(self, segments=segments, directory=directory, compile=compiled, profile=None)
 
     def n_steps(self, tokens: int) -> int:
         """Steps that end at or before `tokens`."""

@@ -298,6 +298,7 @@ def _amended(found: tuple[AmendedRun, ...]) -> list[Section]:
         _of_full_run(
             title="Amended runs",
             about="Runs that branched off a checkpoint of another, each with the forecast that was registered before its first step.",
+            result="\n".join(f"{run.name} {run.key}: {run.control}" for run in found if run.control) or None,
             table=as_table(amended_table(found)),
         )
     ]

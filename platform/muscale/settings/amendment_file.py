@@ -76,6 +76,7 @@ class AmendmentFile(StrictTable):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None  # none: amended_<tokens>
     n_tokens: PositiveInt | None = None  # length of the whole run, with the parent's tokens; none: the parent's length
     seed: int | None = None  # seed of the data order of a new corpus; none: the parent's
+    control: PositiveInt | None = None  # steps of the parent's recipe to train for comparison
     parent: ParentSettings = ParentSettings()
     hyperparameters: AmendedHyperparameters = AmendedHyperparameters()
     model: dict[str, Any] = Field(default_factory=dict)
@@ -89,8 +90,8 @@ class AmendmentFile(StrictTable):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Everything that is stated, as plain values by dotted key, except reason, name and parent."""
-        stated = self.model_dump(mode="json", exclude_unset=True, exclude={"reason", "name", "parent"})
+        """Everything that changes the run, as plain values by dotted key."""
+        stated = self.model_dump(mode="json", exclude_unset=True, exclude={"reason", "name", "parent", "control"})
         found: dict[str, Any] = {}
         for key, value in stated.items():
             if key in ("hyperparameters", "model", "mixture"):

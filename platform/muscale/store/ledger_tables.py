@@ -170,6 +170,7 @@ class ResultKind(StrEnum):
     CONTAMINATION = "contamination"  # items of tasks in the training text, of each corpus
     GATE = "gate"  # of each launch
     SMOKE_TEST = "smoke_test"
+    REPLAY = "replay"  # last steps of a run, trained again before it went on
     PROMOTION_STARTED = "promotion_started"
     PROMOTION = "promotion"
     EXTERNAL_RUN_STARTED = "external_run_started"  # when its losses were first read

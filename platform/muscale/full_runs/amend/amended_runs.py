@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from muscale.full_runs.amend.control import Control
 from muscale.full_runs.amend.second_forecast import SecondForecast
 from muscale.serialization import Recorded
 from muscale.store.ledger_tables import ResultKind
@@ -27,6 +28,7 @@ class AmendedRun(Recorded):
         started_at, finished_at: Times in UTC; the forecast was registered at the start. None: not finished.
         forecast: The second forecast; None: there was none.
         measured: Held-out loss at the end; None before.
+        control: The difference from the parent's recipe, if a control was trained and the run has ended.
     """
 
     DERIVED = ("inside",)
@@ -41,6 +43,7 @@ class AmendedRun(Recorded):
     finished_at: str | None
     forecast: SecondForecast | None
     measured: float | None
+    control: Control | None = None
 
     @property
     def inside(self) -> bool | None:
@@ -81,6 +84,7 @@ def _all(read: Read) -> Iterator[AmendedRun]:
             finished_at=done["finished_at"] if done else None,
             forecast=SecondForecast.from_dict(forecast) if forecast else None,
             measured=done["after"]["own"] if done else None,
+            control=Control.from_dict(done["control"]) if done and done.get("control") else None,
         )
 
 

@@ -41,6 +41,7 @@ class Amendment(Result):
         directory: The study's folder.
         reason: Why the parent is amended; empty for a continuation, which follows its parent.
         changes: What an amendment changes, by dotted key.
+        control: Steps of the parent's recipe to train for comparison; None: none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Amendment(Result):
     directory: Path
     reason: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
+    control: int | None = None
 
     @cached_property
     def key(self) -> str:
@@ -135,6 +137,7 @@ class Amendment(Result):
             "n_tokens": self.n_tokens,
             "tokens_before": self.parent.tokens_before,
             "compute_flops": self.compute_flops,
+            "control": self.control,
             "directory": str(self.folder),
             "notes": self.notes,
         }
@@ -184,6 +187,7 @@ class Amendment(Result):
             f"  batch {recipe.batch_tokens:,} tokens; weight decay {recipe.weight_decay:.4g} ({self._decay_rule})",
             f"  optimizer {optimizer}",
             *(f"  also evaluated on the held-out text of {label}" for label in self.earlier),
+            *([f"  control: {self.control} steps of the parent's recipe, trained first"] if self.control else []),
         ]
         return "\n".join(lines)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, manifest_hash
+from muscale.full_runs.full_run import FullRun, InitialState
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ParentSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -90,6 +92,11 @@ class Parent:
     def run(self) -> str:
         """Key of the run's plan or continuation."""
         return self.lineage[-1].run
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.checkpoint.parent.parent
 
     @property
     def tokens(self) -> int:
@@ -195,6 +202,26 @@ def find_full_run(run: str, ledger: Ledger, corpus: Corpus, numerics: Numerics) 
         return None
     chain = Plan.of_row(registered).chain(numerics)
     return FoundRun(key=run, name=PLAN, numerics=chain.numerics, segments=chain.segments, corpus=corpus)
+
+
+def full_run_of(parent: Parent, config: StudyConfig, ledger: Ledger) -> FullRun:
+    """The full run of a parent, with the [promote] and [resources] of a study file as they are now."""
+    own, state = parent.lineage[-1], None
+    if started := ledger.result(ResultKind.AMENDMENT_STARTED, parent.run):
+        before = parent.lineage[-2]
+        recipe = next(one.recipe for one in run_segments(before.run, ledger) if one.start < before.tokens <= one.end)
+        branched_at = CheckpointFolder(ledger.directory / FULL_RUNS / before.run / CHECKPOINTS).path(before.tokens)
+        state = InitialState(
+            checkpoint=branched_at, manifest_hash=started["manifest_hash"], recipe=recipe, position=own.position
+        )
+    return FullRun.of(
+        config,
+        numerics=replace(parent.numerics, guard=config.promote.guard),
+        segments=parent.segments,
+        directory=parent.folder,
+        corpus=ledger.directory / own.folder,
+        initial_state=state,
+    )
 
 
 def require_checkpoint(parent: Parent) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from muscale.errors import StageError
 from muscale.full_runs.amend.amendment import Amendment
+from muscale.full_runs.amend.control import require_control
 from muscale.full_runs.amend.parent import (
     Parent,
     find_parent,
@@ -124,6 +125,7 @@ def plan_amendment(
             seed=file.seed,
             reason=file.reason,
             changes=file.changes,
+            control=file.control,
         )
 
 
@@ -175,6 +177,8 @@ def _plan(
         **stated,
     )
     _require_trainable(planned, config)
+    if planned.control is not None:
+        require_control(planned, planned.control)
     if ledger.result(ResultKind.AMENDMENT_STARTED, planned.key) is None:
         require_checkpoint(parent)
     return planned

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from muscale import json_lines
+from muscale.errors import StageError
 from muscale.full_runs.amend.amendment import Amendment, format_lineage
+from muscale.full_runs.amend.control import Control, compare, control_run, train_control
 from muscale.full_runs.amend.parent import LineageSegment, parent_hash
 from muscale.full_runs.amend.second_forecast import SecondForecast
 from muscale.full_runs.checkpoints.folder import CheckpointFolder
-from muscale.full_runs.full_run import FullRun
-from muscale.full_runs.promote.launch import launch
+from muscale.full_runs.promote.launch import Launcher
 from muscale.full_runs.records.goodput import Goodput
 from muscale.layout import METRICS
 from muscale.serialization import Recorded
@@ -23,7 +23,6 @@ from muscale.store.spike_handling import Incident
 
 NOT_ASKED = "none was made"
 NOT_RECORDED = "the run started before amended runs had one"
-Launcher = Callable[[FullRun], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,7 @@ class Amended(Recorded):
         changes: What was changed, by dotted key.
         forecast: The forecast of `after.own`; None: there was none.
         no_forecast: Why there was no forecast.
+        control: The difference from the parent's recipe; None: no control was trained.
     """
 
     DERIVED = ("n_tokens", "tokens_before", "inside")
@@ -81,6 +81,7 @@ class Amended(Recorded):
     changes: dict[str, Any] = field(default_factory=dict)
     forecast: SecondForecast | None = None
     no_forecast: str = NOT_RECORDED
+    control: Control | None = None
 
     @property
     def inside(self) -> bool | None:
@@ -96,6 +97,10 @@ class Amended(Recorded):
     def tokens_before(self) -> int:
         """Tokens of the earlier runs."""
         return sum(past.tokens for past in self.lineage[:-1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with what the control derives."""
+        return {**super().to_dict(), "control": self.control.to_dict() if self.control else None}
 
     @property
     def losses(self) -> list[tuple[str, float, float]]:
@@ -120,6 +125,7 @@ class Amended(Recorded):
                 for name, before, after in self.losses
             ),
             *self._compared,
+            *(f"  {line}" for line in (str(self.control).splitlines() if self.control else ())),
             f"  {self.goodput}",
             *(f"  {incident}" for incident in self.incidents),
         ]
@@ -141,28 +147,39 @@ def train_amendment(
     config: StudyConfig,
     ledger: Ledger,
     *,
+    launcher: Launcher,
     forecast: SecondForecast | str = NOT_ASKED,
-    launcher: Launcher | None = None,
 ) -> Amended:
     """Train an amended run to its end, from its last checkpoint if there is one; return the result, also if it had finished before.
 
+    Its control, if it has one, is trained first.
+
     Args:
         ledger: Ledger of the study; records start, with the forecast, and result.
+        launcher: Trains a run to its end.
         forecast: The forecast to register at the first start, or why there is none.
-        launcher: Trains a run to its end; default: on the cluster.
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `promote.max_failures`, or the parent's checkpoint has
-            changed since it started.
+            changed since it started; if the run has ended without the control.
         PreemptedError: If this process was preempted; the workers have saved.
     """
     if known := ledger.result(ResultKind.AMENDMENT, amendment.key):
-        return Amended.from_dict(known)
+        done = Amended.from_dict(known)
+        if amendment.control not in (None, done.control and done.control.steps):
+            had = f"a control of {done.control.steps} steps" if done.control else "no control"
+            raise StageError(
+                f"control: run {done.key} has ended with {had}, got {amendment.control}; leave it out to see the result"
+            )
+        return done
     started = begin(amendment, ledger, forecast)
     run = amendment.full_run(config, started["manifest_hash"])
     amendment.folder.mkdir(parents=True, exist_ok=True)
-    on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=amendment.key))
-    outcome = on_cluster(run)
+    steps, unchanged = amendment.control, None
+    if steps:
+        unchanged = control_run(amendment, steps, config, started["manifest_hash"])
+        train_control(unchanged, launcher)
+    outcome = launcher(run)
     evaluated = [row for row in json_lines.read(amendment.folder / METRICS) if "val_loss" in row]
     registered = started.get("forecast")
     done = Amended(
@@ -181,6 +198,7 @@ def train_amendment(
         changes=dict(amendment.changes),
         forecast=SecondForecast.from_dict(registered) if registered else None,
         no_forecast=started.get("no_forecast", NOT_RECORDED),
+        control=compare(amendment, unchanged, steps) if steps and unchanged else None,
     )
     ledger.record_result(ResultKind.AMENDMENT, amendment.key, done.to_dict())
     _checkpoints(amendment).release(amendment.parent.tokens, amendment.key)

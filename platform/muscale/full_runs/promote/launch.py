@@ -14,19 +14,33 @@ from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation
 from muscale.full_runs.records import retries
 from muscale.full_runs.records.preemption import NOTICE, OBEYED
 from muscale.interrupts import defer_sigint, interruptible
-from muscale.layout import COLLECTIVES, FAILURE, RESULT
+from muscale.layout import COLLECTIVES, FAILURE, METRICS, RESULT
+from muscale.progress import Update, following
 from muscale.ray_connection import alive_nodes, note_taken, require_room, room_for
+from muscale.settings.config import StudyConfig
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
 from proxy_models.evaluation.measure import Measure
 from proxy_models.files import atomic_write
 
+Launcher = Callable[[FullRun], dict[str, Any]]
+"""Trains a run to its end, and returns its result."""
 _TRAIN = {
     "RAY_TRAIN_V2_ENABLED": "1",
     # Ray's watcher informs each worker's context when a node is about to leave; our workers save on SIGTERM or a notice instead.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
+
+
+def launcher_of(config: StudyConfig, name: str, update: Update) -> Launcher:
+    """A function that trains a run on the cluster as a study's [promote] and [resources] say, and shows its progress."""
+
+    def launched(run: FullRun) -> dict[str, Any]:
+        with following(run.directory / METRICS, run.n_tokens, update):
+            return launch(run, config.promote, config.resources, name=name)
+
+    return launched
 
 
 def launch(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,13 +42,20 @@ class Attempt:
         """Make an attempt that has not begun."""
         return cls(directory, secrets.token_hex(8))
 
-    def begin(self, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
-        """Claim the folder after `tokens` tokens; return the seconds of earlier steps and the incidents so far."""
+    def begin(
+        self, *, tokens: int, step: int, environment: Mapping[str, Any] | None = None
+    ) -> tuple[float, list[Incident]]:
+        """Claim the folder after `tokens` tokens; return the seconds of earlier steps and the incidents so far.
+
+        Args:
+            environment: Machine, versions and world size, for the record.
+        """
         if known := json_lines.read(self.directory / goodput.ATTEMPTS):
             restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
             record_incident(self.directory, restart)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        goodput.record_attempt(self.directory, "start", attempt=self.key, tokens=tokens, world_size=world_size)
+        facts = {"tokens": tokens, "world_size": world_size, "environment": dict(environment or {})}
+        goodput.record_attempt(self.directory, "start", attempt=self.key, **facts)
         return go_back(self.directory, tokens), read_incidents(self.directory)
 
     @property

@@ -30,6 +30,7 @@ from muscale.full_runs.train.module import FullRunModule
 from muscale.full_runs.train.sharding import ShardedStrategy
 from muscale.layout import COLLECTIVES
 from proxy_models.architecture.families import import_family
+from proxy_models.training.compilation import decide
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
@@ -68,7 +69,12 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
             before_write=attempt.require_last,
         )
         start, resume = checkpoints.latest() or _origin(run)
-        spent, incidents = broadcast_from_rank0(lambda: attempt.begin(tokens=start, step=run.n_steps(start)))
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        compiled = decide(run.compile, run.n_tokens - start, device.type)
+        machine = environment(device, world_size=world_size, compiled=compiled)
+        spent, incidents = broadcast_from_rank0(
+            lambda: attempt.begin(tokens=start, step=run.n_steps(start), environment=machine)
+        )
         module = FullRunModule(
             run,
             start,

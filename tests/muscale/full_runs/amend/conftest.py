@@ -56,25 +56,30 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    directory = tmp_path_factory.mktemp("study")
+    made = promoted(tmp_path_factory.mktemp("study"))
+    yield made
+    made.ledger.close()
+
+
+def promoted(directory: Path, steps: int = STEPS) -> Case:
+    """A study in this directory with a promoted run of so many steps, with checkpoints at half of them and at the end."""
     write_text(directory / "text", words=200)
     write_text(directory / "code", documents=20, words=200)
     for file in (directory / "code").iterdir():
         file.write_text(file.read_text().upper())
     (directory / STUDY_FILE).write_text(
-        MICRO.replace("checkpoint_every_tokens = 20480", "checkpoint_every_tokens = 1536")
+        MICRO.replace("checkpoint_every_tokens = 20480", f"checkpoint_every_tokens = {steps // 2 * BATCH}")
     )
     config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
     corpus = write_corpus(directory / CORPUS, str(directory / "text"))
     ledger = Ledger(directory / "ledger.sqlite")
     plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
-    plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
+    plan = register(replace(plan, n_tokens=steps * BATCH), ledger)
     numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
     train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
     ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, {"at": "2026-01-01T00:00:00+00:00"})
     ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
-    yield Case(directory, config, ledger, corpus, numerics, plan)
-    ledger.close()
+    return Case(directory, config, ledger, corpus, numerics, plan)
 
 
 def last_evaluation(folder: Path) -> float:
