@@ -222,14 +222,8 @@ def ladder_schedules(contents: StudyContents) -> LadderSchedules | str:
     corpus = contents.corpus
     if corpus is None:
         return "the corpus is not written yet"
-    settings = contents.config
     try:
         ladder = Stages(contents, lambda: corpus).ladder()
-        return LadderSchedules.of(
-            contents.ledger,
-            ladder,
-            batch_tokens=settings.hyperparameters.batch_tokens,
-            max_regret=settings.fit.max_regret,
-        )
+        return LadderSchedules.of(contents.ledger, ladder, max_regret=contents.config.fit.max_regret)
     except (StageError, ScalingError) as error:
         return str(error)

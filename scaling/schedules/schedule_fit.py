@@ -1,18 +1,22 @@
 """The law of loss along a schedule, with what it misses when a schedule is left out: forecasts of a run that is under way.
 
-    fit_schedules(curves, warmup_steps=…)   laws per size, and each schedule forecast by the law of the others   -> ScheduleFit
+    fit_schedules(curves, warmup_steps=…)   one law for all sizes, and each schedule forecast by the others      -> ScheduleFit
     .forecast(run)                          loss at the end of a schedule, with an interval                      -> ScheduleForecast
     .anneal_now(run)                        the end if the rate is cooled to 0 over a further 10, 20, 30 %       -> list of them
 
+alpha, C, beta and gamma are common to all curves, L0, A and B to those of one group: a size or, if the curves have lengths, a size and
+a length. The length is the number of steps that the whole run was to have: then the law counts steps as thousandths of it and rates
+as shares of the group's peak, so that one law holds for short and long runs.
+
 The law comes from the curves; its level from the run: the mean log residual over the last fifth of the measured steps is added to
-the log loss at all later ones. `schedule_forecast` has the interval, `size_transfer` the other sizes.
+the log loss at all later ones. `schedule_forecast` has the interval, `size_transfer` the other sizes and lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -23,8 +27,9 @@ from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
+from scaling.schedules.schedule_curve import peak_and_depth
 from scaling.schedules.schedule_forecast import ScheduleForecast, Widening, default_scale
-from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
+from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall, noise_of
 from scaling.schedules.size_transfer import constant_rate_loss, transferred
 from scaling.serialization import FittedResult, TableLayout
 
@@ -40,20 +45,23 @@ NO_LOSS_ERROR = 1.0
 ORIGINS = (0.5, 0.75)
 """Shares of a run's own measured steps from which its last measured loss is forecast."""
 OWN_SHARE = 0.75
-"""Share of the measured steps, up to the last, to which the constant-rate loss of a run of another size is fitted."""
+"""Share of the measured steps, up to the last, to which the constant-rate loss of a run of another group is fitted."""
 MIN_OWN_ROWS = 8
-"""Fewest measured losses of a run of another size."""
+"""Fewest measured losses of a run of another group."""
 MIN_SCHEDULES = 3
-"""Fewest schedules per size: with two, the law of the other would be one schedule's."""
+"""Fewest schedules: with two, the law of the other would be one schedule's."""
 MAX_WIDENING = 2.0
 """Largest k at which intervals count as supported (assumed). Beyond, if it comes from the fitted curves' own residuals, the law does
 not even describe them, so the whole gain of the decay after the last measured step counts as a further error."""
-MAX_SIZE_RATIO = 4.2
-"""Largest ratio of the run's size to the nearest fitted size (tested to 4)."""
-MIN_SIZES = 2
-"""Fewest sizes that show how the gain of a decay grows with size."""
-SAME_SCHEDULE = 0.02
-"""Largest difference of rates, as a share of the peak, and of lengths, between two runs of the same schedule."""
+MAX_RATIO = {"n_params": 4.2, "length": 4.2}
+"""Largest ratio of the run's size and length to the nearest fitted ones (tested to 4)."""
+MIN_GROUPS = 2
+"""Fewest groups that show how the gain of a decay grows with size or length."""
+LENGTH = 1000.0
+"""Steps that a whole run counts as if the curves have lengths, so that the prior of C fits."""
+SAME_SCHEDULE, SAME_RATES = 0.02, 0.01
+"""Largest difference of lengths, and mean difference of rates as a share of the peak, between two runs of the same schedule (a sudden
+drop may lie between other rows)."""
 POINTS_KEPT = 40
 """Rows per fitted curve that tell how near to the fitted curves a schedule comes."""
 COOLDOWN_ROWS = 200
@@ -62,19 +70,21 @@ COOLDOWN_ROWS = 200
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleFit(FittedResult):
-    """Laws of loss along a schedule, one per size, and their errors on schedules left out.
+    """The law of loss along a schedule, with each group's level and gains, and its errors on schedules left out.
 
     Attributes:
-        laws: by size, the smallest first; a single one if the curves have no column `n_params`.
-        n_params: their sizes; empty without the column.
-        held_out: one row per fitted curve and measured share: `size` (index of its law), `run`, `measured` (share of the steps
+        laws: by group, the smallest first; a single one if the curves have neither sizes nor lengths. With lengths, their steps are
+            thousandths of the length, and their rates shares of the group's peak.
+        n_params, lengths: the groups' sizes and lengths; empty if the curves have none.
+        held_out: one row per fitted curve and measured share: `group` (index of its law), `run`, `measured` (share of the steps
             measured), `error` (log of forecast over loss at the last step), `scale` (default scale of the error) and `gain` (share
             of the loss that the decay gains from the last measured step on; 0 if none is measured).
-        curves: rows with a loss of the fitted curves: `size`, `run`, `step`, `lr`, `loss`.
+        curves: rows with a loss of the fitted curves: `group`, `run`, `step`, `lr`, `loss`, in the laws' units.
     """
 
     laws: tuple[ScheduleLaw, ...]
     n_params: tuple[float, ...]
+    lengths: tuple[float, ...]
     held_out: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
     curves: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
     warnings: tuple[str, ...]
@@ -85,42 +95,48 @@ class ScheduleFit(FittedResult):
         *,
         at: Sequence[float] | None = None,
         n_params: float | None = None,
+        length: float | None = None,
         level: float = 0.9,
     ) -> ScheduleForecast:
         """Forecast the loss of a run at steps of its schedule.
 
         Args:
-            run: the whole schedule, `step` and `lr`, dense enough to follow the rate; `loss` where it is measured, otherwise NaN.
+            run: the whole schedule, `step` and `lr`, dense enough to follow the rate; `loss` where it is measured, otherwise NaN;
+                optionally `noise`, the standard error of the log loss.
             at: rows' steps to forecast, after the last measured one; the last row's if None.
-            n_params: size of the run; needed if the curves have sizes. A size that was not fitted needs measured losses.
+            n_params, length: size of the run, and steps that it was to have before any change; needed if the curves have them. A
+                group that was not fitted needs measured losses. With lengths, the highest measured rate counts as the run's peak.
             level: nominal coverage of the intervals.
 
         Raises:
-            ValueError: a column is missing or breaks its rule, a step in `at` is no row's or was already measured, or `n_params` is
-                missing, or given without sizes in the curves.
-            ScalingError: the run has another size and too few measured losses, or the predicted loss is not above 0.
+            ValueError: a column is missing or breaks its rule, a step in `at` is no row's or was already measured, or `n_params` or
+                `length` is missing, or given though the curves have none.
+            ScalingError: the run is of another group and has too few measured losses, or the predicted loss is not above 0.
         """
-        size = self._checked_size(n_params)
-        path = _Path.of(run, np.inf)
-        rows = self._rows_at(path, at)
-        ahead = self._ahead(path, size)
+        target = self._target(n_params, length)
+        run = run.sort_values("step", kind="stable") if "step" in run else run
+        path = _Path.of(self._in_units(run, length), np.inf)
+        steps = run["step"].to_numpy(np.float64)
+        rows = _rows_at(path, steps, at)
+        ahead = self._ahead(path, target)
         squares = self._squares(path.last is not None, float(ahead.gain[rows].max()))
-        fitted = Widening.of_fit(max(law.rms for law in self._laws_for(size)))
-        widening = max(Widening.of(squares), Widening.of(self._own_squares(run, path, size)), fitted)
+        fitted = Widening.of_fit(max(law.rms for law in self._laws_for(target)))
+        widening = max(Widening.of(squares), Widening.of(self._own_squares(path, target)), fitted)
         k = widening.k
-        scale = np.hypot(k * default_scale(ahead.change, path.last is not None), ahead.gain_error)
-        scale = np.hypot(scale, ahead.gain if fitted.k > MAX_WIDENING else 0.0)[rows]
+        doubt = ahead.gain if fitted.k > MAX_WIDENING else np.zeros(len(steps))
+        parts = [k * default_scale(ahead.change, path.last is not None), ahead.error, doubt]
+        scale = np.sqrt(np.square(parts).sum(axis=0))[rows]
         reach = np.exp(widening.factor(level) * scale)
         loss = np.exp(ahead.log_loss[rows])
         table = pd.DataFrame(
-            {"step": path.steps[rows], "loss": loss, "low": loss / reach, "high": loss * reach, "log_scale": scale}
+            {"step": steps[rows], "loss": loss, "low": loss / reach, "high": loss * reach, "log_scale": scale}
         )
         return ScheduleForecast(
             table=table,
             level=level,
-            measured_to=None if path.last is None else float(path.steps[path.last]),
+            measured_to=None if path.last is None else float(steps[path.last]),
             widening=k,
-            reasons=self._reasons(path.frame, size, k),
+            reasons=self._reasons(path.frame, target, k),
         )
 
     def anneal_now(
@@ -129,13 +145,14 @@ class ScheduleFit(FittedResult):
         *,
         shares: Sequence[float] = (0.1, 0.2, 0.3),
         n_params: float | None = None,
+        length: float | None = None,
         level: float = 0.9,
     ) -> list[ScheduleForecast]:
         """Forecast the final loss if the rate is now cooled linearly to 0 over further steps: these shares of the steps so far.
 
         Args:
-            run: `step`, `lr` and `loss` up to now, the last row measured.
-            shares, n_params, level: as in `forecast`.
+            run: `step`, `lr` and `loss` up to now, the last row measured; optionally `noise`.
+            shares, n_params, length, level: as in `forecast`.
 
         Raises:
             ValueError, ScalingError: as `forecast`, or a share is not above 0, or the last row has no loss.
@@ -149,16 +166,22 @@ class ScheduleFit(FittedResult):
         for share in positive("shares", list(shares)):
             part = np.arange(1, COOLDOWN_ROWS + 1) / COOLDOWN_ROWS
             cooldown = pd.DataFrame({"step": step * (1 + share * part), "lr": rate * (1 - part), "loss": np.nan})
-            whole = pd.concat([so_far[["step", "lr", "loss"]], cooldown], ignore_index=True)
-            found.append(self.forecast(whole, n_params=n_params, level=level))
+            whole = pd.concat([so_far, cooldown], ignore_index=True)
+            whole = whole[[name for name in ("step", "lr", "loss", "noise") if name in whole]]
+            found.append(self.forecast(whole, n_params=n_params, length=length, level=level))
         return found
 
     def __str__(self) -> str:
-        sizes = [f"{size:.4g} parameters" for size in self.n_params] or ["one size"]
+        sizes = [[f"{size:.4g} parameters"] for size in self.n_params] or [[] for _ in self.laws]
+        for size, length in zip(sizes, self.lengths, strict=False):
+            size.append(f"length {length:.4g}")
         errors = self.held_out["error"].abs()
         return lines(
             {
-                "laws": "; ".join(f"{size}: {', '.join(law.runs)}" for size, law in zip(sizes, self.laws, strict=True)),
+                "groups": "; ".join(
+                    f"{', '.join(size) or 'one size'}: {', '.join(law.runs)}"
+                    for size, law in zip(sizes, self.laws, strict=True)
+                ),
                 "held out": "no schedule could be left out"
                 if errors.empty
                 else f"mean error {errors.mean():.2%} of the final loss, largest {errors.max():.2%}",
@@ -166,59 +189,86 @@ class ScheduleFit(FittedResult):
             }
         )
 
-    def _checked_size(self, n_params: float | None) -> float:
-        """Return the size, NaN if the curves have no sizes."""
-        if (n_params is None) == bool(self.n_params):
-            raise ValueError(
-                f"n_params must be given if and only if the curves have the column n_params, got {n_params!r}"
-            )
-        return math.nan if n_params is None else float(positive("n_params", n_params))
+    @property
+    def _fitted(self) -> dict[str, tuple[float, ...]]:
+        """Sizes and lengths of the groups, without those that the curves do not have."""
+        return {name: values for name, values in (("n_params", self.n_params), ("length", self.lengths)) if values}
 
-    def _law_index(self, n_params: float) -> int | None:
-        """Index of the law of this size, None if the size was not fitted."""
-        if not self.n_params:
-            return 0
-        same = np.isclose(self.n_params, n_params, rtol=1e-6, atol=0)
+    def _target(self, n_params: float | None, length: float | None) -> dict[str, float]:
+        """Return the given size and length, if the curves have them."""
+        given = {"n_params": n_params, "length": length}
+        for name, value in given.items():
+            if (value is None) == (name in self._fitted):
+                raise ValueError(
+                    f"{name} must be given if and only if the curves have the column {name}, got {value!r}"
+                )
+        return {name: float(positive(name, value)) for name, value in given.items() if value is not None}
+
+    def _in_units(self, run: pd.DataFrame, length: float | None) -> pd.DataFrame:
+        """Return the run with steps and rates in the laws' units."""
+        require_columns(run, ("step", "lr"))
+        if length is None:
+            return run
+        rates = numbers(run, "lr", inclusive=True)
+        known = run["loss"].notna().to_numpy() if "loss" in run else np.zeros(len(run), bool)
+        peak, _ = peak_and_depth(rates[known] if known.any() else rates)
+        return run.assign(step=numbers(run, "step") * (LENGTH / length), lr=rates / peak)
+
+    def _law_index(self, target: Mapping[str, float]) -> int | None:
+        """Index of the law of this group, None if the group was not fitted."""
+        same = np.ones(len(self.laws), bool)
+        for name, values in self._fitted.items():
+            same &= np.isclose(values, target[name], rtol=1e-6, atol=0)
         return int(np.argmax(same)) if same.any() else None
 
-    def _laws_for(self, n_params: float) -> tuple[ScheduleLaw, ...]:
-        """Law of this size, or all laws if the size was not fitted."""
-        index = self._law_index(n_params)
+    def _laws_for(self, target: Mapping[str, float]) -> tuple[ScheduleLaw, ...]:
+        """Law of this group, or all laws if the group was not fitted."""
+        index = self._law_index(target)
         return self.laws if index is None else (self.laws[index],)
 
-    def _nearest(self, n_params: float) -> int:
-        return int(np.argmin(np.abs(np.log(np.array(self.n_params) / n_params))))
+    def _transferred(self, values: Array, target: Mapping[str, float]) -> tuple[Array, Array]:
+        """Carry values of the groups, [groups, K], to the run: `transferred`."""
+        fitted = self._fitted
+        return transferred(
+            values, np.log(np.array([*fitted.values()])).T, np.log(np.array([target[name] for name in fitted]))
+        )
 
-    def _ahead(self, path: _Path, n_params: float) -> _Ahead:
-        index = self._law_index(n_params)
+    def _ahead(self, path: _Path, target: Mapping[str, float]) -> _Ahead:
+        index = self._law_index(target)
         if index is not None:
-            return _by_own_size(self.laws[index], path, self.curves[self.curves["size"] == index])
-        if path.last is None or len(path.known) < MIN_OWN_ROWS:
+            return _by_own_law(self.laws[index], path, self.curves[self.curves["group"] == index])
+        recent = path.recent(OWN_SHARE)
+        if path.last is None or len(recent) < MIN_OWN_ROWS:
             raise ScalingError(
-                f"a run of a size that was not fitted needs {MIN_OWN_ROWS} measured losses, got {len(path.known)}"
+                f"a run of a size or length that was not fitted needs {MIN_OWN_ROWS} measured losses in the last {OWN_SHARE:.0%} of "
+                f"its steps so far, got {len(recent)}"
             )
-        sizes, last = np.array(self.n_params), path.last
-        followed = [self._followed(number, path) for number in range(len(sizes))]
-        if len(sizes) >= MIN_SIZES and all(curve is not None for curve in followed):
+        last = path.last
+        followed = [self._followed(number, path) for number in range(len(self.laws))] if not self.lengths else [None]
+        if len(self.laws) >= MIN_GROUPS and all(curve is not None for curve in followed):
             logs = np.stack([np.interp(path.steps, c["step"], np.log(c["loss"])) for c in followed if c is not None])
-            ratio, error = transferred(logs - logs[:, last, None], sizes, n_params)
+            ratio, error = self._transferred(logs - logs[:, last, None], target)
             loss = np.exp(ratio)
             return _anchored(path, last, loss, np.zeros(len(ratio)), ratio * loss, error * loss)
-        power, _ = self.laws[self._nearest(n_params)].terms(path.frame)
-        gains = np.stack([law.terms(path.frame)[1] for law in self.laws])
-        gain, error = transferred(gains - gains[:, last, None], sizes, n_params)
-        recent = path.known[path.steps[path.known] >= (1 - OWN_SHARE) * path.steps[last]]
-        level, factor = constant_rate_loss(power[recent], np.exp(path.log_loss[recent]) + gain[recent])
-        return _anchored(path, last, level + factor * power - gain, factor * power, gain, error)
+        power, gains = self.laws[0].terms(path.frame)[0], []
+        for law in self.laws:
+            by_law, gain = law.terms(path.frame)
+            gains.append((gain - gain[last]) / _above_zero(law.L0 + by_law - gain, path)[last])
+        share, error = self._transferred(np.stack(gains), target)
+        now = math.exp(path.log_loss[path.recent(TAIL)].mean())
+        level, factor = constant_rate_loss(power[recent], np.exp(path.log_loss[recent]) + now * share[recent])
+        distance = (power - power[recent].mean()) / np.linalg.norm(power[recent] - power[recent].mean())
+        error = now * np.hypot(error, distance * np.sqrt(np.square(path.noise[recent]).mean()))
+        return _anchored(path, last, level + factor * power - now * share, factor * power, now * share, error)
 
-    def _followed(self, size: int, path: _Path) -> pd.DataFrame | None:
-        """Fitted curve of this size that has the path's schedule to its end; None if there is none."""
-        curves = self.curves[self.curves["size"] == size]
+    def _followed(self, group: int, path: _Path) -> pd.DataFrame | None:
+        """Fitted curve of this group that has the path's schedule to its end; None if there is none."""
+        curves = self.curves[self.curves["group"] == group]
         rates = path.frame["lr"].to_numpy(np.float64)
         for _, curve in curves.groupby("run", sort=True):
             ends = curve["step"].iloc[-1] >= (1 - SAME_SCHEDULE) * path.steps[-1]
-            off = np.abs(np.interp(path.steps, curve["step"], curve["lr"]) - rates).max()
-            if ends and off <= SAME_SCHEDULE * rates.max():
+            off = np.abs(np.interp(path.steps, curve["step"], curve["lr"]) - rates).mean()
+            if ends and off <= SAME_RATES * rates.max():
                 return curve
         return None
 
@@ -231,48 +281,33 @@ class ScheduleFit(FittedResult):
         if (alike := rows["gain"] >= ALIKE_GAIN * gain).any():
             rows = rows[alike]
         squares = (rows["error"] / rows["scale"]) ** 2
-        return np.asarray(squares.groupby([rows["size"], rows["run"]]).mean(), np.float64)
+        return np.asarray(squares.groupby([rows["group"], rows["run"]]).mean(), np.float64)
 
-    def _own_squares(self, run: pd.DataFrame, path: _Path, n_params: float) -> Array:
+    def _own_squares(self, path: _Path, target: Mapping[str, float]) -> Array:
         """Mean square of (error / default scale) of the run's last measured loss, forecast from earlier steps, [1]; [0] if too few."""
         if path.last is None:
             return np.empty(0)
         last, found = path.last, list[float]()
         for origin in ORIGINS:
-            earlier = _Path.of(run, origin * path.steps[last])
-            if len(earlier.known) >= MIN_OWN_ROWS:
-                ahead = self._ahead(earlier, n_params)
-                scale = math.hypot(default_scale(ahead.change[last], True), ahead.gain_error[last])
-                found.append(((ahead.log_loss[last] - path.log_loss[last]) / scale) ** 2)
+            earlier = path.upto(origin * path.steps[last])
+            if len(earlier.recent(OWN_SHARE)) >= MIN_OWN_ROWS:
+                ahead = self._ahead(earlier, target)
+                found.append(((ahead.log_loss[last] - path.log_loss[last]) / ahead.scale(path, last)) ** 2)
         return np.array([np.mean(found)] if found else [])
 
-    def _rows_at(self, path: _Path, at: Sequence[float] | None) -> NDArray[np.intp]:
-        if at is None:
-            rows = np.array([len(path.steps) - 1])
-        else:
-            wanted = positive("at", list(at))
-            rows = np.searchsorted(path.steps, wanted)
-            rows = np.minimum(rows, len(path.steps) - 1)
-            if (wrong := path.steps[rows] != wanted).any():
-                raise ValueError(f"at must hold steps of the schedule's rows, got {wanted[wrong][0]:g}")
-        if path.last is not None and (rows <= path.last).any():
-            raise ValueError(
-                f"the step to forecast must lie after the last measured one, {path.steps[path.last]:g}, "
-                f"got {path.steps[rows].min():g}"
-            )
-        return rows
-
-    def _reasons(self, run: pd.DataFrame, n_params: float, k: float) -> tuple[str, ...]:
-        reasons, laws = list[str](), self._laws_for(n_params)
-        if self._law_index(n_params) is None:
-            nearest = self.n_params[self._nearest(n_params)]
-            if len(self.laws) < MIN_SIZES:
-                reasons.append("one fitted size: how the gain of a decay grows with size was not seen")
-            if not 1 / MAX_SIZE_RATIO <= n_params / nearest <= MAX_SIZE_RATIO:
-                reasons.append(
-                    f"{n_params:.4g} parameters: tested to {MAX_SIZE_RATIO:g}× the nearest fitted size {nearest:.4g}"
-                )
-        reasons += [reason for law in laws for reason in law.unsupported_reasons(run)]
+    def _reasons(self, run: pd.DataFrame, target: Mapping[str, float], k: float) -> tuple[str, ...]:
+        reasons = list[str]()
+        if self._law_index(target) is None:
+            if len(self.laws) < MIN_GROUPS:
+                reasons.append("one fitted size and length: how the gain of a decay grows with them was not seen")
+            for name, values in self._fitted.items():
+                value = target[name]
+                nearest = min(values, key=lambda fitted: abs(math.log(fitted / value)))
+                if not 1 / MAX_RATIO[name] <= value / nearest <= MAX_RATIO[name]:
+                    reasons.append(
+                        f"{name} {value:.4g}: tested to {MAX_RATIO[name]:g}× the nearest fitted {nearest:.4g}"
+                    )
+        reasons += [reason for law in self._laws_for(target) for reason in law.unsupported_reasons(run)]
         reasons += [warning for warning in self.warnings if warning not in reasons]
         if k > MAX_WIDENING:
             reasons.append(
@@ -281,80 +316,117 @@ class ScheduleFit(FittedResult):
         return tuple(dict.fromkeys(reasons))
 
 
-def fit_schedules(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> ScheduleFit:
-    """Fit a law per size to loss curves under several schedules, and measure its errors on each schedule left out.
+def fit_schedules(curves: pd.DataFrame, *, warmup_steps: float = 0.0, warmup_share: float = 0.0) -> ScheduleFit:
+    """Fit a law to loss curves under several schedules, and measure its errors on each schedule left out.
 
-    Each curve is forecast at its last loss by the law of the size's other curves, with none, 40, 60 and 80 % of it measured. A size
-    with fewer than three curves is fitted without this; so is a curve if no other curve's rate falls.
+    Each curve is forecast at its last loss by the law of all curves of other schedules, with none, 40, 60 and 80 % of it measured.
+    This needs three schedules, and in the curve's group another curve whose rate falls.
 
     Args:
-        curves: one row per evaluation: `run`, `step`, `lr`, `loss`, as for `fit_schedule_law`; `n_params` if there are several sizes.
+        curves: one row per evaluation: `run`, `step`, `lr`, `loss` and optionally `noise`, as for `fit_schedule_law`; `n_params` if
+            there are several sizes; `length`, the steps that the whole run was to have, if there are several lengths; `schedule`, its
+            name, if runs of one schedule have several names.
         warmup_steps: steps of a linear warmup to the rate of a run's first row, which must lie after the warmup.
+        warmup_share: the same as a share of the length, for curves with lengths.
 
     Raises:
         ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
-        ScalingError: at some size no curve's rate falls, or there are fewer losses than numbers.
+        ScalingError: in some group no curve's rate falls, or there are fewer losses than numbers.
     """
     require_columns(curves, ("run", "step", "lr", "loss"))
     curves = curves.assign(run=names(curves, "run"))
-    if "n_params" in curves:
-        numbers(curves, "n_params")
-        parts = [(float(size), part) for size, part in curves.groupby("n_params", sort=True)]
-    else:
-        parts = [(math.nan, curves)]
-    laws, held_out, warnings = [], [], []
-    for number, (size, part) in enumerate(parts):
-        law = fit_schedule_law(part, warmup_steps=warmup_steps)
-        laws.append(law)
-        found = _held_out(part, warmup_steps)
-        held_out += [{"size": number, **row} for row in found]
-        of = f" at {size:.4g} parameters" if len(parts) > 1 else ""
-        warnings += [warning + of for warning in law.warnings]
-        if (n := len({row["run"] for row in found})) < MIN_SCHEDULES:
-            warnings.append(
-                f"{n} schedules{of} could be left out: intervals were tested with {MIN_SCHEDULES} or more, add a schedule"
-            )
+    curves["schedule"] = names(curves, "schedule" if "schedule" in curves else "run")
+    by = [name for name in ("n_params", "length") if name in curves]
+    for name in by:
+        numbers(curves, name)
+    if warmup_steps if (with_lengths := "length" in by) else warmup_share:
+        wanted = "warmup_share" if with_lengths else "warmup_steps"
+        raise ValueError(
+            f"the warmup must be given as {wanted}, since the curves have {'a' if with_lengths else 'no'} column length, got "
+            f"warmup_steps {warmup_steps!r} and warmup_share {warmup_share!r}"
+        )
+    if with_lengths:
+        peaks, warmup_steps = curves.groupby(by)["lr"].transform("max"), warmup_share * LENGTH
+        rates = numbers(curves, "lr", inclusive=True) / peaks
+        curves = curves.assign(step=numbers(curves, "step") * (LENGTH / curves["length"]), lr=rates)
+    groups = [part for _, part in curves.groupby(by, sort=True)] if by else [curves]
+    laws = fit_common_law(groups, warmup_steps=warmup_steps)
+    held_out = _held_out(groups, warmup_steps)
+    warnings = list(dict.fromkeys(warning for law in laws for warning in law.warnings))
+    if (n := held_out["schedule"].nunique()) < MIN_SCHEDULES:
+        warnings.append(
+            f"{n} schedules could be left out: intervals were tested with {MIN_SCHEDULES} or more, add a schedule"
+        )
+    firsts = {name: tuple(float(part[name].iloc[0]) for part in groups) for name in by}
     return ScheduleFit(
-        laws=tuple(laws),
-        n_params=tuple(size for size, _ in parts) if "n_params" in curves else (),
-        held_out=pd.DataFrame(held_out, columns=["size", "run", "measured", "error", "scale", "gain"]),
-        curves=pd.concat([_kept(part, number) for number, (_, part) in enumerate(parts)], ignore_index=True),
+        laws=laws,
+        n_params=firsts.get("n_params", ()),
+        lengths=firsts.get("length", ()),
+        held_out=held_out.drop(columns="schedule"),
+        curves=pd.concat([_kept(part, number) for number, part in enumerate(groups)], ignore_index=True),
         warnings=tuple(warnings),
     )
 
 
-def _held_out(curves: pd.DataFrame, warmup_steps: float) -> list[dict[str, float | str]]:
+def _held_out(groups: Sequence[pd.DataFrame], warmup_steps: float) -> pd.DataFrame:
+    """`ScheduleFit.held_out`, with the column `schedule`."""
     found: list[dict[str, float | str]] = []
-    if curves["run"].nunique() < MIN_SCHEDULES:
+    schedules = sorted({name for curves in groups for name in curves["schedule"]})
+    for schedule in schedules if len(schedules) >= MIN_SCHEDULES else ():
+        others = {number: curves[curves["schedule"] != schedule] for number, curves in enumerate(groups)}
+        others = {n: curves for n, curves in others.items() if len(curves) and largest_fall(curves) >= MIN_DROP}
+        if not others:
+            continue
+        laws = fit_common_law([*others.values()], warmup_steps=warmup_steps)
+        for (number, rest), law in zip(others.items(), laws, strict=True):
+            curves = groups[number]
+            for run, part in curves[curves["schedule"] == schedule].groupby("run", sort=True):
+                errors = _errors(law, rest, part)
+                found += [{"group": number, "schedule": schedule, "run": str(run), **row} for row in errors]
+    columns = ["group", "schedule", "run", "measured", "error", "scale", "gain"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def _errors(law: ScheduleLaw, fitted: pd.DataFrame, curve: pd.DataFrame) -> list[dict[str, float]]:
+    """Errors of the law at the last loss of a curve to which it was not fitted, by the share of the curve that is measured."""
+    found: list[dict[str, float]] = []
+    whole = _Path.of(curve, np.inf)
+    if (last := whole.last) is None:
         return found
-    for run, part in curves.groupby("run", sort=True):
-        others = curves[curves["run"] != run]
+    for share in (0.0, *MEASURED_SHARES):
+        path = whole.upto(share * whole.steps[last])
+        if share and path.last is None:
+            continue
         try:
-            law = fit_schedule_law(others, warmup_steps=warmup_steps)
-        except ScalingError:  # the only curve whose rate falls
-            continue
-        whole = _Path.of(part, np.inf)
-        if whole.last is None:
-            continue
-        for share in (0.0, *MEASURED_SHARES):
-            path = _Path.of(part, share * whole.steps[whole.last])
-            if share and path.last is None:
-                continue
-            try:
-                ahead = _by_own_size(law, path, others)
-            except ScalingError:
-                error, change, gain = NO_LOSS_ERROR, 0.0, 1.0
-            else:
-                error = float(ahead.log_loss[whole.last] - whole.log_loss[whole.last])
-                change, gain = float(ahead.change[whole.last]), float(ahead.gain[whole.last])
-            scale = float(default_scale(np.array(change), share > 0))
-            found.append({"run": str(run), "measured": share, "error": error, "scale": scale, "gain": gain})
+            ahead = _by_own_law(law, path, fitted)
+        except ScalingError:
+            error, scale, gain = NO_LOSS_ERROR, float(default_scale(np.zeros(1), share > 0)[0]), 1.0
+        else:
+            error, gain = float(ahead.log_loss[last] - whole.log_loss[last]), float(ahead.gain[last])
+            scale = ahead.scale(whole, last, share > 0)
+        found.append({"measured": share, "error": error, "scale": scale, "gain": gain})
     return found
 
 
-def _kept(curves: pd.DataFrame, size: int) -> pd.DataFrame:
+def _rows_at(path: _Path, steps: Array, at: Sequence[float] | None) -> NDArray[np.intp]:
+    """Indices of the rows to forecast, by their steps as given."""
+    if at is None:
+        rows = np.array([len(steps) - 1])
+    else:
+        wanted = positive("at", list(at))
+        rows = np.minimum(np.searchsorted(steps, wanted), len(steps) - 1)
+        if (wrong := steps[rows] != wanted).any():
+            raise ValueError(f"at must hold steps of the schedule's rows, got {wanted[wrong][0]:g}")
+    if path.last is not None and (rows <= path.last).any():
+        raise ValueError(
+            f"the step to forecast must lie after the last measured one, {steps[path.last]:g}, got {steps[rows].min():g}"
+        )
+    return rows
+
+
+def _kept(curves: pd.DataFrame, group: int) -> pd.DataFrame:
     rows = curves.loc[curves["loss"].notna(), ["run", "step", "lr", "loss"]].sort_values(["run", "step"])
-    return rows.astype({"step": np.float64, "lr": np.float64, "loss": np.float64}).assign(size=size)
+    return rows.astype({"step": np.float64, "lr": np.float64, "loss": np.float64}).assign(group=group)
 
 
 def _points(law: ScheduleLaw, curves: pd.DataFrame) -> Array:
@@ -373,12 +445,14 @@ class _Path:
     Attributes:
         frame: `step` and `lr`.
         log_loss: NaN where it is not measured, [rows].
+        noise: standard error of the log loss, [rows].
         known: indices of measured rows.
     """
 
     frame: pd.DataFrame
     steps: Array
     log_loss: Array
+    noise: Array
     known: NDArray[np.intp]
 
     @property
@@ -394,9 +468,18 @@ class _Path:
         if "loss" in ordered:
             measured = ordered["loss"].notna().to_numpy()
             loss[measured] = numbers(ordered[measured], "loss")
-        loss[steps > upto] = np.nan
         kept = [name for name in ("run", "step", "lr") if name in ordered]
-        return cls(ordered[kept], steps, np.log(loss), np.flatnonzero(~np.isnan(loss)))
+        return cls(ordered[kept], steps, np.log(loss), noise_of(ordered), np.flatnonzero(~np.isnan(loss))).upto(upto)
+
+    def upto(self, step: float) -> _Path:
+        """Return the path with its losses up to this step."""
+        return replace(self, known=self.known[self.steps[self.known] <= step])
+
+    def recent(self, share: float) -> NDArray[np.intp]:
+        """Indices of the measured rows in the last share of the steps up to the last measured one."""
+        steps = self.steps[self.known]
+        recent: NDArray[np.intp] = self.known[steps > (1 - share) * steps.max(initial=0.0)]
+        return recent
 
 
 @dataclass(frozen=True)
@@ -406,17 +489,21 @@ class _Ahead:
     Attributes:
         change: x of the default scale.
         gain: gain of the decay since the last measured row, as a share of the loss; 0 if none is measured.
-        gain_error: standard error of a gain carried from other sizes, as a share of the loss.
+        error: standard error, as a share of the loss, of a gain carried from other groups, and of the run's level and slope.
     """
 
     log_loss: Array
     change: Array
     gain: Array
-    gain_error: Array
+    error: Array
+
+    def scale(self, path: _Path, row: int, measured: bool = True) -> float:
+        """Scale, with k = 1, of the difference to the measured loss of this row."""
+        return math.hypot(default_scale(self.change[row], measured), self.error[row], path.noise[row])
 
 
-def _by_own_size(law: ScheduleLaw, path: _Path, curves: pd.DataFrame) -> _Ahead:
-    """Forecast by a law of the run's size, which was fitted to these curves."""
+def _by_own_law(law: ScheduleLaw, path: _Path, curves: pd.DataFrame) -> _Ahead:
+    """Forecast by a law of the run's group, which was fitted to these curves."""
     power, gain = law.terms(path.frame)
     if path.last is not None:
         loss = law.L0 + power - gain
@@ -434,13 +521,13 @@ def _anchored(path: _Path, last: int, loss: Array, power: Array, gain: Array, er
         last: index of the last measured row.
         power: term of the loss at a constant rate, nats, [rows].
         gain: gain of the decay since the last measured row, nats, [rows].
-        error: standard error of a transferred gain, nats, [rows].
+        error: standard error of a transferred gain and of the slope at a constant rate, nats, [rows].
     """
-    loss = _above_zero(loss, path)
-    recent = path.known[path.steps[path.known] > (1 - TAIL) * path.steps[last]]
+    loss, recent = _above_zero(loss, path), path.recent(TAIL)
     shift = float((path.log_loss[recent] - np.log(loss[recent])).mean())
     change = (np.abs(power - power[last]) + np.abs(gain)) / loss
-    return _Ahead(np.log(loss) + shift, change, np.abs(gain) / loss, error / loss)
+    of_level = float(np.linalg.norm(path.noise[recent])) / len(recent)
+    return _Ahead(np.log(loss) + shift, change, np.abs(gain) / loss, np.hypot(error / loss, of_level))
 
 
 def _above_zero(loss: Array, path: _Path) -> Array:

@@ -12,19 +12,21 @@ Measured on their curves (25M, 100M, 400M parameters; fitted as in the paper to 
 schedule; six other schedules, up to three times as long, held out): mean relative error .12, .16, .21 %, R² .9981, .9973, .9968,
 worst error .6, .8, .8 %, averaged over schedules. The authors' numbers give .12, .16, .18 %, .9982, .9975, .9970 and
 .8, 1.0, 1.4 % on the same rows.
-Three schedules do not determine C, beta and gamma, so these have a weak prior (`PRIOR`). Without it the errors were .14, .17, .21 %,
-and a law of two schedules (constant and linear cooldown, 25M) erred by 1.1 instead of .3 % at the end of the other curves.
+Three schedules do not determine C, beta and gamma, so these have a weak prior (`PRIOR`); so has alpha, for noisy curves. Without the
+prior the errors were .14, .17, .21 %, and a law of two schedules (constant and linear cooldown, 25M) erred by 1.1 instead of .3 % at
+the end of the other curves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
@@ -44,6 +46,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "gamma": (0.01, 3.0),
 }
 """Wide bounds: Luo et al. find L0 2.4–3.0, A .5–.7, alpha .4–.5, B 360–520, C 2.0–2.1, beta .58–.60, gamma .64–.66."""
+_OWN = [[*BOUNDS].index(name) for name in ("L0", "A", "B")]
 _SCREENED: Mapping[str, tuple[float, ...]] = {
     "alpha": (0.3, 0.5, 0.8),
     "C": (0.3, 2.0, 10.0),
@@ -52,8 +55,14 @@ _SCREENED: Mapping[str, tuple[float, ...]] = {
 }
 DELTA = 1e-3
 """Huber threshold on log residuals."""
-PRIOR: Mapping[str, tuple[float, float]] = {"beta": (0.5, 0.5), "gamma": (0.5, 0.5), "C": (0.1, 1.5)}
-"""Centre and standard deviation of the logarithm, assumed from the numbers above; of C in units of a step: C·peak^(1 − gamma)."""
+PRIOR: Mapping[str, tuple[float, float]] = {
+    "alpha": (0.5, 0.5),
+    "beta": (0.5, 0.5),
+    "gamma": (0.5, 0.5),
+    "C": (0.1, 1.5),
+}
+"""Centre and standard deviation of the logarithm, assumed from the numbers above; of C in units of a step: C·peak^(1 − gamma).
+alpha is determined by curves of little noise; on ladders of a few hundred steps it fell to .15, and their L0 to 0, without a prior."""
 PRIOR_WEIGHT = 10 * DELTA
 """Residual of one standard deviation of the prior, which then costs as much as some 20 losses that lie DELTA off (measured: with
 10·DELTA the curves of 25M and 100M parameters that were held out lie closer to the law than without, or with DELTA; 30·DELTA is
@@ -76,7 +85,7 @@ class ScheduleLaw(FittedResult):
     Attributes:
         L0, A, alpha, B, C, beta, gamma: numbers of the law, with rates as given, e.g. 3e-4, and steps as units.
         warmup_steps: steps of the linear warmup, before the highest rate.
-        rms: root mean square of the fitted log residuals.
+        rms: root mean square of the fitted log residuals, beyond their noise.
         runs: names of the fitted curves.
         peaks: least and greatest of the curves' highest rates.
         deepest: smallest ratio of least to highest rate among the curves.
@@ -190,73 +199,147 @@ class ScheduleLaw(FittedResult):
         )
 
 
-@single_threaded
 def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> ScheduleLaw:
     """Fit the multi-power law to loss curves of one model under several schedules, at least a constant and a decaying one.
 
-    For fixed alpha, C, beta, gamma the law is linear in L0, A and B: a grid of the four is solved in closed form, and the best points
-    are polished by scipy's bounded least squares under Huber's function of log residuals and of the prior's, with exact derivatives.
-
     Args:
         curves: one row per evaluation: `run`, `step`, `lr` (the rate at that step), `loss` (nats per token, smoothed; NaN if
-            the row states only the rate).
+            the row states only the rate); optionally `noise`, the standard error of the log loss, by which rows are weighted.
         warmup_steps: steps of a linear warmup to the rate of a run's first row, which must lie after the warmup.
 
     Raises:
         ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
         ScalingError: no curve's rate falls, or there are fewer losses than numbers.
     """
-    require_columns(curves, ("run", "step", "lr", "loss"))
+    return fit_common_law([curves], warmup_steps=warmup_steps)[0]
+
+
+@single_threaded
+def fit_common_law(groups: Sequence[pd.DataFrame], *, warmup_steps: float = 0.0) -> tuple[ScheduleLaw, ...]:
+    """Fit the law to several groups of curves: alpha, C, beta and gamma are common, L0, A and B are each group's own.
+
+    For fixed alpha, C, beta, gamma the law is linear in L0, A and B: a grid of the four is solved in closed form, and the best points
+    are polished by scipy's bounded least squares under Huber's function of log residuals and of the prior's, with exact derivatives.
+
+    Args:
+        groups: curves of each group, as for `fit_schedule_law`.
+
+    Raises:
+        ValueError, ScalingError: as `fit_schedule_law`, for any of the groups.
+    """
     if not (math.isfinite(warmup_steps) and warmup_steps >= 0):
         raise ValueError(f"warmup_steps must be finite and at least 0, got {warmup_steps!r}")
-    curves = curves.assign(run=names(curves, "run"))
-    known = curves["loss"].notna()
-    numbers(curves[known], "loss")
-    prepared, log_losses, reached = [], [], []
-    for _, part in curves.groupby("run", sort=True):
-        ordered = part.sort_values("step")
-        evaluated = ordered[ordered["loss"].notna()]
-        evaluated = evaluated.iloc[
-            np.unique(np.linspace(0, len(evaluated) - 1, min(len(evaluated), MAX_ROWS)).astype(int))
-        ]
-        at, rates = numbers(evaluated, "step"), numbers(ordered, "lr", inclusive=True)
-        prepared.append(ScheduleCurve.of(numbers(ordered, "step"), rates, at, warmup_steps))
-        reached.append(peak_and_depth(rates))
-        log_losses.append(np.log(evaluated["loss"].to_numpy(np.float64)))
-    log_loss = np.concatenate(log_losses)
-    if len(log_loss) <= len(BOUNDS):
-        raise ScalingError(f"{len(log_loss)} losses for {len(BOUNDS)} numbers: add evaluations")
-    falls = [float(c.drops[c.drops > 0].sum()) / c.peak for c in prepared]
-    if max(falls) < MIN_DROP:
-        raise ScalingError(
-            f"the rate of some curve must fall by {MIN_DROP:.0%} of its peak for the gain of decay to be seen, "
-            f"got at most {max(falls):.1%}"
-        )
-    theta, converged = _minimised(prepared, log_loss, max(peak for peak, _ in reached))
-    residual = np.concatenate([np.log(c.linearise(theta)[0]) for c in prepared]) - log_loss
-    lower, upper = np.log(np.array([*BOUNDS.values()])).T
-    warnings = [
-        f"{n} lies on its bound"
-        for n, x, a, b in zip(BOUNDS, theta, lower, upper, strict=True)
-        if not a + 1e-6 < x < b - 1e-6
-    ]
-    if not converged:
-        warnings.append("the minimum was not reached")
-    if len(prepared) == 1:
-        warnings.append(
+    prepared = [_Group.of(curves, warmup_steps) for curves in groups]
+    n_rows, n_numbers = sum(len(group.log_loss) for group in prepared), len(BOUNDS) + 3 * (len(prepared) - 1)
+    if n_rows <= n_numbers:
+        raise ScalingError(f"{n_rows} losses for {n_numbers} numbers: add evaluations")
+    for curves in groups:
+        if (fall := largest_fall(curves)) < MIN_DROP:
+            raise ScalingError(
+                f"the rate of some curve must fall by {MIN_DROP:.0%} of its peak for the gain of decay to be seen, "
+                f"got at most {fall:.1%}"
+            )
+    thetas, converged = _minimised(prepared)
+    common = [] if converged else ["the minimum was not reached"]
+    if all(len(group.curves) == 1 for group in prepared):
+        common.append(
             "one schedule: the gain of decay cannot be separated from the gain of further steps; add a schedule"
         )
-    return ScheduleLaw(
-        **dict(zip(BOUNDS, map(float, np.exp(theta)), strict=True)),
-        warmup_steps=float(warmup_steps),
-        rms=float(np.sqrt((residual**2).mean())),
-        n_rows=len(log_loss),
-        runs=tuple(sorted(curves["run"].unique())),
-        steps=(float(curves["step"].min()), float(curves["step"].max())),
-        peaks=(min(peak for peak, _ in reached), max(peak for peak, _ in reached)),
-        deepest=min(depth for _, depth in reached),
-        warnings=tuple(warnings),
+    lower, upper = np.log(np.array([*BOUNDS.values()])).T
+    return tuple(
+        ScheduleLaw(
+            **dict(zip(BOUNDS, map(float, np.exp(theta)), strict=True)),
+            warmup_steps=float(warmup_steps),
+            rms=group.rms(theta),
+            n_rows=len(group.log_loss),
+            runs=group.runs,
+            steps=group.steps,
+            peaks=group.peaks,
+            deepest=group.deepest,
+            warnings=(
+                *(
+                    f"{n} lies on its bound"
+                    for n, x, a, b in zip(BOUNDS, theta, lower, upper, strict=True)
+                    if not a + 1e-6 < x < b - 1e-6
+                ),
+                *common,
+            ),
+        )
+        for group, theta in zip(prepared, thetas, strict=True)
     )
+
+
+def largest_fall(curves: pd.DataFrame) -> float:
+    """Return the largest sum of a curve's drops of the rate, as a share of its peak."""
+    rates = [part.sort_values("step", kind="stable")["lr"].to_numpy() for _, part in curves.groupby("run")]
+    return max(float(-np.minimum(np.diff(rate), 0).sum() / rate.max()) for rate in rates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Curves with common L0, A and B, prepared for the fit.
+
+    Attributes:
+        log_loss, noise: the fitted losses and their standard errors, in the order of the curves, [rows].
+    """
+
+    curves: list[ScheduleCurve]
+    log_loss: Array
+    noise: Array
+    runs: tuple[str, ...]
+    steps: tuple[float, float]
+    peaks: tuple[float, float]
+    deepest: float
+
+    @classmethod
+    def of(cls, curves: pd.DataFrame, warmup_steps: float) -> _Group:
+        require_columns(curves, ("run", "step", "lr", "loss"))
+        curves = curves.assign(run=names(curves, "run"), noise=noise_of(curves))
+        numbers(curves[curves["loss"].notna()], "loss")
+        prepared, fitted, reached = [], [], []
+        for _, part in curves.groupby("run", sort=True):
+            ordered = part.sort_values("step")
+            evaluated = ordered[ordered["loss"].notna()]
+            evaluated = evaluated.iloc[
+                np.unique(np.linspace(0, len(evaluated) - 1, min(len(evaluated), MAX_ROWS)).astype(int))
+            ]
+            at, rates = numbers(evaluated, "step"), numbers(ordered, "lr", inclusive=True)
+            prepared.append(ScheduleCurve.of(numbers(ordered, "step"), rates, at, warmup_steps))
+            reached.append(peak_and_depth(rates))
+            fitted.append(evaluated[["loss", "noise"]].to_numpy(np.float64))
+        loss, noise = np.concatenate(fitted).T
+        peaks, depths = zip(*reached, strict=True)
+        return cls(
+            curves=prepared,
+            log_loss=np.log(loss),
+            noise=noise,
+            runs=tuple(sorted(curves["run"].unique())),
+            steps=(float(curves["step"].min()), float(curves["step"].max())),
+            peaks=(min(peaks), max(peaks)),
+            deepest=min(depths),
+        )
+
+    @property
+    def weight(self) -> Array:
+        """Weight of each log residual: 1 without noise."""
+        return DELTA / np.hypot(DELTA, self.noise)
+
+    def linearise(self, theta: Array) -> tuple[Array, Array]:
+        """Loss [rows] and its Jacobian [rows, 7], as `ScheduleCurve.linearise`."""
+        parts = [curve.linearise(theta) for curve in self.curves]
+        return np.concatenate([loss for loss, _ in parts]), np.concatenate([jacobian for _, jacobian in parts])
+
+    def rms(self, theta: Array) -> float:
+        """Root of the weighted mean square by which the log residuals exceed the noise."""
+        residual = np.log(self.linearise(theta)[0]) - self.log_loss
+        return math.sqrt(max(0.0, float(np.average(residual**2 - self.noise**2, weights=self.weight**2))))
+
+
+def noise_of(curves: pd.DataFrame) -> Array:
+    """Return the column `noise`, 0 where it is missing; raise ValueError if a number is below 0."""
+    if "noise" not in curves:
+        return np.zeros(len(curves))
+    return numbers(curves.fillna({"noise": 0.0}), "noise", inclusive=True)
 
 
 def _require_schedule(schedule: pd.DataFrame) -> None:
@@ -265,33 +348,52 @@ def _require_schedule(schedule: pd.DataFrame) -> None:
         raise ValueError(f"a schedule must come from one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
 
 
-def _minimised(curves: list[ScheduleCurve], log_loss: Array, peak: float) -> tuple[Array, bool]:
+def _places(n_groups: int) -> NDArray[np.intp]:
+    """Index of each group's seven numbers among all, [groups, 7]: the first group's seven, then L0, A and B of each other group."""
+    places = np.tile(np.arange(len(BOUNDS)), (n_groups, 1))
+    places[1:, _OWN] = len(BOUNDS) + np.arange(3 * (n_groups - 1)).reshape(-1, 3)
+    return places
+
+
+def _minimised(groups: list[_Group]) -> tuple[Array, bool]:
+    """Return the logarithms of each group's seven numbers, [groups, 7], and whether the minimum was reached."""
     from scipy.optimize import least_squares
 
-    lower, upper = np.log(np.array([*BOUNDS.values()])).T
-    log_peak, places = math.log(peak), [[*BOUNDS].index(name) for name in PRIOR]
+    places = _places(len(groups))
+    bounds = np.empty((int(places.max()) + 1, 2))
+    bounds[places] = np.log(np.array([*BOUNDS.values()]))
+    of_prior = [[*BOUNDS].index(name) for name in PRIOR]
     centre, spread = np.array([*PRIOR.values()]).T
-    weight = PRIOR_WEIGHT / spread
+    gamma, c = [*PRIOR].index("gamma"), [*PRIOR].index("C")
+    weight, log_peak = PRIOR_WEIGHT / spread, math.log(max(group.peaks[1] for group in groups))
 
     def residual(theta: Array) -> Array:
-        loss = np.concatenate([curve.linearise(theta)[0] for curve in curves])
-        beta, gamma, c = theta[places]
-        from_centre = np.array([beta, gamma, c + (1 - math.exp(gamma)) * log_peak]) - np.log(centre)
+        from_centre = theta[of_prior] - np.log(centre)
+        from_centre[c] += (1 - math.exp(theta[of_prior[gamma]])) * log_peak
         # If the decay term exceeds the rest, keep the loss just above 0, far from every measured loss.
-        return np.concatenate([np.log(np.maximum(loss, 1e-3)) - log_loss, weight * from_centre])
+        off = [
+            group.weight * (np.log(np.maximum(group.linearise(theta[of])[0], 1e-3)) - group.log_loss)
+            for group, of in zip(groups, places, strict=True)
+        ]
+        return np.concatenate([*off, weight * from_centre])
 
     def jacobian(theta: Array) -> Array:
-        parts = [curve.linearise(theta) for curve in curves]
+        rows = []
+        for group, of in zip(groups, places, strict=True):
+            loss, by_own = group.linearise(theta[of])
+            part = np.zeros((len(loss), len(theta)))
+            part[:, of] = by_own * (group.weight / np.maximum(loss, 1e-3))[:, None]
+            rows.append(part)
         prior = np.zeros((len(PRIOR), len(theta)))
-        prior[range(len(PRIOR)), places] = weight
-        gamma, c = [*PRIOR].index("gamma"), [*PRIOR].index("C")
-        prior[c, places[gamma]] = -weight[c] * math.exp(theta[places[gamma]]) * log_peak
-        return np.concatenate([*(j / np.maximum(loss, 1e-3)[:, None] for loss, j in parts), prior])
+        prior[range(len(PRIOR)), of_prior] = weight
+        prior[c, of_prior[gamma]] = -weight[c] * math.exp(theta[of_prior[gamma]]) * log_peak
+        return np.concatenate([*rows, prior])
 
+    lower, upper = bounds.T
     found = [
         least_squares(
             residual,
-            start,
+            np.clip(start, lower + 1e-6, upper - 1e-6),
             jac=jacobian,
             bounds=(lower, upper),
             loss="huber",
@@ -300,23 +402,24 @@ def _minimised(curves: list[ScheduleCurve], log_loss: Array, peak: float) -> tup
             xtol=1e-8,
             ftol=1e-8,
         )
-        for start in _starts(curves, log_loss, lower, upper)
+        for start in _starts(groups, places)
     ]
     best = min(found, key=lambda result: result.cost)
-    return np.asarray(best.x), bool(best.success)
+    return np.asarray(best.x)[places], bool(best.success)
 
 
-def _starts(curves: list[ScheduleCurve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
+def _starts(groups: list[_Group], places: NDArray[np.intp]) -> list[Array]:
     """Best points of a grid of (alpha, C, beta, gamma), with L0, A and B by relative least squares."""
     found = []
-    inverse = np.exp(-log_loss)
     for point in np.stack(np.meshgrid(*_SCREENED.values(), indexing="ij"), axis=-1).reshape(-1, len(_SCREENED)):
         alpha, c, beta, gamma = point
-        unit = np.log([1.0, 1.0, alpha, 1.0, c, beta, gamma])
-        columns = np.concatenate([curve.linearise(unit)[1][:, [0, 1, 3]] for curve in curves]) * inverse[:, None]
-        numbers_, *_ = np.linalg.lstsq(columns, np.ones(len(log_loss)), rcond=None)
-        level, scale, gain = np.maximum(numbers_, 1e-3)
-        error = float(((columns @ np.array([level, scale, gain]) - 1) ** 2).sum())
-        theta = np.log([level, scale, alpha, gain, c, beta, gamma])
-        found.append((error, np.clip(theta, lower + 1e-6, upper - 1e-6)))
-    return [theta for _, theta in sorted(found, key=lambda pair: pair[0])[:N_POLISHED]]
+        unit, error, start = np.log([1.0, 1.0, alpha, 1.0, c, beta, gamma]), 0.0, np.empty(int(places.max()) + 1)
+        for group, of in zip(groups, places, strict=True):
+            columns = group.linearise(unit)[1][:, _OWN] * (group.weight * np.exp(-group.log_loss))[:, None]
+            own, *_ = np.linalg.lstsq(columns, group.weight, rcond=None)
+            own = np.maximum(own, 1e-3)
+            error += float(((columns @ own - group.weight) ** 2).sum())
+            start[of] = unit
+            start[of[_OWN]] = np.log(own)
+        found.append((error, start))
+    return [start for _, start in sorted(found, key=lambda pair: pair[0])[:N_POLISHED]]

@@ -1,14 +1,15 @@
-"""The change of the loss after the last measured step at one size, from other sizes.
+"""The change of the loss after the last measured step of a run, from runs of other sizes N and lengths T.
 
-If every fitted size has run the same schedule, y is the log of the ratio of their loss to their loss at the last measured step.
-Otherwise y is the gain of the decay since that step, by the sizes' laws. Across sizes y is linear in log N:
+If the curves have no lengths and every fitted size has run the same schedule, y is the log of the ratio of their loss to their loss at
+the last measured step. Otherwise y is the gain of the decay since that step over the loss there, by the groups' laws. Across groups y
+is linear in log N and log T:
 
-    y = mean of y_i + e·(log N − mean of log N_i)
+    y = mean of y_i + e·(log N − mean of log N_i) + f·(log T − mean of log T_i)
 
-The slope e has a normal prior of mean 0 and standard deviation SLOPE_SPREAD·|mean of y_i|. Each y_i has the variance sigma², the mean
-of (SIZE_ERROR·mean of y_i)², counted as 3, and of the squared residuals over their n − 2 degrees of freedom. So sizes that follow no
-such line widen the interval. A line is a weighted sum of the y_i and stays bounded; a power of N, which was tried, is not where one
-y_i is near 0.
+The slopes e and f have a normal prior of mean 0 and standard deviation SLOPE_SPREAD·|mean of y_i|. Each y_i has the variance sigma²,
+the mean of (SIZE_ERROR·mean of y_i)², counted as 3, and of the squared residuals over their degrees of freedom, n − 1 less the slopes.
+So groups that follow no such line widen the interval. A line is a weighted sum of the y_i and stays bounded; a power of N, which was
+tried, is not where one y_i is near 0.
 
 Measured, 25M and 100M forecasting the final loss of 400M parameters: mean error .16 % by the ratio, .35 % by laws to which the
 schedule was not fitted, .62 % by the ratio of 100M alone (`tests/benchmarks/schedule_forecasts.py`).
@@ -30,24 +31,26 @@ SIZE_ERROR, SIZE_ERROR_COUNT = 0.07, 3
 """Relative error of one size's y (assumed from the errors of about .2 % of the loss where the gain is 3 %), and its weight."""
 
 
-def transferred(values: Array, n_params: Array, target: float) -> tuple[Array, Array]:
-    """Return y at the target size and its standard error, [K] each, by the formula at the head of this file.
+def transferred(values: Array, covariates: Array, target: Array) -> tuple[Array, Array]:
+    """Return y of the target and its standard error, [K] each, by the formula at the head of this file.
 
     Args:
-        values: y per size and step, [sizes, K].
-        n_params: the sizes, [sizes].
-        target: size of the run.
+        values: y per group and step, [groups, K].
+        covariates: log N and log length of the groups, or one of them, [groups, covariates].
+        target: those of the run, [covariates].
     """
-    x = np.log(n_params)
-    mean, centred, distance = values.mean(axis=0), x - x.mean(), np.log(target) - x.mean()
-    n, squares, freedom = len(x), float((centred**2).sum()), max(len(x) - 2, 0)
-    slope = centred @ values / (squares + (SIZE_ERROR / SLOPE_SPREAD) ** 2)
-    residual = ((values - mean - np.outer(centred, slope)) ** 2).sum(axis=0) if freedom else 0.0
+    mean, centre = values.mean(axis=0), covariates.mean(axis=0)
+    centred, distance = covariates - centre, target - centre
+    n, freedom = len(covariates), max(len(covariates) - 1 - len(target), 0)
+    squares, axes = np.linalg.eigh(centred.T @ centred)
+    centred, distance = centred @ axes, axes.T @ distance
+    slope = (centred.T @ values) / (squares + (SIZE_ERROR / SLOPE_SPREAD) ** 2)[:, None]
+    residual = ((values - mean - centred @ slope) ** 2).sum(axis=0) if freedom else 0.0
     variance = (SIZE_ERROR_COUNT * (SIZE_ERROR * mean) ** 2 + residual) / (SIZE_ERROR_COUNT + freedom)
     prior = (SLOPE_SPREAD * mean) ** 2
-    # Posterior variance of the slope; the least positive number stands for the denominator of a y that is 0 at all sizes.
-    of_slope = variance * prior / np.maximum(variance + squares * prior, np.finfo(float).tiny)
-    return mean + slope * distance, np.sqrt(variance / n + distance**2 * of_slope)
+    # Posterior variance of the slopes; the least positive number stands for the denominator of a y that is 0 in all groups.
+    of_slope = variance * prior / np.maximum(variance + squares[:, None] * prior, np.finfo(float).tiny)
+    return mean + distance @ slope, np.sqrt(variance / n + distance**2 @ of_slope)
 
 
 def constant_rate_loss(power: Array, loss: Array) -> tuple[float, float]:

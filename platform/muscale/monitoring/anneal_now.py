@@ -111,7 +111,11 @@ def anneal_now(
         raise StageError(f"watch: --anneal-now: run {key} has ended, after {tokens:,} tokens")
     try:
         found = schedules.law.anneal_now(
-            schedules.path(so_far.steps), shares=shares, n_params=float(plan.n_params), level=level
+            schedules.path(so_far.steps, length=plan.n_tokens),
+            shares=shares,
+            n_params=float(plan.n_params),
+            length=float(plan.n_tokens),
+            level=level,
         )
     except (ValueError, ScalingError) as error:
         raise StageError(f"watch: --anneal-now: {error}") from error

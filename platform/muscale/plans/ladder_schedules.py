@@ -1,7 +1,9 @@
 """The law of the loss along a schedule, of the ladder's runs: what a changed schedule is worth to a full run.
 
-Steps are tokens over the ladder's batch, so that runs of other batches compare. Rates are those at the base shape, which muP
-transfers. A loss is the mean of the training loss over a window, times the ratio of held-out to training loss on the ladder.
+Steps are tokens, which the law counts as shares of the tokens of a run before cooldown (a stem), so that branches of short stems show
+what a cooldown is worth to a long run. Rates are those at the base shape, as shares of the peak. A loss is the mean of the training
+loss over a window, times the ratio of held-out to training loss on the ladder. Its noise is the spread of the steps' losses over the
+root of their number, by differences of neighbouring steps, so that a trend does not count.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from scaling import ScalingError, ScheduleFit, fit_schedules
 
 _WINDOWS = 50
 """Windows of a run: a fiftieth is short compared with a cooldown, and averages many steps."""
+_NORMAL_MEDIAN = 0.6745  # median of the absolute value of a standard normal draw
 _AHEAD = 200  # rows of a schedule that is not trained yet
 
 
@@ -29,16 +32,16 @@ class LadderSchedules:
     """The law of the ladder's schedules.
 
     Attributes:
-        batch_tokens: Tokens of a step.
+        warmup: Longest warmup of the ladder's runs, as a share of the stem's tokens.
         offset: Log of held-out over training loss of the same weights.
     """
 
     law: ScheduleFit
-    batch_tokens: int
+    warmup: float
     offset: float
 
     @classmethod
-    def of(cls, ledger: Ledger, ladder: pd.DataFrame, *, batch_tokens: int, max_regret: float) -> LadderSchedules:
+    def of(cls, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> LadderSchedules:
         """Fit the law to the runs of the ladder that are in the law of size and tokens.
 
         Args:
@@ -56,30 +59,38 @@ class LadderSchedules:
         ]
         if not sizes:
             raise ScalingError("no run of the ladder has a recorded curve")
-        warmup = max(curve.warmup_tokens / curve.n_tokens for _, curve in sizes)
-        offset, _ = held_out_offset([curve for _, curve in sizes], warmup)
-        offset = 0.0 if math.isnan(offset) else offset
-        first = max(curve.warmup_tokens for _, curve in sizes)
+        offset, error = held_out_offset(
+            [curve for _, curve in sizes], max(c.warmup_tokens / c.n_tokens for _, c in sizes)
+        )
+        offset, error = (0.0, 0.0) if math.isnan(offset) else (offset, error)
+        lengths = dict[str, int]()
+        for _, curve in sizes:
+            lengths[curve.stem] = max(curve.n_tokens, lengths.get(curve.stem, 0))
+        warmup = max(curve.warmup_tokens / lengths[curve.stem] for _, curve in sizes)
         tables = []
         for number, (n_params, curve) in enumerate(sizes):
-            warm = curve.positions >= first
+            length = lengths[curve.stem]
+            warm = curve.positions >= warmup * length
             rows = measured(curve.positions[warm], curve.rates[warm], curve.train_loss[warm], offset)
-            end = pd.DataFrame([{"tokens": curve.n_tokens, "lr": 0.0, "loss": curve.final_loss}])
-            tables.append(pd.concat([rows, end]).assign(run=f"run {number}", n_params=float(n_params)))
-        rows = pd.concat(tables, ignore_index=True)
-        rows["step"] = rows["tokens"] / batch_tokens
+            end = pd.DataFrame([{"tokens": curve.n_tokens, "lr": 0.0, "loss": curve.final_loss, "noise": error}])
+            of_run = {"run": f"run {number}", "schedule": f"to {curve.n_tokens / length:.0%}"}
+            tables.append(pd.concat([rows, end]).assign(n_params=float(n_params), length=float(length), **of_run))
+        table = pd.concat(tables, ignore_index=True).rename(columns={"tokens": "step"})
         try:
-            law = fit_schedules(rows.drop(columns="tokens"), warmup_steps=first / batch_tokens)
-        except ValueError as error:
-            raise ScalingError(f"the ladder's curves: {error}") from error
-        return cls(law=law, batch_tokens=batch_tokens, offset=offset)
+            law = fit_schedules(table, warmup_share=warmup)
+        except ValueError as found:
+            raise ScalingError(f"the ladder's curves: {found}") from found
+        return cls(law=law, warmup=warmup, offset=offset)
 
-    def path(self, so_far: pd.DataFrame, ahead: Sequence[Segment] = (), begins: int = 0) -> pd.DataFrame:
+    def path(
+        self, so_far: pd.DataFrame, ahead: Sequence[Segment] = (), begins: int = 0, *, length: float
+    ) -> pd.DataFrame:
         """A run for `ScheduleFit.forecast`: its measured rows after the warmup, then the rates of segments.
 
         Args:
-            so_far: Columns tokens, lr and loss, as of `measured`.
+            so_far: Columns tokens, lr, loss and noise, as of `measured`.
             ahead: Segments, counted from `begins` tokens of the run.
+            length: Tokens that the run was to have before any change.
         """
         parts = [so_far]
         if ahead:
@@ -87,10 +98,8 @@ class LadderSchedules:
             rates = rates_of(ahead, np.minimum(points, ahead[-1].end - 1.0))
             rates[-1] = _end_rate(ahead[-1])
             parts.append(pd.DataFrame({"tokens": points + begins, "lr": rates, "loss": math.nan}))
-        whole = pd.concat(parts, ignore_index=True)
-        warm = max(law.warmup_steps for law in self.law.laws) * self.batch_tokens
-        whole = whole[whole["tokens"] >= warm]
-        return pd.DataFrame({"step": whole["tokens"] / self.batch_tokens, "lr": whole["lr"], "loss": whole["loss"]})
+        whole = pd.concat(parts, ignore_index=True).rename(columns={"tokens": "step"})
+        return whole[whole["step"] >= self.warmup * length]
 
 
 def _end_rate(segment: Segment) -> float:
@@ -99,7 +108,7 @@ def _end_rate(segment: Segment) -> float:
 
 
 def measured(positions: Floats, rates: Floats, train_loss: Floats, offset: float) -> pd.DataFrame:
-    """Columns tokens, lr and loss: means over windows of equally many steps.
+    """Columns tokens, lr and loss, means over windows of equally many steps, and noise, the standard error of the log loss.
 
     Args:
         positions: Tokens before each step, shape (steps,).
@@ -108,10 +117,14 @@ def measured(positions: Floats, rates: Floats, train_loss: Floats, offset: float
         offset: Log of held-out over training loss.
     """
     parts = np.array_split(np.arange(len(positions)), min(_WINDOWS, max(1, len(positions))))
+    # The median is not moved by spikes and by the steep loss of the first steps.
+    differences = np.abs(np.diff(np.log(train_loss)))
+    of_step = float(np.median(differences)) / (_NORMAL_MEDIAN * math.sqrt(2)) if len(differences) else 0.0
     return pd.DataFrame(
         {
             "tokens": [float(positions[part].mean()) for part in parts],
             "lr": [float(rates[part].mean()) for part in parts],
             "loss": [math.exp(float(np.log(train_loss[part]).mean()) + offset) for part in parts],
+            "noise": [of_step / math.sqrt(max(1, len(part))) for part in parts],
         }
     )

@@ -18,6 +18,7 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from scaling import ScalingError
+from scaling.schedules.schedule_fit import LENGTH
 from tests.muscale.planted_ladder import OFFSET, PlantedPlan, numerics_of, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -38,17 +39,25 @@ def test_windows_have_the_mean_of_the_log_loss_times_the_ratio_of_held_out_to_tr
     np.testing.assert_allclose(rows["tokens"], np.arange(50) * 2 + 0.5)
 
 
+def test_the_noise_of_a_window_is_that_of_its_steps_without_their_trend() -> None:
+    steps = np.arange(5000.0)
+    losses = 5 * np.exp(-steps / 5000 + 0.05 * np.random.default_rng(0).standard_normal(5000))
+    rows = measured(steps, np.ones(5000), losses, offset=0.0)
+    np.testing.assert_allclose(rows["noise"], 0.005, rtol=0.05)
+
+
 def test_the_ladder_s_curves_end_at_their_held_out_loss_with_a_rate_of_zero(make_study: MakeStudy) -> None:
     planted = PlantedPlan(make_study())
     rows = write_ladder(planted.ledger, numerics_of(planted.config), planted.config)
-    found = LadderSchedules.of(planted.ledger, rows, batch_tokens=BATCH, max_regret=0.05)
+    found = LadderSchedules.of(planted.ledger, rows, max_regret=0.05)
     assert found.offset == pytest.approx(OFFSET, abs=0.01)
     assert found.law.n_params == (planted.config.model.n_params,)
     ends = found.law.curves.groupby("run").tail(1)
-    assert (ends["step"].to_list(), ends["lr"].to_list()) == ([128.0] * 4, [0.0] * 4)
+    assert found.law.lengths == (128 * planted.config.hyperparameters.batch_tokens,)
+    assert (ends["step"].to_list(), ends["lr"].to_list()) == ([LENGTH] * 4, [0.0] * 4)
     np.testing.assert_allclose(ends["loss"], 2.0)
     with pytest.raises(ScalingError):
-        LadderSchedules.of(planted.ledger, rows.assign(regret=1.0), batch_tokens=BATCH, max_regret=0.05)
+        LadderSchedules.of(planted.ledger, rows.assign(regret=1.0), max_regret=0.05)
     planted.ledger.close()
 
 
@@ -56,7 +65,7 @@ def test_a_cooldown_that_would_begin_now_lowers_the_loss_and_its_cost_is_counted
     planted = PlantedPlan(make_study())
     ledger, plan = planted.ledger, planted.plan
     rows = write_ladder(ledger, numerics_of(planted.config), planted.config)
-    schedules = LadderSchedules.of(ledger, rows, batch_tokens=BATCH, max_regret=0.05)
+    schedules = LadderSchedules.of(ledger, rows, max_regret=0.05)
     ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, {"at": "2026-01-01T00:00:00+00:00"})
     with pytest.raises(StageError, match=plan.key):
         anneal_now(ledger, schedules, level=0.9)

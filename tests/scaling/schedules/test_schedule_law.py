@@ -44,7 +44,7 @@ def curves(noise: float = 0.0) -> pd.DataFrame:
 
 
 def test_numbers_planted_at_the_prior_s_centre_are_recovered() -> None:
-    planted = replace(PLANTED, beta=0.5, gamma=0.5, C=0.1 / PEAK**0.5)
+    planted = replace(PLANTED, alpha=0.5, beta=0.5, gamma=0.5, C=0.1 / PEAK**0.5)
     kinds = ("constant", "cosine", "two stages")
     rows = pd.concat([schedule(kind).assign(loss=planted.predict(schedule(kind))) for kind in kinds])
     law = fit_schedule_law(rows, warmup_steps=WARMUP)

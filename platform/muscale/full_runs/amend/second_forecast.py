@@ -154,7 +154,7 @@ def second_forecast(
         ]
     effect = reach = 0.0
     if amendment.changes.keys() & {*OF_SCHEDULE}:
-        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules(), float(plan.n_params), level)
+        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules(), plan, level)
         uncovered += [f"the schedule: {doubt}" for doubt in doubts[:_MOST_DOUBTS]]
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
@@ -180,7 +180,7 @@ def second_forecast(
 
 
 def _schedule_effect(
-    amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, n_params: float, level: float
+    amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, plan: Plan, level: float
 ) -> tuple[float, float, tuple[str, ...]]:
     """Log of the loss under the changed schedule over that under the parent's, half its interval, and why it is doubtful."""
     if isinstance(schedules, str):
@@ -192,7 +192,10 @@ def _schedule_effect(
         unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
         ours, theirs = (
             schedules.law.forecast(
-                schedules.path(so_far.steps, ahead, parent.tokens_before), n_params=n_params, level=level
+                schedules.path(so_far.steps, ahead, parent.tokens_before, length=plan.n_tokens),
+                n_params=float(plan.n_params),
+                length=float(plan.n_tokens),
+                level=level,
             )
             for ahead in (amendment.segments, unchanged)
         )
@@ -208,7 +211,7 @@ class SoFar:
     Attributes:
         losses: Held-out losses: tokens, loss, and `sources` of a mixture. If the second half has none, these are means of the
             training loss over windows of that half, times the ratio of held-out to training loss on the ladder.
-        steps: Means over windows of steps: columns tokens, lr (at the base shape), loss.
+        steps: Means over windows of steps: columns tokens, lr (at the base shape), loss, noise (standard error of the log loss).
     """
 
     losses: list[dict[str, Any]]
@@ -243,7 +246,9 @@ class SoFar:
                 part = measured(positions, rates, losses, offset)
                 parts.append(part.assign(tokens=part["tokens"] + before))
             before += upto
-        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["tokens", "lr", "loss"])
+        table = (
+            pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["tokens", "lr", "loss", "noise"])
+        )
         if not any(row["tokens"] > before / 2 for row in found):
             late = table[table["tokens"] > before / 2]
             found += [{"tokens": row["tokens"], "loss": row["loss"], "sources": {}} for row in late.to_dict("records")]
