@@ -66,7 +66,7 @@ from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.regret import RegretSurface, fit_regret_surface
 from scaling.optima.verdict import Verdict, fit_verdict
 from scaling.schedules.schedule_fit import ScheduleFit, fit_schedules
-from scaling.schedules.schedule_forecast import ScheduleForecast
+from scaling.schedules.schedule_forecast import ScheduleEffect, ScheduleForecast
 from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
 from scaling.search.importance import Importance, hyperparameter_importance
 from scaling.search.pareto import pareto_front
@@ -112,6 +112,7 @@ __all__ = [
     "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "ScheduleEffect",
     "ScheduleFit",
     "ScheduleForecast",
     "ScheduleLaw",

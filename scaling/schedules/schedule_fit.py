@@ -2,6 +2,7 @@
 
     fit_schedules(curves, warmup_steps=…)   one law for all sizes, and each schedule forecast by the others      -> ScheduleFit
     .forecast(run)                          loss at the end of a schedule, with an interval                      -> ScheduleForecast
+    .effect(run, planned)                   the same over the loss at the end of another schedule                -> ScheduleEffect
     .anneal_now(run)                        the end if the rate is cooled to 0 over a further 10, 20, 30 %       -> list of them
 
 alpha, C, beta and gamma are common to all curves, L0, A and B to those of one group: a size or, if the curves have lengths, a size and
@@ -28,7 +29,7 @@ from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines, span
 from scaling.schedules.schedule_curve import peak_and_depth
-from scaling.schedules.schedule_forecast import ScheduleForecast, Widening, default_scale
+from scaling.schedules.schedule_forecast import GROWTH, ScheduleEffect, ScheduleForecast, Widening, default_scale
 from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall, noise_of
 from scaling.schedules.size_transfer import constant_rate_loss, transferred
 from scaling.serialization import FittedResult, TableLayout
@@ -119,11 +120,9 @@ class ScheduleFit(FittedResult):
         steps = run["step"].to_numpy(np.float64)
         rows = _rows_at(path, steps, at)
         ahead = self._ahead(path, target)
-        squares = self._squares(path.last is not None, float(ahead.gain[rows].max()))
-        fitted = Widening.of_fit(max(law.rms for law in self._laws_for(target)))
-        widening = max(Widening.of(squares), Widening.of(self._own_squares(path, target)), fitted)
+        widening = self._widening(path, target, float(ahead.gain[rows].max()))
         k = widening.k
-        doubt = ahead.gain if fitted.k > MAX_WIDENING else np.zeros(len(steps))
+        doubt = ahead.gain if self._misfit(target).k > MAX_WIDENING else np.zeros(len(steps))
         parts = [k * default_scale(ahead.change, path.last is not None), ahead.error, doubt]
         scale = np.sqrt(np.square(parts).sum(axis=0))[rows]
         reach = np.exp(widening.factor(level) * scale)
@@ -137,6 +136,51 @@ class ScheduleFit(FittedResult):
             measured_to=None if path.last is None else float(steps[path.last]),
             widening=k,
             reasons=self._reasons(path.frame, target, k),
+        )
+
+    def effect(
+        self,
+        run: pd.DataFrame,
+        planned: pd.DataFrame,
+        *,
+        n_params: float | None = None,
+        length: float | None = None,
+        level: float = 0.9,
+    ) -> ScheduleEffect:
+        """Forecast the loss at the end of a run's changed schedule over that at the end of the planned one.
+
+        The level and the slope of the run at a constant rate enter both, so the ratio is far better known than either. The error of
+        the gain carried from other groups counts by the share in which the schedules ahead differ.
+
+        Args:
+            run, planned: as `run` of `forecast`, with the same measured rows, of which there must be some.
+            n_params, length, level: as in `forecast`.
+
+        Raises:
+            ValueError, ScalingError: as `forecast`, or no loss is measured.
+        """
+        target = self._target(n_params, length)
+        paths = [_Path.of(self._in_units(each, length), np.inf) for each in (run, planned)]
+        if (last := paths[0].last) is None or paths[1].last is None:
+            raise ValueError("loss must be measured in some rows of both schedules, got none")
+        ours, theirs = (self._ahead(path, target) for path in paths)
+        gain = abs(float(ours.gain[-1] - theirs.gain[-1]))
+        power = abs(float((ours.change - ours.gain)[-1] - (theirs.change - theirs.gain)[-1]))
+        error = 0.0
+        if self._law_index(target) is None:
+            shares = [self._gain_shares(path, last)[:, -1:] for path in paths]
+            of_difference, of_gain = (
+                float(self._transferred(values, target)[1][0]) for values in (shares[0] - shares[1], shares[0])
+            )
+            error = math.hypot(of_difference, _unlike(*paths) * of_gain)
+        widening = self._widening(paths[0], target, float(max(ours.gain[-1], theirs.gain[-1])))
+        doubt = gain if self._misfit(target).k > MAX_WIDENING else 0.0
+        scale = math.hypot(widening.k * GROWTH * math.sqrt(gain + power), error, doubt)
+        return ScheduleEffect(
+            log_ratio=float(ours.log_loss[-1] - theirs.log_loss[-1]),
+            half_width=widening.factor(level) * scale,
+            widening=widening.k,
+            reasons=self._reasons(paths[0].frame, target, widening.k),
         )
 
     def anneal_now(
@@ -250,16 +294,21 @@ class ScheduleFit(FittedResult):
             ratio, error = self._transferred(logs - logs[:, last, None], target)
             loss = np.exp(ratio)
             return _anchored(path, last, loss, np.zeros(len(ratio)), ratio * loss, error * loss)
-        power, gains = self.laws[0].terms(path.frame)[0], []
-        for law in self.laws:
-            by_law, gain = law.terms(path.frame)
-            gains.append((gain - gain[last]) / _above_zero(law.L0 + by_law - gain, path)[last])
-        share, error = self._transferred(np.stack(gains), target)
+        power = self.laws[0].terms(path.frame)[0]
+        share, error = self._transferred(self._gain_shares(path, last), target)
         now = math.exp(path.log_loss[path.recent(TAIL)].mean())
         level, factor = constant_rate_loss(power[recent], np.exp(path.log_loss[recent]) + now * share[recent])
         distance = (power - power[recent].mean()) / np.linalg.norm(power[recent] - power[recent].mean())
         error = now * np.hypot(error, distance * np.sqrt(np.square(path.noise[recent]).mean()))
         return _anchored(path, last, level + factor * power - now * share, factor * power, now * share, error)
+
+    def _gain_shares(self, path: _Path, last: int) -> Array:
+        """Gain of the decay since a row, by the law of each group, as a share of its loss there, [groups, rows]."""
+        found = []
+        for law in self.laws:
+            power, gain = law.terms(path.frame)
+            found.append((gain - gain[last]) / _above_zero(law.L0 + power - gain, path)[last])
+        return np.stack(found)
 
     def _followed(self, group: int, path: _Path) -> pd.DataFrame | None:
         """Fitted curve of this group that has the path's schedule to its end; None if there is none."""
@@ -271,6 +320,15 @@ class ScheduleFit(FittedResult):
             if ends and off <= SAME_RATES * rates.max():
                 return curve
         return None
+
+    def _misfit(self, target: Mapping[str, float]) -> Widening:
+        """Widening by the residuals of the curves of this group, or of all groups if it was not fitted."""
+        return Widening.of_fit(max(law.rms for law in self._laws_for(target)))
+
+    def _widening(self, path: _Path, target: Mapping[str, float], gain: float) -> Widening:
+        """Largest widening by the fitted curves, those left out, and the run itself, for a forecast whose decay gains `gain`."""
+        squares = self._squares(path.last is not None, gain)
+        return max(Widening.of(squares), Widening.of(self._own_squares(path, target)), self._misfit(target))
 
     def _squares(self, measured: bool, gain: float) -> Array:
         """Mean squares of (error / default scale) of the held-out curves, forecast with or without a measured loss.
@@ -500,6 +558,16 @@ class _Ahead:
     def scale(self, path: _Path, row: int, measured: bool = True) -> float:
         """Scale, with k = 1, of the difference to the measured loss of this row."""
         return math.hypot(default_scale(self.change[row], measured), self.error[row], path.noise[row])
+
+
+def _unlike(run: _Path, other: _Path) -> float:
+    """Share of the sum of the rates after the last measured row in which two schedules differ, from 0 to 1."""
+    last = run.steps[run.known[-1]]
+    steps = np.union1d(run.steps, other.steps)
+    steps = steps[steps > last]
+    rates = [np.interp(steps, path.steps, path.frame["lr"].to_numpy(np.float64), right=0.0) for path in (run, other)]
+    most = np.trapezoid(np.maximum(*rates), steps)
+    return float(np.trapezoid(np.abs(rates[0] - rates[1]), steps) / most) if most > 0 else 0.0
 
 
 def _by_own_law(law: ScheduleLaw, path: _Path, curves: pd.DataFrame) -> _Ahead:

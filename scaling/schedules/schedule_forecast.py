@@ -99,6 +99,23 @@ class ScheduleForecast(JsonResult):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEffect(JsonResult):
+    """The loss at the end of one schedule over that at the end of another, for one run.
+
+    Attributes:
+        log_ratio: log of the ratio.
+        half_width: half the width of its interval.
+        widening: k of the formula at the head of this file.
+        reasons: why it is unsupported; empty if it is supported.
+    """
+
+    log_ratio: float
+    half_width: float
+    widening: float
+    reasons: tuple[str, ...]
+
+
 def default_scale(change: Array, measured: bool) -> Array:
     """Scale of the log error for k = 1 and a fitted size, by the formula at the head of this file; `change` is its x."""
     return np.sqrt((MEASURED if measured else UNMEASURED) ** 2 + GROWTH**2 * change)

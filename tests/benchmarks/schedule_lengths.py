@@ -25,6 +25,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, Cooldown, Shifted
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
 from scaling import fit_schedules
 from tests.benchmarks.kept_runs import parser_of, trained, trainer_of
 
@@ -89,7 +90,9 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
     stem = Constant(warmup_tokens=recipe.warmup_tokens)
     plans = runs_of(task.steps)
     starts = sorted({cut(parts[0][0], task.steps) for parts in plans.values()})
-    states, curve, at = {}, [], 0
+    states: dict[int, TrainState] = {}
+    curve: list[tuple[int, float, float]] = []
+    at = 0
     held_out = {}
     for end in starts:
         result = trainer.train(numerics, Segment(recipe=recipe, phase=stem, start=at, end=end), states.get(at))
@@ -101,17 +104,18 @@ def train(corpus: Path, task: Task) -> dict[str, Any]:
         curve += [*zip(before, c.rate_factor.tolist(), c.train_loss.tolist(), strict=True)]
     kept: dict[str, Any] = {}
     for name, parts in plans.items():
-        state, of_run, loss = None, [], math.nan
-        for begin, end, factor, kind in parts:
-            first, last = cut(begin, task.steps), cut(end, task.steps)
+        state: TrainState | None = None
+        of_run: list[tuple[int, float, float]] = []
+        loss = math.nan
+        for begin, until, factor, kind in parts:
+            first, last = cut(begin, task.steps), cut(until, task.steps)
             base = Cooldown(start=first, end=last) if kind == "cooldown" else stem
             phase = Shifted(phase=base, tokens=0, scale=factor)
             state = state or states[first]
             result = trainer.train(numerics, Segment(recipe=recipe, phase=phase, start=first, end=last), state)
-            if result.state is None or result.loss is None:
-                loss = math.nan
+            state, loss = result.state, math.nan if result.loss is None else result.loss
+            if state is None:
                 break
-            state, loss = result.state, result.loss
             c = result.curve
             before = [int(c.start), *map(int, c.tokens[:-1])]
             of_run += [*zip(before, c.rate_factor.tolist(), c.train_loss.tolist(), strict=True)]
@@ -168,13 +172,14 @@ def forecasts(ladder: pd.DataFrame, target: pd.Series) -> list[dict[str, Any]]:
     table = pd.concat([rows_of(cell, name) for _, cell in ladder.iterrows() for name in branches], ignore_index=True)
     fit, found = fit_schedules(table, warmup_share=WARMUP), []
     planned, whole = f"ladder {BRANCHES[-1]:.3f}", target["steps"] * BATCH
-    cell = {"n_params": float(target["n_params"]), "length": float(whole)}
+    n_params = float(target["n_params"])
     for name, run in target["runs"].items():
         if name in branches[:-1] or not math.isfinite(run["final"]):
             continue
         begins = cut(0.6, target["steps"]) if name in (planned, "constant") else run["begins"]
-        made, as_planned = (fit.forecast(rows_of(target, one, upto=begins), **cell) for one in (name, planned))
-        effect = math.log(made.loss / as_planned.loss)
+        paths = [rows_of(target, one, upto=begins) for one in (name, planned)]
+        made = fit.forecast(paths[0], n_params=n_params, length=whole)
+        ratio = fit.effect(*paths, n_params=n_params, length=whole)
         true_effect = math.log(run["final"] / target["runs"][planned]["final"])
         half = math.log(made.high / made.loss)
         off = math.log(made.loss / run["final"])
@@ -185,10 +190,11 @@ def forecasts(ladder: pd.DataFrame, target: pd.Series) -> list[dict[str, Any]]:
                 "change": name,
                 "loss: error": 100 * off,
                 "effect": 100 * true_effect,
-                "error": 100 * (effect - true_effect),
+                "error": 100 * (ratio.log_ratio - true_effect),
                 "half width": 100 * half,
                 "held": abs(off) <= half,
-                "effect held": abs(effect - true_effect) <= half,
+                "effect half width": 100 * ratio.half_width,
+                "effect held": abs(ratio.log_ratio - true_effect) <= ratio.half_width,
                 "widening": made.widening,
                 "supported": made.supported,
                 "reasons": "; ".join(made.reasons),

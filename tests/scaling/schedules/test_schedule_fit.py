@@ -1,6 +1,7 @@
 """Forecasts of a run's loss under another schedule: planted laws, planted curves without a law, and the public curves."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -232,6 +233,16 @@ def test_short_runs_forecast_a_longer_one(noise: float) -> None:
     assert not fit.forecast(asked.assign(step=8 * asked["step"]), n_params=100e6, length=8 * LENGTH).supported
     hot = asked.assign(lr=asked["lr"].where(asked["loss"].notna(), 2 * asked["lr"]))
     assert not fit.forecast(hot, n_params=100e6, length=LENGTH).supported
+    held = asked.assign(lr=asked["lr"].where(asked["loss"].notna(), asked["lr"].max()))
+    effect = fit.effect(asked, held, n_params=100e6, length=LENGTH)
+    true = math.log(truth[-1] / in_shares(LENGTH, "constant", 100e6)["loss"].iloc[-1])
+    assert true < -0.01
+    assert effect.log_ratio == pytest.approx(true, abs=effect.half_width)
+    assert effect.half_width < math.log(made.high / made.loss) + 1e-4
+    same = fit.effect(asked, asked, n_params=100e6, length=LENGTH)
+    assert (same.log_ratio, same.half_width, same.reasons) == (0.0, 0.0, ())
+    with pytest.raises(ValueError, match="measured .* got none"):
+        fit.effect(run.drop(columns="loss"), run.drop(columns="loss"), n_params=25e6, length=LENGTH // 8)
     now = asked[asked["loss"].notna()]
     by_share = fit.anneal_now(now, n_params=100e6, length=LENGTH)
     assert [one.step for one in by_share] == pytest.approx(now["step"].max() * np.array([1.1, 1.2, 1.3]))

@@ -6,8 +6,8 @@ as o, the mean log ratio of loss to band, with the variance v that the ladder's 
     e = o·s² / (s² + v),   var e = s²·v / (s² + v), and at least FLOOR².
 
 A change of the schedule or the rate is worth what the law of the ladder's schedules (`scaling.fit_schedules`) says, anchored at the
-run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. Its interval is added as
-an independent error.
+run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. The interval of this
+ratio (`ScheduleFit.effect`) is added as an independent error.
 
 A change that no law covers may cost all that the run has still to gain, or gain as much again: the log of the highest loss in the
 second half of the parent over the forecast. That amount is added too, once for all changes.
@@ -39,6 +39,7 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.continued import amended
 from scaling import ScalingError, ScalingFit
 from scaling.fits.forecast import FLOOR, interval_factor
+from scaling.schedules.schedule_fit import MAX_WIDENING
 
 COVERED = ("n_tokens", "seed")
 """Changes that the law of size and tokens covers."""
@@ -152,10 +153,11 @@ def second_forecast(
         uncovered += [
             f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
         ]
-    effect = reach = 0.0
+    effect, reach, doubts = 0.0, 0.0, list[str]()
     if amendment.changes.keys() & {*OF_SCHEDULE}:
-        effect, reach, doubts = _schedule_effect(amendment, so_far, schedules(), plan, level)
-        uncovered += [f"the schedule: {doubt}" for doubt in doubts[:_MOST_DOUBTS]]
+        effect, reach, found, unlike = _schedule_effect(amendment, so_far, schedules(), plan, level)
+        doubts = [f"the schedule: {doubt}" for doubt in found[:_MOST_DOUBTS]]
+        uncovered += doubts if unlike else []
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
@@ -175,33 +177,37 @@ def second_forecast(
         reweighting=reweighting,
         by_schedule=effect,
         widening=widening,
-        reasons=(*law.reasons, *uncovered),
+        reasons=tuple(dict.fromkeys((*law.reasons, *uncovered, *doubts))),
     )
 
 
 def _schedule_effect(
     amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, plan: Plan, level: float
-) -> tuple[float, float, tuple[str, ...]]:
-    """Log of the loss under the changed schedule over that under the parent's, half its interval, and why it is doubtful."""
+) -> tuple[float, float, tuple[str, ...], bool]:
+    """Log of the loss under the changed schedule over that under the parent's, and half its interval.
+
+    Returns:
+        Also why it is doubtful, and whether the interval does not contain that doubt.
+    """
     if isinstance(schedules, str):
-        return 0.0, 0.0, (schedules,)
+        return 0.0, 0.0, (schedules,), True
     parent = amendment.parent
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
     longer = None if total == before + parent.segments[-1].end else total
     try:
         unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
         ours, theirs = (
-            schedules.law.forecast(
-                schedules.path(so_far.steps, ahead, parent.tokens_before, length=plan.n_tokens),
-                n_params=float(plan.n_params),
-                length=float(plan.n_tokens),
-                level=level,
-            )
+            schedules.path(so_far.steps, ahead, parent.tokens_before, length=plan.n_tokens)
             for ahead in (amendment.segments, unchanged)
         )
+        effect = schedules.law.effect(
+            ours, theirs, n_params=float(plan.n_params), length=float(plan.n_tokens), level=level
+        )
     except (ValueError, ScalingError) as error:
-        return 0.0, 0.0, (str(error),)
-    return math.log(ours.loss / theirs.loss), math.log(ours.high / ours.loss), ours.reasons
+        return 0.0, 0.0, (str(error),), True
+    # Errors beyond those of the tested curves are in the interval; schedules unlike the fitted ones are not.
+    unlike = len(effect.reasons) > (effect.widening > MAX_WIDENING)
+    return effect.log_ratio, effect.half_width, effect.reasons, unlike
 
 
 @dataclass(frozen=True, kw_only=True)
