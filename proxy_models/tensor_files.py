@@ -36,25 +36,30 @@ class TensorFiles(Mapping[str, Tensor]):
 
     Attributes:
         path: The file; if there are several files, the name to which their index belongs.
+        shapes: Shape of each tensor.
+        dtypes: Type of each tensor, by its name in the format, such as "BF16".
     """
 
     def __init__(self, path: Path) -> None:
         """Read the tables.
 
         Raises:
-            FileNotFoundError: If there are no such files.
-            ValueError: If a file is not in the safetensors format, or the index is invalid.
+            FileNotFoundError: If there is neither the file nor an index.
+            ValueError: If a file is not in the safetensors format, or the index is invalid or lists a file that is missing.
         """
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
-        try:
-            for file in [path] if path.exists() else _listed(index_of(path)):
+        for file in [path] if path.exists() else _listed(index_of(path)):
+            try:
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                        self.shapes[name], self._files[name] = tuple(tensors.get_slice(name).get_shape()), file
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not safetensors ({error})") from error
+                        described = tensors.get_slice(name)
+                        self.shapes[name], self._files[name] = tuple(described.get_shape()), file
+                        self.dtypes[name] = described.get_dtype()
+            except SafetensorError as error:
+                raise ValueError(f"{file}: not safetensors ({error})") from error
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt") as tensors:
@@ -162,4 +167,7 @@ def _listed(index: Path) -> list[Path]:
             raise ValueError("each file must be in the same folder")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{index}: not an index of tensors ({error})") from error
-    return [index.with_name(name) for name in sorted(names)]
+    files = [index.with_name(name) for name in sorted(names)]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise ValueError(f"{index}: lists files that are not in its folder: {', '.join(missing)}")
+    return files

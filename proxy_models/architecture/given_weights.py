@@ -5,7 +5,9 @@ The decoder takes over the layouts of Llama, its relatives (the classes that `ll
 forward multipliers are 1: what a layout computes beyond its weights, the division of attention logits by sqrt(head_dim), goes into the
 queries.
 
-Only safetensors files are read, never a pickle. Tensors in fp16 and bf16 become fp32.
+A class of transformers reads its own files, with its names of older files and its stacking of experts.
+
+Only safetensors files are read, never a pickle. Tensors in fp16 and bf16 become fp32; quantized ones are refused.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,20 +31,23 @@ from proxy_models.architecture.families import family_of, weight_shapes, with_we
 from proxy_models.architecture.llama import WEIGHTS, llama_config, llama_errors, llama_places
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import ForwardMultipliers
-from proxy_models.tensor_files import TensorFiles
+from proxy_models.tensor_files import TensorFiles, index_of
 
 CONFIG = "config.json"
 NO_MULTIPLIERS = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=1.0)
 _NETWORK = "network."  # before the names of `CausalLM`'s parameters
 _OF_TRAINING = re.compile(
-    r"drop|token_id|initializer|^summary_|^(architectures|transformers_version|(torch_)?dtype|use_cache|_name_or_path|"
-    r"max_position_embeddings|gradient_checkpointing|output_.*|return_dict|problem_type|id2label|label2id|task_specific_params)$"
+    r"drop|token_id|initializer|^summary_|^router_(.*_loss_coef|jitter_noise)$|"
+    r"^(architectures|transformers_version|(torch_)?dtype|use_cache|_name_or_path|max_position_embeddings|gradient_checkpointing|"
+    r"output_.*|return_dict|problem_type|id2label|label2id|task_specific_params|n_ctx|pretraining_tp|model_type)$"
 )
-"""Keys of config.json that do not change what weights compute at a position that is trained."""
+"""Keys of config.json that do not change what weights compute at a position that is trained, or are compared by `_read_same`."""
 _TOLERANCE = 1e-4  # relative to the largest logit; products of other factors round otherwise by about 1e-6
 _LISTED = 3  # names of tensors that an error lists
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Endings of constants that older versions of transformers stored among the weights."""
+_BUFFERS = (*(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),)
+"""Endings of constants that older versions of transformers stored among the weights, as of GPT-2 and Pythia."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types of tensors whose values are the weights; those of integers and 8 bits have scales."""
 _KEYS = {
     "hidden_size": "d_model",
     "n_embd": "d_model",
@@ -142,6 +148,10 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
         GivenWeightsError: If the folder has no such weights, or its config.json or tensors contradict the model.
     """
     config = _read_config(folder)
+    if not isinstance(model, ModelConfig):
+        given = _read_same(folder, config, model)
+        _require_absorbing(folder, model, dict(given))
+        return given
     kind = config.get("model_type")
     try:
         pieces, zeros, prefix = _layout_of(folder, config, model)
@@ -151,14 +161,7 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
         raise GivenWeightsError(
             f"{folder / CONFIG}: not a file that transformers writes for {kind!r} ({type(error).__name__}: {error})"
         ) from error
-    try:
-        files = TensorFiles(folder / WEIGHTS)
-    except OSError as error:
-        raise GivenWeightsError(
-            f"{folder / WEIGHTS}: can't be read ({error.strerror}); only safetensors files are read, not pickles (*.bin)"
-        ) from error
-    except ValueError as error:
-        raise GivenWeightsError(str(error)) from error
+    files = _open(folder)
     names = {name.removeprefix(prefix): name for name in files if not name.endswith(_BUFFERS)}
     is_tied = family_of(model).is_tied(model)
     _require_shapes(folder, pieces, zeros, {name: files.shapes[names[name]] for name in names}, tied=is_tied)
@@ -173,18 +176,38 @@ def read_weights(folder: Path, model: Member) -> GivenWeights:
         return parts[0] if len(parts) == 1 and parts[0].shape == shapes[name].shape else torch.stack(parts)
 
     shapes = weight_shapes(model)
-    given = GivenWeights(shapes=shapes, read=read, layout=str(kind))
-    if not isinstance(model, ModelConfig):
-        _require_absorbing(folder, model, dict(given))
-    return given
+    return GivenWeights(shapes=shapes, read=read, layout=str(kind))
+
+
+def _open(folder: Path) -> TensorFiles:
+    """Open the files of the weights; raise GivenWeightsError if there are none, or one is missing, damaged or quantized."""
+    path = folder / WEIGHTS
+    try:
+        files = TensorFiles(path)
+    except FileNotFoundError as error:
+        pickles = sorted(found.name for found in folder.glob("*.bin"))
+        advice = f"; pickles such as {pickles[0]} are not read" if pickles else ""
+        raise GivenWeightsError(
+            f"{path}: no such file, and no {index_of(path).name} of several files{advice}"
+        ) from error
+    except OSError as error:
+        raise GivenWeightsError(f"{path}: can't be read ({error})") from error
+    except ValueError as error:
+        raise GivenWeightsError(str(error)) from error
+    if odd := [
+        f"{name} ({of})" for name, of in files.dtypes.items() if of not in _FLOATS and not name.endswith(_BUFFERS)
+    ]:
+        raise GivenWeightsError(
+            f"{folder}: the tensors must be {', '.join(sorted(_FLOATS))}, since scales of quantized ones are not read; "
+            f"got {_first(odd)}"
+        )
+    return files
 
 
 def _layout_of(
-    folder: Path, config: Mapping[str, Any], model: Member
+    folder: Path, config: Mapping[str, Any], model: ModelConfig
 ) -> tuple[dict[str, list[TensorPart]], Sequence[tuple[str, tuple[int, ...]]], str]:
     """Return the pieces of each of our tensors, the tensors that must be zeros, and a prefix that names may have."""
-    if not isinstance(model, ModelConfig):
-        return _read_same(folder, config, model), (), ""
     if config.get("model_type") == "gpt2":
         return _read_gpt2(folder, config, model), (), "transformer."
     return *_read_llama(folder, config, model), ""
@@ -227,16 +250,18 @@ def _read_llama(
         raise GivenWeightsError(
             f"{folder / CONFIG}: model_type is {kind!r}, but [model] is a {described['model_type']!r}; {rule}"
         )
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    theirs["rope_theta"] = rope.get("rope_theta", theirs["rope_theta"])
+    for key in ("rope_scaling", "rope_parameters"):  # names of older and newer files, which may have both
+        rope = dict(theirs.get(key) or {})
+        theirs["rope_theta"] = rope.pop("rope_theta", theirs["rope_theta"])
+        if not rope.items() <= {"type": "default", **described["rope_parameters"]}.items():
+            raise GivenWeightsError(
+                f"{folder / CONFIG}: {key} must be of rope_type 'default' with rope_theta alone, the decoder's rotary "
+                f"positions; got {theirs[key]}"
+            )
     wanted = {"use_sliding_window": False} | {
         key: value for key, value in described.items() if key not in _NOT_COMPARED
     }
     _require_same(folder, wanted, theirs)
-    if (of_rope := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise GivenWeightsError(
-            f"{folder / CONFIG}: rope_type must be 'default', the decoder's rotary positions; got {of_rope!r}"
-        )
     pieces: dict[str, list[TensorPart]] = {name: [] for name in weight_shapes(model)}
     zeros = []
     for their, place in llama_places(model, NO_MULTIPLIERS).items():
@@ -248,24 +273,81 @@ def _read_llama(
     return pieces, zeros
 
 
-def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> dict[str, list[TensorPart]]:
-    """Return the pieces of each of our tensors where the folder is of the same class of transformers: the tensors themselves."""
+def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> GivenWeights:
+    """Return the weights of a folder of the same class of transformers, which loads them under its own rules for older names."""
+    from transformers import AutoModelForCausalLM
+
     family = family_of(model)
     if not isinstance(family, ConfigFamily):
         raise GivenWeightsError(f"{folder}: must be a bundle of the same family for {model}")
-    ours = json.loads(family.config(model.d_model, model.n_layers).to_json_string(use_diff=False))
-    wanted = {key: ours[key] for key in ours.keys() & config.keys() if not _OF_TRAINING.search(key)}
+    config_class, wanted = family.config_class, family.config(model.d_model, model.n_layers)
+    if config.get("model_type") != config_class.model_type:
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: model_type is {config.get('model_type')!r}, but [model] is a {config_class.model_type!r}"
+        )
+    try:
+        found = config_class.from_dict(dict(config))
+    except Exception as error:  # each class raises different exceptions
+        raise GivenWeightsError(
+            f"{folder / CONFIG}: not a file of {config_class.__name__} ({type(error).__name__}: {error})"
+        ) from error
+    theirs, ours = (json.loads(of.to_json_string(use_diff=False)) for of in (found, wanted))
     odd = [
-        f"{key} is {config[key]!r}, but [model] makes it {value!r}"
-        for key, value in sorted(wanted.items())
-        if config[key] != value
+        f"{key} is {theirs.get(key)!r}, but [model] makes it {ours.get(key)!r}"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key) and not _OF_TRAINING.search(key)
     ]
     if odd:
         raise GivenWeightsError(f"{folder / CONFIG}: {'; '.join(odd)}")
-    return {
-        name: [TensorPart(name.removeprefix(_NETWORK), tuple(shape.shape), lambda tensor: tensor)]
-        for name, shape in weight_shapes(model).items()
-    }
+    tensors = {name: tensor for name, tensor in _open(folder).items() if not name.endswith(_BUFFERS)}
+    try:
+        with _quiet():
+            network, told = AutoModelForCausalLM._model_mapping[config_class].from_pretrained(
+                None,
+                config=wanted,
+                state_dict=tensors,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # they are told too
+                output_loading_info=True,
+            )
+    except RuntimeError as error:  # its text points to the table of faults, which is not printed
+        raise GivenWeightsError(
+            f"{folder}: the tensors must be those of [model]; {config_class.__name__} can't stack or split them, so a part, "
+            "such as an expert's matrix, is missing or has another shape"
+        ) from error
+    shapes, held = weight_shapes(model), network.state_dict()
+    untied = {f"{_NETWORK}{name}" for name, _ in network.named_parameters()} - shapes.keys()
+    _require_none(
+        folder,
+        {
+            "missing": sorted(told["missing_keys"]),
+            "left over": sorted(told["unexpected_keys"]),
+            "of another shape": [
+                f"{name} {tuple(there)} instead of {tuple(here)}"
+                for name, there, here in sorted(told["mismatched_keys"])
+            ],
+            "different from the tensor to which it is tied": sorted(name.removeprefix(_NETWORK) for name in untied),
+        },
+    )
+    return GivenWeights(
+        shapes=shapes, read=lambda name: held[name.removeprefix(_NETWORK)], layout=config_class.model_type
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing progress, and faults that become an error."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _require_absorbing(folder: Path, model: Member, weights: Mapping[str, Tensor]) -> None:
@@ -392,8 +474,12 @@ def _require_shapes(
             if found.get(name, wanted[name]) != wanted[name]
         ],
     }
-    told = [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]
-    if told:
+    _require_none(folder, problems)
+
+
+def _require_none(folder: Path, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise GivenWeightsError listing tensors by the kind of their fault."""
+    if told := [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]:
         raise GivenWeightsError(f"{folder}: the tensors must be those of [model]: {'; '.join(told)}")
 
 

@@ -62,6 +62,9 @@ def test_an_index_names_files_beside_it_only(tmp_path: Path) -> None:
         index_of(path).write_text(listed)
         with pytest.raises(ValueError, match="not an index of tensors"):
             TensorFiles(path)
+    index_of(path).write_text('{"weight_map": {"a": "a-00001-of-00001.safetensors"}}')
+    with pytest.raises(ValueError, match=r"index\.json: .*a-00001-of-00001\.safetensors"):
+        TensorFiles(path)
 
 
 def test_parts_are_cut_where_the_next_would_not_fit() -> None:

@@ -1,6 +1,7 @@
 """Weights in the layouts of transformers: the decoder computes transformers' logits, and what contradicts the model is refused."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import torch
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.config_family import ConfigFamily
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.families import build, load
+from proxy_models.architecture.families import build, load, weight_shapes, with_weights
 from proxy_models.architecture.given_weights import GivenWeightsError, read_weights
 from proxy_models.architecture.parametrization import parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -241,7 +242,7 @@ def test_folders_without_such_weights_are_refused(transformers: ModuleType, tmp_
         read_weights(tmp_path / "nothing", GPT2)
     random_model(transformers, GPT2).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "gpt2" / "model.safetensors").rename(tmp_path / "gpt2" / "pytorch_model.bin")
-    with pytest.raises(GivenWeightsError, match="model.safetensors"):
+    with pytest.raises(GivenWeightsError, match=r"model\.safetensors.*pytorch_model\.bin"):
         read_weights(tmp_path / "gpt2", GPT2)
     config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
     for wrong in (
@@ -286,6 +287,188 @@ def test_a_class_of_transformers_starts_from_its_own_weights(
         other = family.member(**{"width": 32, "depth": 2} | {"width" if "d_model" in changed else "depth": int(named)})
         with pytest.raises(GivenWeightsError, match=named):
             read_weights(tmp_path / "theirs", other)
+
+
+LLAMA_SIZES = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+OF_CLASSES: dict[str, dict[str, Any]] = {
+    "LlamaConfig": LLAMA_SIZES,
+    "GPT2Config": {"n_embd": 32, "n_head": 2},
+    "GPTNeoXConfig": {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 2},
+    "MixtralConfig": {**LLAMA_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeConfig": {
+        **LLAMA_SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    },
+}
+
+
+def of_class(name: str, transformers: ModuleType, folder: Path, **over: Any) -> tuple[Any, Any]:
+    """A member of a class with its usual arguments, and the network that was saved in a folder with those of `over` too."""
+    families = [
+        load(f"transformers:{name}")(vocab_size=97, context_length=24, **OF_CLASSES[name], **more)
+        for more in ({}, over)
+    ]
+    network = transformers.AutoModelForCausalLM.from_config(cast(ConfigFamily, families[1]).config(32, 2)).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(network.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.2)
+    network.save_pretrained(folder)
+    return families[0].member(32, 2), network
+
+
+def edit_config(folder: Path, change: dict[str, Any], without: Sequence[str] = ()) -> None:
+    path = folder / "config.json"
+    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in without}
+    path.write_text(json.dumps(config | change))
+
+
+@pytest.mark.parametrize("name", ["GPTNeoXConfig", "MixtralConfig", "Qwen3MoeConfig"])
+@torch.no_grad()
+def test_a_class_reads_names_that_differ_from_its_parameters(
+    name: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    """GPT-NeoX saves its readout as `embed_out`, mixtures save each expert; models hold them stacked."""
+    member, network = of_class(name, transformers, tmp_path)
+    model = with_weights(member, dict(read_weights(tmp_path, member))).eval()
+    tokens = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(0))
+    theirs = network(tokens).logits
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(model(tokens), theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "constants"),
+    [
+        ("GPT2Config", "transformer.", {"h.0.attn.bias": torch.ones(1, 1, 24, 24, dtype=torch.uint8)}),
+        (
+            "GPTNeoXConfig",
+            "",
+            {
+                "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 24, 24, dtype=torch.bool),
+                "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+                "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+            },
+        ),
+    ],
+)
+def test_a_class_reads_names_and_constants_of_older_files(
+    name: str, prefix: str, constants: dict[str, torch.Tensor], transformers: ModuleType, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    member, _ = of_class(name, transformers, tmp_path)
+    expected = dict(read_weights(tmp_path, member))
+    tensors = {key.removeprefix(prefix): tensor for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors | constants, tmp_path / "model.safetensors")
+    found = dict(read_weights(tmp_path, member))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_rotary_base_of_older_files_is_compared(transformers: ModuleType, tmp_path: Path) -> None:
+    """Versions before 5 write rope_theta and rope_scaling where newer ones write rope_parameters."""
+    member, _ = of_class("LlamaConfig", transformers, tmp_path)
+    edit_config(tmp_path, {"rope_theta": 10_000.0, "rope_scaling": None}, without=["rope_parameters"])
+    assert dict(read_weights(tmp_path, member)).keys() == weight_shapes(member).keys()
+    for change, named in (
+        ({"rope_theta": 500.0}, "500.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"model_type": "mistral"}, "'mistral'"),
+        ({"hidden_size": "wide"}, "LlamaConfig"),
+    ):
+        edit_config(tmp_path, {"rope_theta": 10_000.0, "rope_scaling": None} | change)
+        with pytest.raises(GivenWeightsError, match=rf"config\.json: .*{named}"):
+            read_weights(tmp_path, member)
+        edit_config(tmp_path, {"model_type": "llama", "hidden_size": 32}, without=list(change))
+
+
+def test_a_value_that_the_file_leaves_to_the_default_is_compared(transformers: ModuleType, tmp_path: Path) -> None:
+    of_class("LlamaConfig", transformers, tmp_path)
+    edit_config(tmp_path, {}, without=["rms_norm_eps"])
+    other = load("transformers:LlamaConfig")(vocab_size=97, context_length=24, **LLAMA_SIZES, rms_norm_eps=0.1)  # type: ignore[arg-type]
+    with pytest.raises(GivenWeightsError, match=r"rms_norm_eps is 1e-06.*0\.1"):
+        read_weights(tmp_path, other.member(32, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "changed", "named"),
+    [
+        ("LlamaConfig", "model.norm.weight", {}, ["missing: model.norm.weight"]),
+        ("LlamaConfig", None, {"model.adapter.weight": torch.zeros(3)}, ["left over: model.adapter.weight"]),
+        ("LlamaConfig", None, {"model.norm.weight": torch.zeros(7)}, ["model.norm.weight (7,) instead of (32,)"]),
+        ("MixtralConfig", "model.layers.1.block_sparse_moe.experts.3.w1.weight", {}, ["MixtralConfig"]),
+        ("GPT2Config", None, {"lm_head.weight": torch.zeros(97, 32)}, ["tied", "lm_head.weight"]),
+    ],
+)
+def test_tensors_that_a_class_does_not_have_are_refused(
+    name: str,
+    lost: str | None,
+    changed: dict[str, torch.Tensor],
+    named: list[str],
+    transformers: ModuleType,
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    member, _ = of_class(name, transformers, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert lost is None or lost in tensors
+    save_file({key: of for key, of in (tensors | changed).items() if key != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(GivenWeightsError) as found:
+        read_weights(tmp_path, member)
+    assert all(part in str(found.value) for part in [str(tmp_path), *named])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"factor": 2.0, "type": "linear"}},  # next to rope_parameters of the default
+        {"rope_scaling": {"factor": 2.0}},
+        {"rope_parameters": {"rope_type": "llama3", "type": "default", "rope_theta": 500_000.0}},
+        {"rope_parameters": [1, 2]},
+    ],
+)
+def test_rotary_positions_that_the_decoder_lacks_are_refused(
+    change: dict[str, Any], transformers: ModuleType, tmp_path: Path
+) -> None:
+    random_model(transformers, LLAMA).save_pretrained(tmp_path)
+    edit_config(tmp_path, {"rope_scaling": {"type": "default"}})
+    assert read_weights(tmp_path, LLAMA).layout == "llama"
+    edit_config(tmp_path, change)
+    with pytest.raises(GivenWeightsError, match=r"config\.json"):
+        read_weights(tmp_path, LLAMA)
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+@pytest.mark.parametrize("model", [LLAMA, None])
+def test_quantized_tensors_are_refused(
+    model: ModelConfig | None, dtype: torch.dtype, named: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    if model:
+        random_model(transformers, LLAMA).save_pretrained(tmp_path)
+    member = model or of_class("LlamaConfig", transformers, tmp_path)[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(GivenWeightsError, match=rf"lm_head\.weight \({named}\)"):
+        read_weights(tmp_path, member)
+
+
+def test_a_missing_or_damaged_shard_is_named(transformers: ModuleType, tmp_path: Path) -> None:
+    random_model(transformers, LLAMA).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(GivenWeightsError, match=shard.name):
+        read_weights(tmp_path, LLAMA)
+    shard.unlink()
+    with pytest.raises(GivenWeightsError, match=shard.name) as found:
+        read_weights(tmp_path, LLAMA)
+    assert "bin" not in str(found.value)
 
 
 def test_a_class_that_absorbs_multipliers_otherwise_is_refused(
