@@ -88,7 +88,11 @@ def _store(config: StudyConfig, directory: Path, corpus: Corpus, *, is_begun: bo
 
 
 def _folder(config: StudyConfig, directory: Path) -> Path:
-    return directory / at_home(str(config.initial_weights))
+    """Return the folder of `initial_weights`; raise StageError if it is not there."""
+    folder = directory / at_home(str(config.initial_weights))
+    if not folder.is_dir():
+        raise StageError(f"initial_weights: must be a folder with weights, relative to the study file; got {folder}")
+    return folder
 
 
 def _stamps(folder: Path) -> list[tuple[str, int, int]]:
@@ -100,8 +104,6 @@ def _stamps(folder: Path) -> list[tuple[str, int, int]]:
 def _read(config: StudyConfig, directory: Path) -> GivenWeights:
     """Read names, shapes and settings of the weights, and check them against [model]."""
     folder, model = _folder(config, directory), config.model
-    if not folder.is_dir():
-        raise StageError(f"initial_weights: must be a folder with weights, relative to the study file; got {folder}")
     try:
         if (folder / MODEL).exists():
             return _of_bundle(Bundle.open(folder), config)

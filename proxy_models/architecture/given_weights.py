@@ -307,7 +307,7 @@ def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> GivenW
                 config=wanted,
                 state_dict=tensors,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # they are told too
+                ignore_mismatched_sizes=True,  # listed in `told`
                 output_loading_info=True,
             )
     except RuntimeError as error:  # its text points to the table of faults, which is not printed

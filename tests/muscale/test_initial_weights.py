@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -180,6 +181,38 @@ def test_settings_that_need_other_shapes_or_values_are_refused(
         StudyConfig.read(study, setting)
     (line,) = [line for line in str(found.value).splitlines() if named[0] in line]
     assert all(part in line for part in [str(study), *named])
+
+
+def test_the_default_space_draws_no_initial_values(study: Path) -> None:
+    before, _, after = STUDY.partition("[sweep.space]")
+    study.write_text(before + after[after.index("\n[") :])
+    assert set(StudyConfig.read(study).sweep.space) == {"learning_rate", "weight_decay_tau"}
+
+
+def test_the_example_of_the_documentation_is_a_whole_study_file(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    (block,) = [
+        block for block in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL) if "initial_weights" in block
+    ]
+    path = tmp_path / "study.toml"
+    path.write_text(block)
+    config = StudyConfig.read(path)
+    assert config.initial_weights == "gpt2"
+    assert config.model.n_params == pytest.approx(124e6, rel=0.01)
+    assert list(config.sweep.space) == ["learning_rate"]
+    path.write_text(re.sub(r"\[sweep\.space\]\n.*\n", "", block))
+    assert set(StudyConfig.read(path).sweep.space) == {"learning_rate", "weight_decay_tau"}
+
+
+def test_a_folder_that_is_gone_before_the_first_training_is_named(study: Path, tmp_path: Path) -> None:
+    one = opened(study)
+    assert one.corpus.n_tokens > 0
+    one.ledger.close()
+    shutil.rmtree(tmp_path / "given")
+    two = opened(study)
+    with pytest.raises(StageError, match=r"initial_weights: .*given"):
+        _ = two.corpus
+    two.ledger.close()
 
 
 def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(study: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from muscale.settings.variant_models import own_models
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import Space, SpaceError, ready_made
+from search_spaces import Space, SpaceError, mup_adamw, ready_made
 
 
 class StudyConfig(StudyTables):
@@ -89,6 +89,8 @@ class StudyConfig(StudyTables):
             except SpaceError as error:
                 problems.append(str(error))
                 del sweep["space"]
+        elif isinstance(sweep, dict) and "initial_weights" in tables:
+            sweep["space"] = Space({name: of for name, of in mup_adamw().items() if name != "init_scale"})
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:

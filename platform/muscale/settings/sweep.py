@@ -54,7 +54,7 @@ class SweepSettings(StrictTable):
     learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or imported results
     seed: NonNegativeInt = 0
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
-    space: Space = Field(default_factory=mup_adamw)
+    space: Space = Field(default_factory=mup_adamw)  # without init_scale if the study has initial_weights
 
     @property
     def is_population(self) -> bool:
