@@ -17,12 +17,17 @@ import torch
 
 from muscale import StageError, Study, StudyDirectoryError, StudyFileError
 from muscale.actors.worker import Worker
+from muscale.full_runs.amend import parent
+from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.dry_run import dry_run
-from muscale.layout import INITIAL_WEIGHTS
+from muscale.full_runs.promote.replay import replay
+from muscale.full_runs.train.attempt import train
+from muscale.layout import FULL_RUNS, INITIAL_WEIGHTS
 from muscale.plans.costs import estimate
-from muscale.plans.planning import Planner
+from muscale.plans.planning import Planner, register
 from muscale.proxies import ladder, transfer
 from muscale.settings.config import StudyConfig
+from muscale.settings.continuation_file import ParentSettings
 from muscale.store.lineage import Chain
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.hugging_face import same_tokenizer, write_tokenizer
@@ -290,4 +295,19 @@ def test_the_gate_says_that_nothing_is_carried_over_widths(study: Path) -> None:
     assert lines["transfer"].status == "passed"
     assert "'given'" in lines["transfer"].compared
     assert "coordinate check" not in lines
+    one.ledger.close()
+
+
+def test_a_parent_is_replayed_from_its_start_with_these_weights(study: Path) -> None:
+    one = opened(study)
+    config, numerics = one.config, one.config.shared_numerics(one.corpus, one.directory)
+    planner = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=one.corpus, winner=0)
+    plan = register(replace(planner.plan(), n_tokens=12 * 256), one.ledger)
+    folder = one.directory / FULL_RUNS / plan.key
+    train(promotion.full_run_of(plan, config, numerics, folder, one.corpus.folder))
+    wanted = ParentSettings(run=plan.key, tokens=None)
+    run = parent.full_run_of(parent.find_parent(wanted, one.ledger, one.corpus, numerics), config, one.ledger)
+    found = replay(run, 12, train, one.ledger, end=run.n_tokens)
+    assert found is not None
+    assert (found.start, found.deviation) == (0, 0.0)
     one.ledger.close()

@@ -10,7 +10,7 @@ from typing import Any, Self
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, manifest_hash
 from muscale.full_runs.full_run import FullRun, InitialState
-from muscale.layout import FULL_RUNS
+from muscale.layout import FULL_RUNS, INITIAL_WEIGHTS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ParentSettings
@@ -221,6 +221,7 @@ def full_run_of(parent: Parent, config: StudyConfig, ledger: Ledger) -> FullRun:
         directory=parent.folder,
         corpus=ledger.directory / own.folder,
         initial_state=state,
+        initial_weights=ledger.directory / INITIAL_WEIGHTS,
     )
 
 
