@@ -54,6 +54,10 @@ class BatchRamp:
             return self.batch_tokens
         return self.first_batch_tokens << (tokens * self.doublings // self.ramp_tokens)
 
+    def ends_step(self, tokens: int) -> bool:
+        """Return whether a step ends at `tokens` tokens, or the run begins there."""
+        return tokens % self.batch_at(tokens) == 0  # a part of the ramp begins at a multiple of the final batch
+
     def n_steps(self, tokens: int) -> int:
         """Return the number of steps that end at or before `tokens`."""
         if not self.doublings:

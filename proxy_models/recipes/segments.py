@@ -36,10 +36,11 @@ class Segment(Serializable):
     end: int
 
     def __post_init__(self) -> None:
-        batch = self.recipe.batch_tokens
-        if not 0 <= self.start < self.end or self.start % batch or self.end % batch:
+        ramp = self.recipe.ramp
+        if not 0 <= self.start < self.end or not all(map(ramp.ends_step, (self.start, self.end))):
+            within = f", in the first {ramp.ramp_tokens} of the ramp's steps," if ramp.doublings else ""
             raise ValueError(
-                f"a segment runs over whole batches of {batch} tokens from start to a later end, "
+                f"a segment runs over whole batches of {ramp.batch_tokens} tokens{within} from start to a later end, "
                 f"got {self.start} to {self.end}"
             )
 

@@ -36,6 +36,13 @@ def test_steps_leave_no_token_out_and_are_counted_by_position(ramp: BatchRamp, n
     assert ramp.n_steps(position) == len(steps)
 
 
+@given(ramp=ramps())
+def test_only_at_the_ends_of_steps_does_a_step_end(ramp: BatchRamp) -> None:
+    whole = 30 * BATCH
+    ends = [tokens for tokens in range(whole) if ramp.ends_step(tokens)]
+    assert ends == [tokens for tokens, _ in ramp.steps(0, whole)]
+
+
 @given(ramp=ramps(), cut=st.integers(1, 19))
 def test_every_multiple_of_the_final_batch_is_the_end_of_a_step(ramp: BatchRamp, cut: int) -> None:
     whole = list(ramp.steps(0, 20 * BATCH))

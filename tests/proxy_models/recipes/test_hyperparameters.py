@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -280,3 +281,13 @@ def test_a_segment_runs_over_whole_batches_to_a_later_end(start: float, end: flo
     recipe = hyperparameters().resolve(100 * BATCH)
     with pytest.raises(ValueError, match="whole batches of 512 tokens"):
         Segment(recipe=recipe, phase=Constant(warmup_tokens=0), start=int(start * BATCH), end=int(end * BATCH))
+
+
+def test_inside_a_ramp_a_segment_ends_where_a_step_does() -> None:
+    recipe = hyperparameters(batch_doublings=1, batch_ramp_tokens=2 * BATCH).resolve(100 * BATCH)
+    half = BATCH // 2
+    segment = Segment(recipe=recipe, phase=Constant(warmup_tokens=0), start=half, end=3 * half)
+    assert segment.n_steps == len(list(segment.steps())) == 2
+    for end in (half + 1, 5 * half):
+        with pytest.raises(ValueError, match=str(end)):
+            replace(segment, end=end)

@@ -115,19 +115,7 @@ def replay(run: FullRun, steps: int, train: Launcher, ledger: Ledger, *, end: in
     end = max(kept, default=0) if end is None else end
     start = _start(run, kept, end, steps)
     recorded = _losses(run, start, end)
-    directory = run.directory / REPLAY
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    if (incidents := run.directory / INCIDENTS).exists():  # skipped batches are skipped again
-        shutil.copy(incidents, directory)
-    part = replace(
-        _from(run, start).up_to(end, directory),
-        evaluate_every_tokens=None,
-        checkpoint_every_tokens=end,
-        checkpoint_every_minutes=None,
-    )
-    train(part)
-    again = _losses(part, start, end)
+    again, again_on = _train_again(run, start, end, train)
     common = sorted(recorded.keys() & again.keys())
     if not common:
         raise StageError(f"replay: run {run.directory.name} has no recorded loss from {start} to {end} tokens")
@@ -148,13 +136,32 @@ def replay(run: FullRun, steps: int, train: Launcher, ledger: Ledger, *, end: in
         recorded=recorded[shown],
         again=again[shown],
         recorded_on=_environment(run, end),
-        again_on=_environment(part, end),
+        again_on=again_on,
     )
     ledger.record_result(ResultKind.REPLAY, f"{found.run} {found.at}", found.to_dict())
-    shutil.rmtree(directory)
     if not found.passed:
         raise StageError(f"{found}\n  nothing of the run has changed; without --replay it goes on")
     return found
+
+
+def _train_again(run: FullRun, start: int, end: int, train: Launcher) -> tuple[dict[int, float], dict[str, Any]]:
+    """Losses and environment of the run's steps from `start` to `end` tokens, trained again in a folder that is then removed."""
+    directory = run.directory / REPLAY
+    shutil.rmtree(directory, ignore_errors=True)  # left by a killed replay
+    directory.mkdir(parents=True)
+    try:
+        if (incidents := run.directory / INCIDENTS).exists():  # skipped batches are skipped again
+            shutil.copy(incidents, directory)
+        part = replace(
+            _from(run, start).up_to(end, directory),
+            evaluate_every_tokens=None,
+            checkpoint_every_tokens=end,
+            checkpoint_every_minutes=None,
+        )
+        train(part)
+        return _losses(part, start, end), _environment(part, end)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _start(run: FullRun, kept: tuple[int, ...], end: int, steps: int) -> int:

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.replay import JUDGED, TOLERANCE, Replay, replay
 from muscale.full_runs.train.attempt import train
-from muscale.layout import METRICS, RESULT
+from muscale.layout import METRICS, REPLAY, RESULT
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -141,6 +141,38 @@ def test_skipped_batches_are_skipped_again(run: FullRun, ledger: Ledger) -> None
     found = replay(run, 3, train, ledger)
     assert found is not None
     assert (found.n_steps, found.deviation) == (5, 0.0)
+
+
+@pytest.mark.parametrize("error", [StageError("the devices"), KeyboardInterrupt()])
+def test_a_replay_that_fails_or_is_interrupted_leaves_nothing(
+    cut: FullRun, ledger: Ledger, error: BaseException
+) -> None:
+    before = contents(cut.directory)
+
+    def failing(part: FullRun) -> dict[str, Any]:
+        train(part)
+        raise error
+
+    with pytest.raises(type(error)):
+        replay(cut, 3, failing, ledger)
+    assert contents(cut.directory) == before
+    assert not (cut.directory / REPLAY).exists()
+    assert ledger.results(ResultKind.REPLAY) == []
+
+
+@pytest.mark.parametrize(("end", "steps", "start"), [(6, 3, 2), (6, 5, 0), (12, 2, 6)])
+def test_a_replay_may_begin_and_end_inside_a_batch_ramp(
+    run: FullRun, ledger: Ledger, end: int, steps: int, start: int
+) -> None:
+    """Steps of one batch to 4, of two to 8 and then of four; positions in batches of the first step."""
+    ramp = {"batch_tokens": 4 * BATCH, "batch_doublings": 2, "batch_ramp_tokens": 8 * BATCH}
+    segments = chain(Hyperparameters(learning_rate=0.01, **ramp), 24 * BATCH)
+    run = replace(run, segments=segments, checkpoint_every_tokens=2 * BATCH, keep_last=99)
+    train(run)
+    (run.directory / RESULT).unlink()
+    found = replay(run, steps, train, ledger, end=end * BATCH)
+    assert found is not None
+    assert (found.start, found.end, found.deviation) == (start * BATCH, end * BATCH, 0.0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
