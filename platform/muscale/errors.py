@@ -31,6 +31,10 @@ class StageError(MuscaleError):
     """A stage that can't give a result: an input is missing, or its outcome can't be used."""
 
 
+class DivergedError(StageError):
+    """A run that diverged, which it would do again."""
+
+
 class LedgerUnavailableError(MuscaleError):
     """A ledger that does not answer: its server or actor is gone, or could not be reached at all."""
 

@@ -23,10 +23,12 @@ from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import Launcher
+from muscale.full_runs.records.retries import divergence
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import CONTROL, METRICS
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
+from proxy_models.architecture.config import DROPPED
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import amended
 
@@ -35,7 +37,7 @@ LEVEL = 0.95
 _MOST_BLOCKS = 6
 """Longer blocks contain more of the autocorrelation. Simulated over 200 pairs, 95 % intervals then contain the mean in 95, 93 and 87 %
 of cases if neighbours correlate by .5, .8 and .95; with √n blocks it is 94, 90 and 70 %."""
-_MINIMISED = ("label_smoothing", "z_loss", "balance_loss", "router_z_loss")  # enter the training loss
+_IN_TRAINING_LOSS = (*DROPPED, "label_smoothing", "z_loss", "balance_loss", "router_z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class Control(Recorded):
         unpaired: Why there is no pair.
         evaluated_at: Tokens after the checkpoint at which both were last evaluated; None if they never were at the same tokens.
         child, control: Held-out losses on the parent's corpus there.
+        diverged: Why the control diverged; the pairs are of the steps before. Empty if it did not.
     """
 
     DERIVED = ("exceeds_noise",)
@@ -69,6 +72,7 @@ class Control(Recorded):
     evaluated_at: int | None
     child: float | None
     control: float | None
+    diverged: str = ""
 
     @property
     def exceeds_noise(self) -> bool | None:
@@ -77,6 +81,8 @@ class Control(Recorded):
 
     def __str__(self) -> str:
         lines = [f"control: {self.steps} steps of the parent's recipe, {self.n_tokens:,} tokens"]
+        if self.diverged:
+            lines.append(f"  it did not reach its end: {self.diverged}")
         if self.difference is None:
             lines.append(f"  training losses are not compared: {self.unpaired}")
         else:
@@ -130,8 +136,14 @@ def control_run(child: Amendment, steps: int, config: StudyConfig, manifest_hash
 
 
 def train_control(run: FullRun, train: Launcher) -> None:
-    """Train a control to its end, from its last checkpoint if there is one; only its records stay."""
-    train(run)
+    """Train a control to its end or its divergence, from its last checkpoint if there is one; only its records stay."""
+    if divergence(run.directory):
+        return
+    try:
+        train(run)
+    except StageError:
+        if not divergence(run.directory):
+            raise
     shutil.rmtree(run.directory / CHECKPOINTS, ignore_errors=True)
 
 
@@ -161,6 +173,7 @@ def compare(child: Amendment, run: FullRun, steps: int) -> Control:
         evaluated_at=common,
         child=None if common is None else ours_held[common],
         control=None if common is None else theirs_held[common],
+        diverged=divergence(run.directory),
     )
 
 
@@ -173,8 +186,10 @@ def _unpaired(child: Amendment, run: FullRun) -> str:
 
     if text(ours, child.position) != text(theirs, run.position):
         return "the two read other text"
-    if changed := [name for name in _MINIMISED if getattr(ours.model, name, 0) != getattr(theirs.model, name, 0)]:
-        return f"{', '.join(changed)} changes what is minimised"
+    if changed := [
+        name for name in _IN_TRAINING_LOSS if getattr(ours.model, name, 0) != getattr(theirs.model, name, 0)
+    ]:
+        return f"{', '.join(changed)} changes the training loss of the same weights"
     return ""
 
 

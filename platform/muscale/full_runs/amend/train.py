@@ -152,7 +152,7 @@ def train_amendment(
 ) -> Amended:
     """Train an amended run to its end, from its last checkpoint if there is one; return the result, also if it had finished before.
 
-    Its control, if it has one, is trained first.
+    Its control, if it has one, is trained first; if that diverges, its reason is part of the result.
 
     Args:
         ledger: Ledger of the study; records start, with the forecast, and result.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from muscale import json_lines
-from muscale.errors import MuscaleError, PreemptedError, StageError, of_storage
+from muscale.errors import DivergedError, MuscaleError, PreemptedError, StageError, of_storage
 from muscale.full_runs.records.goodput import ATTEMPTS
 
-Kind = Literal["preempted", "lost", "device", "program", "unknown"]
+Kind = Literal["preempted", "lost", "device", "diverged", "program", "unknown"]
 T = TypeVar("T")
 
 # By class name over the MRO, since neither Ray nor a CUDA build of torch may be installed.
@@ -45,12 +45,14 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error: a preemption, a lost worker (also its peers' errors), a device, or the program."""
+    """The kind of an error: a preemption, a lost worker (also its peers' errors), a device, a divergence, or the program."""
     names = {ancestor.__name__ for ancestor in type(error).__mro__}
     if isinstance(error, PreemptedError) or "PreemptionError" in names or getattr(error, "preempted", False):
         return "preempted"
     if names & _LOST:
         return "lost"
+    if isinstance(error, DivergedError):
+        return "diverged"
     if isinstance(error, _PROGRAM):
         return "program"
     if names & _DEVICE or (isinstance(error, RuntimeError) and _DEVICE_WORDS.search(str(error))):
@@ -91,7 +93,7 @@ def is_retryable(error: BaseException, history: Sequence[Failure] = ()) -> bool:
         history: Ends of all attempts, including the last; an error that occurred twice at the same step will recur. The loss of a
             peer has no known cause and may recur at any step.
     """
-    if any(kind_of(cause) == "program" for cause in root_causes(error)):
+    if any(kind_of(cause) in ("diverged", "program") for cause in root_causes(error)):
         return False
     last = max((failure.attempt for failure in history), default=0)
     specific = [failure for failure in history if failure.kind in ("device", "unknown")]
@@ -114,6 +116,12 @@ def failures(directory: Path) -> list[Failure]:
             text = re.sub(r"\d+", "#", record["error"])
             found.append(Failure(attempt=attempt, step=record["step"], kind=record["kind"], error=text))
     return found
+
+
+def divergence(directory: Path) -> str:
+    """Reason for which a run's last attempt diverged, as recorded; empty if it did not."""
+    last = next(iter(reversed(json_lines.read(directory / ATTEMPTS))), {})
+    return str(last["error"]).partition(": ")[2] if last.get("kind") == "diverged" else ""
 
 
 def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import json_lines
-from muscale.errors import PreemptedError, StageError
+from muscale.errors import DivergedError, PreemptedError, StageError
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.distributed import broadcast_from_rank0
 from muscale.full_runs.full_run import FullRun
@@ -282,7 +282,7 @@ class FullRunModule(L.LightningModule):
         )
 
     def _read(self) -> bool:
-        """Read and record the figures of the steps taken; False if the last step does not count. Raise StageError on divergence."""
+        """Read and record the figures of the steps taken; False if the last step does not count. Raise DivergedError on divergence."""
         last = self.tokens
         for one, row, verdict in self.step_log.read(self._stepper):
             if verdict and self.run.on_spike:
@@ -292,7 +292,7 @@ class FullRunModule(L.LightningModule):
                     return False
             elif isinstance(verdict, Divergence):
                 self.tokens = one.before
-                raise StageError(f"promote: the run diverged: {verdict.reason}")
+                raise DivergedError(f"promote: the run diverged: {verdict.reason}")
             else:
                 self._record(one, row)
         return last == self.tokens
@@ -310,12 +310,12 @@ class FullRunModule(L.LightningModule):
         self.tokens = self._recorded = step.after
 
     def _intervene(self, tokens: int, number: int, reason: str) -> bool:
-        """Skip the step after `tokens` tokens, or roll back (True) to skip it; raise StageError if no further one is allowed."""
+        """Skip the step after `tokens` tokens, or roll back (True) to skip it; raise DivergedError if no further one is allowed."""
         policy = self.run.on_spike
         if policy is None:
             raise RuntimeError("on_spike is not set")
         if self.interventions.is_spent:
-            raise StageError(
+            raise DivergedError(
                 f"promote: the run diverged: {reason}, after {policy.max_interventions} interventions; "
                 "promote.max_interventions would allow more"
             )
@@ -366,7 +366,7 @@ class FullRunModule(L.LightningModule):
         """Evaluate and save if due since `before` tokens, and end the run if it was preempted.
 
         Raises:
-            StageError: If the run diverged by its validation loss.
+            DivergedError: If the run diverged by its validation loss.
             PreemptedError: After the state is saved.
         """
         run, tokens, flags = self.run, self.tokens, self._flags
@@ -381,7 +381,7 @@ class FullRunModule(L.LightningModule):
                 is_warm=tokens > run.recipe_before(tokens).warmup_tokens,
             )
             if divergence:
-                raise StageError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
+                raise DivergedError(f"promote: the run diverged: {divergence.reason} at step {divergence.step}")
             larger = {name: figure.tolist() for name, figure in self._stepper.figures.items() if figure.dim()}
             self.step_log.rows[-1] |= losses | larger
         self.step_log.flush()  # before the save, since a checkpoint implies that the rows before it are written

@@ -104,7 +104,9 @@ def test_another_batch_is_compared_over_the_same_tokens(case: Case) -> None:
     assert found.exceeds_noise is None
 
 
-@pytest.mark.parametrize("change", [{"model__label_smoothing": 0.2}, {"corpus__source": "code"}])
+@pytest.mark.parametrize(
+    "change", [{"model__label_smoothing": 0.2}, {"model__mlp_dropout": 0.2}, {"corpus__source": "code"}]
+)
 def test_losses_of_another_kind_or_text_are_not_paired_but_held_out_text_is_evaluated(
     case: Case, change: dict[str, Any]
 ) -> None:
@@ -193,6 +195,42 @@ def test_killed_in_every_phase_and_run_again_it_has_the_same_key_and_losses(case
         assert losses(cases[0].directory / FULL_RUNS / folder) == losses(cases[1].directory / FULL_RUNS / folder)
     for one in cases:
         one.ledger.close()
+
+
+def test_a_control_that_diverges_is_recorded_and_the_run_is_trained(case: Case, tmp_path: Path) -> None:
+    elsewhere = copied(case, tmp_path / "study")
+    child = elsewhere.amended(parent__run=case.plan.key, parent__tokens=HALF, control=6, hyperparameters__beta1=0.8)
+    folder, launched = child.folder / f"{CONTROL}={6 * BATCH}", []
+
+    def launch(run: FullRun) -> Any:
+        launched.append(run.directory)
+        if run.directory == folder:
+            wild = (replace(one, recipe=replace(one.recipe, learning_rate=1e12)) for one in run.segments)
+            return train(replace(run, segments=tuple(wild)))
+        if len(launched) == 2:
+            raise Killed
+        return train(run)
+
+    with pytest.raises(Killed):
+        train_amendment(child, case.config, elsewhere.ledger, launcher=launch)
+    done = train_amendment(child, case.config, elsewhere.ledger, launcher=launch)
+    assert launched == [folder, child.folder, child.folder], "a control that has diverged is not trained again"
+    found = control_of(done)
+    assert found.diverged
+    assert found.n_pairs == len(losses(folder)) < 6
+    assert found.evaluated_at is None
+    assert found.diverged in str(done)
+    assert done.to_dict()["control"]["diverged"] == found.diverged
+    assert Amended.from_dict(json.loads(json.dumps(done.to_dict()))) == done
+    assert not (folder / CHECKPOINTS).exists()
+
+    def failing(run: FullRun) -> Any:
+        raise StageError("the control's devices")
+
+    other = elsewhere.amended(parent__run=case.plan.key, parent__tokens=HALF, control=6, hyperparameters__beta1=0.7)
+    with pytest.raises(StageError, match="devices"):
+        train_amendment(other, case.config, elsewhere.ledger, launcher=failing)
+    elsewhere.ledger.close()
 
 
 def test_an_amended_parent_is_replayed_from_its_checkpoints_and_from_the_one_at_which_it_began(case: Case) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from muscale import json_lines
-from muscale.errors import PreemptedError, StageError
+from muscale.errors import DivergedError, PreemptedError, StageError
 from muscale.full_runs.records import attempts, goodput
 from muscale.full_runs.records.goodput import Goodput, measure, record_attempt
 from muscale.full_runs.records.retries import Failure, describe, failures, is_retryable, kind_of, train_with_retries
@@ -47,7 +47,8 @@ GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by pe
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "device"),
         (torch.OutOfMemoryError("CUDA out of memory"), "device"),
         (OSError(28, "No space left on device"), "device"),
-        (StageError("promote: the run diverged: the training loss is nan at step 3"), "program"),
+        (DivergedError("promote: the run diverged: the training loss is nan at step 3"), "diverged"),
+        (StageError("promote: precision fp16 can't be trained here"), "program"),
         (ValueError("promote.workers must be positive"), "program"),
         (FileNotFoundError("no corpus"), "program"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "unknown"),
@@ -55,7 +56,7 @@ GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by pe
 )
 def test_errors_are_classified_and_only_the_program_s_own_is_not_retried(error: Exception, kind: str) -> None:
     assert kind_of(error) == kind
-    assert is_retryable(error) == (kind != "program")
+    assert is_retryable(error) == (kind not in ("diverged", "program"))
 
 
 def test_of_a_group_of_workers_the_one_that_failed_first_decides_and_not_those_that_lost_it() -> None:
