@@ -22,6 +22,7 @@ import pandas as pd
 from scaling import OneSize
 from scaling.fits.ensemble import BaseFits, fit_ensemble
 from scaling.fits.forecast import interval_factor, log_scale
+from scaling.fits.support import unsupported
 from scaling.forms.problem import Restricted
 from tests.benchmarks.ladders import ladders, table
 
@@ -98,6 +99,7 @@ def forecasts(rows: pd.DataFrame, later: pd.DataFrame) -> pd.DataFrame:
             "no change": 100 * np.abs(np.log(rows["loss"].iloc[-1]) - measured),
             "held": 100 * (error.abs() <= reach),
             "width": 200 * np.sinh(reach),
+            "rising": 100.0 * ("rising" in unsupported(rows, None, SIZE, tokens.max())),
         }
     )
 
@@ -120,7 +122,7 @@ def main() -> None:
     rows["times"] = pd.cut(rows["times"], [1, 2.02, 4.1, 10], labels=["to 2", "to 4", "beyond"])
     rows["ladders"] = np.where(rows["family"] == "planted", "planted", "public")
     shown = {name: (name, "mean") for name in ("error", "bias", "D_0 = 0", "no change", "held")}
-    shown |= {"width": ("width", "median"), "forecasts": ("held", "size")}
+    shown |= {"width": ("width", "median"), "rising": ("rising", "mean"), "forecasts": ("held", "size")}
     for by in (["ladders", "kind", "times"], ["ladders", "runs"], ["family"]):
         print(rows.groupby(by, observed=True).agg(**shown).round(2).to_string(), end="\n\n")
 

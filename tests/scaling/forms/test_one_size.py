@@ -20,6 +20,7 @@ from scaling import (
     next_runs,
 )
 from scaling.errors import TooFewRunsError
+from scaling.fits.support import unsupported
 from scaling.forms import forecast_form, form_named
 from scaling.forms.one_size import PowerOfTokens
 from scaling.forms.problem import Problem
@@ -138,6 +139,47 @@ def test_support_is_of_the_size_and_of_lengths_near_the_runs() -> None:
     assert found.unsupported_reasons(SIZE, 7.9e9) == ()
     for target in ((2 * SIZE, 4e9), (SIZE, 9e9), (SIZE, 1e8)):
         assert len(found.unsupported_reasons(*target)) == 1
+
+
+DOUBLINGS = 2.0 ** np.arange(5)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        2.5 * DOUBLINGS**0.01,
+        2.5 * DOUBLINGS**0.01 * np.exp(0.002 * np.random.default_rng(0).standard_normal(5)),
+        np.array([2.6, 2.5, 2.45, 2.5, 2.6]),
+        np.array([2.6, 2.5, 2.45, 2.44, 2.5]),
+    ],
+)
+def test_losses_that_rise_towards_the_longest_runs_support_no_forecast(losses: np.ndarray) -> None:
+    rows = pd.DataFrame({"n_params": SIZE, "n_tokens": 1e9 * DOUBLINGS, "loss": losses})
+    found = fit(rows, n_params_convention="total", n_bootstrap=2)
+    assert "rising" in unsupported(found.rows, found.ensemble, SIZE, 6.4e10)
+    assert not found.forecast(SIZE, 6.4e10).supported
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.004, 0.007])
+@pytest.mark.parametrize("start", [1e6, 3e8, 1e10])
+def test_falling_losses_with_noise_are_hardly_ever_called_rising(start: float, noise: float) -> None:
+    law, generator = OneSize().law(**{**NUMBERS, "D_0": start}), np.random.default_rng(0)
+    called = 0
+    for n_runs in np.resize([3, 4, 5, 8], 200):
+        tokens = np.geomspace(1e8, 2e9, n_runs)
+        losses = law.loss(SIZE, tokens) * np.exp(noise * generator.standard_normal(n_runs))
+        rows = pd.DataFrame({"n_params": SIZE, "n_tokens": tokens, "stem": np.arange(n_runs), "loss": losses})
+        called += "rising" in unsupported(rows, None, SIZE, 4e9)
+    assert called <= 10
+
+
+def test_a_planned_run_takes_no_part_in_whether_losses_rise() -> None:
+    rows = pd.DataFrame(
+        {"n_params": SIZE, "n_tokens": 1e9 * DOUBLINGS, "stem": range(5), "loss": 2.5 * DOUBLINGS**0.01}
+    )
+    planned = pd.concat([rows, rows.tail(1).assign(n_tokens=3.2e10, stem=5, loss=np.nan)], ignore_index=True)
+    assert "rising" in unsupported(planned, None, SIZE, 6.4e10)
+    assert "rising" not in unsupported(planned.assign(loss=np.nan), None, SIZE, 6.4e10)
 
 
 def test_no_size_is_chosen() -> None:
