@@ -165,12 +165,12 @@ def _rise(rows: pd.DataFrame) -> float:
     The noise is that of the residuals of a parabola over all runs, pooled with the usual noise.
     """
     x, y = np.log(rows["n_tokens"].to_numpy(np.float64)), np.log(rows["loss"].to_numpy(np.float64))
-    x = x - x.mean()
     lengths = np.unique(x)
     degree = min(2, len(lengths) - 1)
     if degree < 1:
         return -math.inf
-    residuals = y - np.polyval(np.polyfit(x, y, degree), x)
+    centred = x - x.mean()
+    residuals = y - np.polyval(np.polyfit(centred, y, degree), centred)
     variance = (_USUAL_RUNS * _USUAL_NOISE**2 + residuals @ residuals) / (_USUAL_RUNS + len(x) - degree - 1)
     slopes = []
     for first in lengths[:-1]:
