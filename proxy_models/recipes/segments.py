@@ -38,9 +38,9 @@ class Segment(Serializable):
     def __post_init__(self) -> None:
         ramp = self.recipe.ramp
         if not 0 <= self.start < self.end or not all(map(ramp.ends_step, (self.start, self.end))):
-            within = f", in the first {ramp.ramp_tokens} of the ramp's steps," if ramp.doublings else ""
+            ramped = f" (smaller ones within the ramp's first {ramp.ramp_tokens} tokens)" if ramp.doublings else ""
             raise ValueError(
-                f"a segment runs over whole batches of {ramp.batch_tokens} tokens{within} from start to a later end, "
+                f"a segment runs over whole batches of {ramp.batch_tokens} tokens{ramped} from start to a later end, "
                 f"got {self.start} to {self.end}"
             )
 
