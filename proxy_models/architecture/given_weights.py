@@ -302,12 +302,12 @@ def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> GivenW
     tensors = {name: tensor for name, tensor in _open(folder).items() if not name.endswith(_BUFFERS)}
     try:
         with _quiet():
-            network, told = AutoModelForCausalLM._model_mapping[config_class].from_pretrained(
+            network, reported = AutoModelForCausalLM._model_mapping[config_class].from_pretrained(
                 None,
                 config=wanted,
                 state_dict=tensors,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # listed in `told`
+                ignore_mismatched_sizes=True,  # listed in `reported`
                 output_loading_info=True,
             )
     except RuntimeError as error:  # its text points to the table of faults, which is not printed
@@ -320,11 +320,11 @@ def _read_same(folder: Path, config: Mapping[str, Any], model: Member) -> GivenW
     _require_none(
         folder,
         {
-            "missing": sorted(told["missing_keys"]),
-            "left over": sorted(told["unexpected_keys"]),
+            "missing": sorted(reported["missing_keys"]),
+            "left over": sorted(reported["unexpected_keys"]),
             "of another shape": [
                 f"{name} {tuple(there)} instead of {tuple(here)}"
-                for name, there, here in sorted(told["mismatched_keys"])
+                for name, there, here in sorted(reported["mismatched_keys"])
             ],
             "different from the tensor to which it is tied": sorted(name.removeprefix(_NETWORK) for name in untied),
         },
@@ -479,8 +479,8 @@ def _require_shapes(
 
 def _require_none(folder: Path, problems: Mapping[str, Sequence[str]]) -> None:
     """Raise GivenWeightsError listing tensors by the kind of their fault."""
-    if told := [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]:
-        raise GivenWeightsError(f"{folder}: the tensors must be those of [model]: {'; '.join(told)}")
+    if reported := [f"{kind}: {_first(names)}" for kind, names in problems.items() if names]:
+        raise GivenWeightsError(f"{folder}: the tensors must be those of [model]: {'; '.join(reported)}")
 
 
 def _first(names: Sequence[str]) -> str:

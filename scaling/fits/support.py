@@ -149,7 +149,7 @@ def _of_length(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str
             f"{n_tokens / longest:.3g} times the tokens of the longest run: tested to {MAX_TIMES:g}; a run of "
             f"{n_tokens / MAX_TIMES:.3g} tokens would bring it inside"
         )
-    if (slope := _rise(rows[rows["loss"].notna()])) > MAX_RISE:
+    if "loss" in rows and (slope := _rise(rows[rows["loss"].notna()])) > MAX_RISE:  # planned runs have none
         found["rising"] = (
             f"the losses of the longest runs rise with the tokens, by {slope:.2g} standard errors: the law can only fall, tested to "
             f"{MAX_RISE:g}; repeated text or too high a rate may cause it"
