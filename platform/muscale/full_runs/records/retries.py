@@ -120,8 +120,9 @@ def failures(directory: Path) -> list[Failure]:
 
 def divergence(directory: Path) -> str:
     """Reason for which a run's last attempt diverged, as recorded; empty if it did not."""
-    last = next(iter(reversed(json_lines.read(directory / ATTEMPTS))), {})
-    return str(last["error"]).partition(": ")[2] if last.get("kind") == "diverged" else ""
+    attempts = json_lines.read(directory / ATTEMPTS)
+    diverged = bool(attempts) and attempts[-1].get("kind") == "diverged"
+    return str(attempts[-1]["error"]).partition(": ")[2] if diverged else ""
 
 
 def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:

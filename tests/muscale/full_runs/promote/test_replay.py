@@ -165,8 +165,8 @@ def test_a_replay_may_begin_and_end_inside_a_batch_ramp(
     run: FullRun, ledger: Ledger, end: int, steps: int, start: int
 ) -> None:
     """Steps of one batch to 4, of two to 8 and then of four; positions in batches of the first step."""
-    ramp = {"batch_tokens": 4 * BATCH, "batch_doublings": 2, "batch_ramp_tokens": 8 * BATCH}
-    segments = chain(Hyperparameters(learning_rate=0.01, **ramp), 24 * BATCH)
+    ramped = Hyperparameters(learning_rate=0.01, batch_tokens=4 * BATCH, batch_doublings=2, batch_ramp_tokens=8 * BATCH)
+    segments = chain(ramped, 24 * BATCH)
     run = replace(run, segments=segments, checkpoint_every_tokens=2 * BATCH, keep_last=99)
     train(run)
     (run.directory / RESULT).unlink()
