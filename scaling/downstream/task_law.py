@@ -280,10 +280,10 @@ class _Laws:
             return {}
         try:
             laws: dict[str, ScoreLaw | TwoStep] = {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
+            sizes = [(float(of), float(to)) for of, to in largest[["n_params", "n_tokens"]].to_numpy()]
+            ahead = {name: np.array([law.forecast(*size).value for size in sizes]) for name, law in laws.items()}
         except (ScalingError, TooFewRunsError):
             return {}
-        sizes = [(float(of), float(to)) for of, to in largest[["n_params", "n_tokens"]].to_numpy()]
-        ahead = {name: np.array([law.forecast(*size).value for size in sizes]) for name, law in laws.items()}
         return {name: float(np.sqrt(((value - largest[self.metric]) ** 2).mean())) for name, value in ahead.items()}
 
 

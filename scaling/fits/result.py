@@ -168,8 +168,10 @@ class ScalingFit(JsonResult):
 
         Raises:
             ValueError: a column is missing or unknown to the law, or not finite and positive, or `level` is not between 0 and 1.
-            ScalingError: forecasts were not tested for the columns of the law.
+            ScalingError: forecasts were not tested for the columns of the law, or it is one of another size.
         """
+        if self.one_size not in (None, n_params):
+            raise ScalingError(f"all runs have {self.one_size:.4g} parameters, so they say nothing of {n_params:.4g}")
         reasons = self.unsupported_reasons(n_params, n_tokens, **columns)
         return forecast(self.law, self.ensemble, n_params, n_tokens, level=level, reasons=reasons, columns=columns)
 

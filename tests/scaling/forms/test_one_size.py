@@ -139,6 +139,8 @@ def test_support_is_of_the_size_and_of_lengths_near_the_runs() -> None:
     assert found.unsupported_reasons(SIZE, 7.9e9) == ()
     for target in ((2 * SIZE, 4e9), (SIZE, 9e9), (SIZE, 1e8)):
         assert len(found.unsupported_reasons(*target)) == 1
+    with pytest.raises(ScalingError, match="parameters"):
+        found.forecast(2 * SIZE, 4e9)
 
 
 DOUBLINGS = 2.0 ** np.arange(5)
