@@ -17,26 +17,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
-from scaling.presentation import lines, span
+from scaling.presentation import lines
 from scaling.schedules.schedule_curve import peak_and_depth
 from scaling.schedules.schedule_forecast import GROWTH, ScheduleEffect, ScheduleForecast, Widening, default_scale
-from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall, noise_of
+from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall
+from scaling.schedules.schedule_path import (
+    TAIL,
+    ForecastAhead,
+    SchedulePath,
+    above_zero,
+    anchored,
+    by_own_law,
+    rows_at,
+    unlike,
+)
 from scaling.schedules.size_transfer import constant_rate_loss, transferred
 from scaling.serialization import FittedResult, TableLayout
 
-TAIL = 0.2
-"""Share of the measured steps, up to the last, whose residual sets the level. Of .05, .1, .2 and .4, this one had the least mean error
-on the curves of 25M and 100M parameters: right after a drop of the rate, the law errs for some hundred steps."""
 MEASURED_SHARES = (0.4, 0.6, 0.8)
 """Shares of a held-out curve that are measured when it is forecast, next to 0."""
 ALIKE_GAIN = 0.5
@@ -63,8 +69,6 @@ LENGTH = 1000.0
 SAME_SCHEDULE, SAME_RATES = 0.02, 0.01
 """Largest difference of lengths, and mean difference of rates as a share of the peak, between two runs of the same schedule (a sudden
 drop may lie between other rows)."""
-POINTS_KEPT = 40
-"""Rows per fitted curve that tell how near to the fitted curves a schedule comes."""
 COOLDOWN_ROWS = 200
 """Rows of the cooldown of `anneal_now`."""
 
@@ -116,9 +120,9 @@ class ScheduleFit(FittedResult):
         """
         target = self._target(n_params, length)
         run = run.sort_values("step", kind="stable") if "step" in run else run
-        path = _Path.of(self._in_units(run, length), np.inf)
+        path = SchedulePath.of(self._in_units(run, length), np.inf)
         steps = run["step"].to_numpy(np.float64)
-        rows = _rows_at(path, steps, at)
+        rows = rows_at(path, steps, at)
         ahead = self._ahead(path, target)
         widening = self._widening(path, target, float(ahead.gain[rows].max()))
         k = widening.k
@@ -160,7 +164,7 @@ class ScheduleFit(FittedResult):
             ValueError, ScalingError: as `forecast`, or no loss is measured.
         """
         target = self._target(n_params, length)
-        paths = [_Path.of(self._in_units(each, length), np.inf) for each in (run, planned)]
+        paths = [SchedulePath.of(self._in_units(each, length), np.inf) for each in (run, planned)]
         if (last := paths[0].last) is None or paths[1].last is None:
             raise ValueError("loss must be measured in some rows of both schedules, got none")
         ours, theirs = (self._ahead(path, target) for path in paths)
@@ -172,7 +176,7 @@ class ScheduleFit(FittedResult):
             of_difference, of_gain = (
                 float(self._transferred(values, target)[1][0]) for values in (shares[0] - shares[1], shares[0])
             )
-            error = math.hypot(of_difference, _unlike(*paths) * of_gain)
+            error = math.hypot(of_difference, unlike(*paths) * of_gain)
         widening = self._widening(paths[0], target, float(max(ours.gain[-1], theirs.gain[-1])))
         doubt = gain if self._misfit(target).k > MAX_WIDENING else 0.0
         scale = math.hypot(widening.k * GROWTH * math.sqrt(gain + power), error, doubt)
@@ -277,10 +281,10 @@ class ScheduleFit(FittedResult):
             values, np.log(np.array([*fitted.values()])).T, np.log(np.array([target[name] for name in fitted]))
         )
 
-    def _ahead(self, path: _Path, target: Mapping[str, float]) -> _Ahead:
+    def _ahead(self, path: SchedulePath, target: Mapping[str, float]) -> ForecastAhead:
         index = self._law_index(target)
         if index is not None:
-            return _by_own_law(self.laws[index], path, self.curves[self.curves["group"] == index])
+            return by_own_law(self.laws[index], path, self.curves[self.curves["group"] == index])
         recent = path.recent(OWN_SHARE)
         if path.last is None or len(recent) < MIN_OWN_ROWS:
             raise ScalingError(
@@ -293,24 +297,24 @@ class ScheduleFit(FittedResult):
             logs = np.stack([np.interp(path.steps, c["step"], np.log(c["loss"])) for c in followed if c is not None])
             ratio, error = self._transferred(logs - logs[:, last, None], target)
             loss = np.exp(ratio)
-            return _anchored(path, last, loss, np.zeros(len(ratio)), ratio * loss, error * loss)
+            return anchored(path, last, loss, np.zeros(len(ratio)), ratio * loss, error * loss)
         power = self.laws[0].terms(path.frame)[0]
         share, error = self._transferred(self._gain_shares(path, last), target)
         now = math.exp(path.log_loss[path.recent(TAIL)].mean())
         level, factor = constant_rate_loss(power[recent], np.exp(path.log_loss[recent]) + now * share[recent])
         distance = (power - power[recent].mean()) / np.linalg.norm(power[recent] - power[recent].mean())
         error = now * np.hypot(error, distance * np.sqrt(np.square(path.noise[recent]).mean()))
-        return _anchored(path, last, level + factor * power - now * share, factor * power, now * share, error)
+        return anchored(path, last, level + factor * power - now * share, factor * power, now * share, error)
 
-    def _gain_shares(self, path: _Path, last: int) -> Array:
+    def _gain_shares(self, path: SchedulePath, last: int) -> Array:
         """Gain of the decay since a row, by the law of each group, as a share of its loss there, [groups, rows]."""
         found = []
         for law in self.laws:
             power, gain = law.terms(path.frame)
-            found.append((gain - gain[last]) / _above_zero(law.L0 + power - gain, path)[last])
+            found.append((gain - gain[last]) / above_zero(law.L0 + power - gain, path)[last])
         return np.stack(found)
 
-    def _followed(self, group: int, path: _Path) -> pd.DataFrame | None:
+    def _followed(self, group: int, path: SchedulePath) -> pd.DataFrame | None:
         """Fitted curve of this group that has the path's schedule to its end; None if there is none."""
         curves = self.curves[self.curves["group"] == group]
         rates = path.frame["lr"].to_numpy(np.float64)
@@ -325,7 +329,7 @@ class ScheduleFit(FittedResult):
         """Widening by the residuals of the curves of this group, or of all groups if it was not fitted."""
         return Widening.of_fit(max(law.rms for law in self._laws_for(target)))
 
-    def _widening(self, path: _Path, target: Mapping[str, float], gain: float) -> Widening:
+    def _widening(self, path: SchedulePath, target: Mapping[str, float], gain: float) -> Widening:
         """Largest widening by the fitted curves, those left out, and the run itself, for a forecast whose decay gains `gain`."""
         squares = self._squares(path.last is not None, gain)
         return max(Widening.of(squares), Widening.of(self._own_squares(path, target)), self._misfit(target))
@@ -341,7 +345,7 @@ class ScheduleFit(FittedResult):
         squares = (rows["error"] / rows["scale"]) ** 2
         return np.asarray(squares.groupby([rows["group"], rows["run"]]).mean(), np.float64)
 
-    def _own_squares(self, path: _Path, target: Mapping[str, float]) -> Array:
+    def _own_squares(self, path: SchedulePath, target: Mapping[str, float]) -> Array:
         """Mean square of (error / default scale) of the run's last measured loss, forecast from earlier steps, [1]; [0] if too few."""
         if path.last is None:
             return np.empty(0)
@@ -448,7 +452,7 @@ def _held_out(groups: Sequence[pd.DataFrame], warmup_steps: float) -> pd.DataFra
 def _errors(law: ScheduleLaw, fitted: pd.DataFrame, curve: pd.DataFrame) -> list[dict[str, float]]:
     """Errors of the law at the last loss of a curve to which it was not fitted, by the share of the curve that is measured."""
     found: list[dict[str, float]] = []
-    whole = _Path.of(curve, np.inf)
+    whole = SchedulePath.of(curve, np.inf)
     if (last := whole.last) is None:
         return found
     for share in (0.0, *MEASURED_SHARES):
@@ -456,7 +460,7 @@ def _errors(law: ScheduleLaw, fitted: pd.DataFrame, curve: pd.DataFrame) -> list
         if share and path.last is None:
             continue
         try:
-            ahead = _by_own_law(law, path, fitted)
+            ahead = by_own_law(law, path, fitted)
         except ScalingError:
             error, scale, gain = NO_LOSS_ERROR, float(default_scale(np.zeros(1), share > 0)[0]), 1.0
         else:
@@ -466,144 +470,6 @@ def _errors(law: ScheduleLaw, fitted: pd.DataFrame, curve: pd.DataFrame) -> list
     return found
 
 
-def _rows_at(path: _Path, steps: Array, at: Sequence[float] | None) -> NDArray[np.intp]:
-    """Indices of the rows to forecast, by their steps as given."""
-    if at is None:
-        rows = np.array([len(steps) - 1])
-    else:
-        wanted = positive("at", list(at))
-        rows = np.minimum(np.searchsorted(steps, wanted), len(steps) - 1)
-        if (wrong := steps[rows] != wanted).any():
-            raise ValueError(f"at must hold steps of the schedule's rows, got {wanted[wrong][0]:g}")
-    if path.last is not None and (rows <= path.last).any():
-        raise ValueError(
-            f"the step to forecast must lie after the last measured one, {steps[path.last]:g}, got {steps[rows].min():g}"
-        )
-    return rows
-
-
 def _kept(curves: pd.DataFrame, group: int) -> pd.DataFrame:
     rows = curves.loc[curves["loss"].notna(), ["run", "step", "lr", "loss"]].sort_values(["run", "step"])
     return rows.astype({"step": np.float64, "lr": np.float64, "loss": np.float64}).assign(group=group)
-
-
-def _points(law: ScheduleLaw, curves: pd.DataFrame) -> Array:
-    """Law's two terms, nats, in rows of the curves, [points, 2]."""
-    parts = []
-    for _, part in curves.groupby("run", sort=True):
-        terms = np.stack(law.terms(part.sort_values("step")), axis=1)
-        parts.append(terms[np.unique(np.linspace(0, len(terms) - 1, min(len(terms), POINTS_KEPT)).astype(int))])
-    return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
-class _Path:
-    """A run's schedule in the order of steps, and its measured rows up to some step.
-
-    Attributes:
-        frame: `step` and `lr`.
-        log_loss: NaN where it is not measured, [rows].
-        noise: standard error of the log loss, [rows].
-        known: indices of measured rows.
-    """
-
-    frame: pd.DataFrame
-    steps: Array
-    log_loss: Array
-    noise: Array
-    known: NDArray[np.intp]
-
-    @property
-    def last(self) -> int | None:
-        """Index of the last measured row."""
-        return int(self.known[-1]) if len(self.known) else None
-
-    @classmethod
-    def of(cls, run: pd.DataFrame, upto: float) -> _Path:
-        require_columns(run, ("step", "lr"))
-        ordered = run.sort_values("step", kind="stable").reset_index(drop=True)
-        steps, loss = numbers(ordered, "step"), np.full(len(ordered), np.nan)
-        if "loss" in ordered:
-            measured = ordered["loss"].notna().to_numpy()
-            loss[measured] = numbers(ordered[measured], "loss")
-        kept = [name for name in ("run", "step", "lr") if name in ordered]
-        return cls(ordered[kept], steps, np.log(loss), noise_of(ordered), np.flatnonzero(~np.isnan(loss))).upto(upto)
-
-    def upto(self, step: float) -> _Path:
-        """Return the path with its losses up to this step."""
-        return replace(self, known=self.known[self.steps[self.known] <= step])
-
-    def recent(self, share: float) -> NDArray[np.intp]:
-        """Indices of the measured rows in the last share of the steps up to the last measured one."""
-        steps = self.steps[self.known]
-        recent: NDArray[np.intp] = self.known[steps > (1 - share) * steps.max(initial=0.0)]
-        return recent
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """Forecast at each row of a path, [rows].
-
-    Attributes:
-        change: x of the default scale.
-        gain: gain of the decay since the last measured row, as a share of the loss; 0 if none is measured.
-        error: standard error, as a share of the loss, of a gain carried from other groups, and of the run's level and slope.
-    """
-
-    log_loss: Array
-    change: Array
-    gain: Array
-    error: Array
-
-    def scale(self, path: _Path, row: int, measured: bool = True) -> float:
-        """Scale, with k = 1, of the difference to the measured loss of this row."""
-        return math.hypot(default_scale(self.change[row], measured), self.error[row], path.noise[row])
-
-
-def _unlike(run: _Path, other: _Path) -> float:
-    """Share of the sum of the rates after the last measured row in which two schedules differ, from 0 to 1."""
-    last = run.steps[run.known[-1]]
-    steps = np.union1d(run.steps, other.steps)
-    steps = steps[steps > last]
-    rates = [np.interp(steps, path.steps, path.frame["lr"].to_numpy(np.float64), right=0.0) for path in (run, other)]
-    most = np.trapezoid(np.maximum(*rates), steps)
-    return float(np.trapezoid(np.abs(rates[0] - rates[1]), steps) / most) if most > 0 else 0.0
-
-
-def _by_own_law(law: ScheduleLaw, path: _Path, curves: pd.DataFrame) -> _Ahead:
-    """Forecast by a law of the run's group, which was fitted to these curves."""
-    power, gain = law.terms(path.frame)
-    if path.last is not None:
-        loss = law.L0 + power - gain
-        return _anchored(path, path.last, loss, power, gain - gain[path.last], np.zeros(len(power)))
-    loss = _above_zero(law.L0 + power - gain, path)
-    points = _points(law, curves)
-    near = np.abs(power[:, None] - points[:, 0]) + np.abs(gain[:, None] - points[:, 1])
-    return _Ahead(np.log(loss), near.min(axis=1) / loss, np.zeros(len(loss)), np.zeros(len(loss)))
-
-
-def _anchored(path: _Path, last: int, loss: Array, power: Array, gain: Array, error: Array) -> _Ahead:
-    """Forecast by the law's loss, times the factor that fits the last part of the measured steps.
-
-    Args:
-        last: index of the last measured row.
-        power: term of the loss at a constant rate, nats, [rows].
-        gain: gain of the decay since the last measured row, nats, [rows].
-        error: standard error of a transferred gain and of the slope at a constant rate, nats, [rows].
-    """
-    loss, recent = _above_zero(loss, path), path.recent(TAIL)
-    shift = float((path.log_loss[recent] - np.log(loss[recent])).mean())
-    change = (np.abs(power - power[last]) + np.abs(gain)) / loss
-    of_level = float(np.linalg.norm(path.noise[recent])) / len(recent)
-    return _Ahead(np.log(loss) + shift, change, np.abs(gain) / loss, np.hypot(error / loss, of_level))
-
-
-def _above_zero(loss: Array, path: _Path) -> Array:
-    least = int(np.argmin(loss))
-    if loss[least] <= 0:
-        rates = path.frame["lr"]
-        raise ScalingError(
-            f"the law gives a loss of {loss[least]:.3g} at step {path.steps[least]:g}; the schedule's rates, "
-            f"{span(float(rates.min()), float(rates.max()))}, lie too far from the fitted ones"
-        )
-    return loss

@@ -11,7 +11,8 @@ The scale s of the error of log loss at step t is
     k  rms of z, error / scale with k = 1, over fitted schedules, each forecast by the law of the others; 1 counts as 4 of them, and as
        fewer, 4/(mean z²), if z² is above 1 in the mean, so that curves without a law are not judged by those that had one. With a
        measured loss, only forecasts count whose decay gained at least half as much: a constant rate says nothing of a cooldown
-    r  error of a change carried from other sizes, as a share of the loss (`scaling.schedules.size_transfer`); 0 for a fitted size
+    r  error of a change carried from other sizes and lengths (`scaling.schedules.size_transfer`; 0 for fitted ones), and of the run's
+       own level and slope by the noise of its losses, as a share of the loss
     g  gain of the decay since the last measured step, as a share of the loss, by the law; it counts if the rms of the fitted
        curves' log residuals is above .0034
 

@@ -241,12 +241,12 @@ def test_short_runs_forecast_a_longer_one(noise: float) -> None:
     assert effect.half_width < math.log(made.high / made.loss) + 1e-4
     same = fit.effect(asked, asked, n_params=100e6, length=LENGTH)
     assert (same.log_ratio, same.half_width, same.reasons) == (0.0, 0.0, ())
-    with pytest.raises(ValueError, match="measured .* got none"):
+    with pytest.raises(ValueError, match="loss"):
         fit.effect(run.drop(columns="loss"), run.drop(columns="loss"), n_params=25e6, length=LENGTH // 8)
     now = asked[asked["loss"].notna()]
     by_share = fit.anneal_now(now, n_params=100e6, length=LENGTH)
     assert [one.step for one in by_share] == pytest.approx(now["step"].max() * np.array([1.1, 1.2, 1.3]))
-    with pytest.raises(ValueError, match="length .*got None"):
+    with pytest.raises(ValueError, match="length"):
         fit.forecast(asked, n_params=100e6)
     with pytest.raises(ValueError, match="warmup_share"):
         fit_schedules(pd.concat(parts, ignore_index=True), warmup_steps=100)
@@ -258,7 +258,7 @@ def test_noise_is_no_misfit() -> None:
     stated, silent = (fit_schedule_law(table, warmup_steps=WARMUP) for table in (rows.assign(noise=0.02), rows))
     assert stated.rms < 0.006
     assert silent.rms == pytest.approx(0.02, rel=0.15)
-    with pytest.raises(ValueError, match="noise .*got -1"):
+    with pytest.raises(ValueError, match=r"noise.*-1"):
         fit_schedule_law(rows.assign(noise=-1.0), warmup_steps=WARMUP)
 
 
