@@ -110,7 +110,7 @@ def test_every_verb_of_a_ladder_takes_a_file(ladder: Ladder, planted: Law, tmp_p
             b"n_params,n_tokens,loss\n1e9,2e9,-1\n",
             r"runs.csv: loss .*got -1 in row 0",
         ),
-        ("runs.csv", b"n_params,n_tokens,loss\n1e9,2e9,1\n", r"runs.csv: need at least 3 distinct values of n_params"),
+        ("runs.csv", b"n_params,n_tokens,loss\n1e9,2e9,1\n", r"runs.csv: .*n_tokens.*got 1"),
     ],
 )
 def test_errors_name_the_file(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

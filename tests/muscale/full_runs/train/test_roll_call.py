@@ -38,7 +38,7 @@ def test_a_rank_that_hangs_is_named_and_its_peer_does_not_wait_for_ever(tmp_path
     assert ended(start(run, 2, fault=functools.partial(hang_on_rank_1, log=log))) == [1, 0]
     first, *ranks = log.with_suffix(".0").read_text().splitlines()
     waiting, hung = sorted(ranks)
-    assert re.fullmatch(r"no step has finished for [12]\.\d* s:", first)
+    assert 1 <= float(re.search(r"[\d.]+", first)[0]) < 3  # type: ignore[index]
     assert re.fullmatch(r"  after step 3, hanging \(test_roll_call\.py:\d+\): rank 1 on \S+", hung)
     assert re.fullmatch(r"  after step 3, all_gather_\w+ \(distributed_c10d\.py:\d+\): rank 0 on \S+", waiting)
     stopped = json_lines.read(run.directory / ATTEMPTS)[-1]
