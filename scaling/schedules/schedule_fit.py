@@ -28,7 +28,13 @@ from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines
 from scaling.schedules.schedule_curve import peak_and_depth
-from scaling.schedules.schedule_forecast import GROWTH, ScheduleEffect, ScheduleForecast, Widening, default_scale
+from scaling.schedules.schedule_forecast import (
+    GROWTH,
+    ScheduleEffect,
+    ScheduleForecast,
+    Widening,
+    default_scale,
+)
 from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall
 from scaling.schedules.schedule_path import (
     TAIL,
@@ -199,17 +205,15 @@ class ScheduleFit(FittedResult):
         """Forecast the final loss if the rate is now cooled linearly to 0 over further steps: these shares of the steps so far.
 
         Args:
-            run: `step`, `lr` and `loss` up to now, the last row measured; optionally `noise`.
+            run: `step`, `lr` and `loss` up to now, NaN where the loss is not measured; optionally `noise`.
             shares, n_params, length, level: as in `forecast`.
 
         Raises:
-            ValueError, ScalingError: as `forecast`, or a share is not above 0, or the last row has no loss.
+            ValueError, ScalingError: as `forecast`, or a share is not above 0.
         """
         require_columns(run, ("step", "lr", "loss"))
         so_far = run.sort_values("step")
         step, rate = float(so_far["step"].iloc[-1]), float(so_far["lr"].iloc[-1])
-        if not math.isfinite(so_far["loss"].iloc[-1]):
-            raise ValueError(f"loss must be measured in the run's last row, at step {step:g}, got none")
         found = []
         for share in positive("shares", list(shares)):
             part = np.arange(1, COOLDOWN_ROWS + 1) / COOLDOWN_ROWS

@@ -17,8 +17,8 @@ The scale s of the error of log loss at step t is
        curves' log residuals is above .0034
 
 The run itself also gives a k: from its last measured loss, forecast from half and three quarters of the measured steps. So do the
-fitted curves: the rms of their log residuals over .0017. The largest k counts. The interval is exp(±q·s) with q Student's t; its
-degrees of freedom are the number of schedules behind k, with the default's.
+fitted curves: the rms of their log residuals beyond noise over .0017. The largest k counts. The interval is exp(±q·s)
+with q Student's t; its degrees of freedom are the number of schedules behind k, with the default's.
 
 a, b and the 4 were chosen on the curves of 25M and 100M parameters of Luo et al. (2503.12811): there, with three of nine
 schedules fitted and the others held out, measured to 0, 40, 60 and 80 %, 90 % intervals hold 96 % of the final losses. At 400M

@@ -53,6 +53,10 @@ _SCREENED: Mapping[str, tuple[float, ...]] = {
     "beta": (0.3, 0.6, 1.0),
     "gamma": (0.3, 0.6, 0.9),
 }
+NO_RATE = 1e-3
+"""Share of the peak that counts as a rate of 0: what is trained at less hardly changes the loss."""
+INDEPENDENT = 1.645
+"""One-sided quantile of the normal distribution at 95 %."""
 DELTA = 1e-3
 """Huber threshold on log residuals."""
 PRIOR: Mapping[str, tuple[float, float]] = {
@@ -85,7 +89,7 @@ class ScheduleLaw(FittedResult):
     Attributes:
         L0, A, alpha, B, C, beta, gamma: numbers of the law, with rates as given, e.g. 3e-4, and steps as units.
         warmup_steps: steps of the linear warmup, before the highest rate.
-        rms: root mean square of the fitted log residuals, beyond their noise.
+        rms: root mean square of the fitted log residuals beyond their noise, given or seen in the differences of neighbouring rows.
         runs: names of the fitted curves.
         peaks: least and greatest of the curves' highest rates.
         deepest: smallest ratio of least to highest rate among the curves.
@@ -153,7 +157,7 @@ class ScheduleLaw(FittedResult):
             reasons.append(f"peak rate {peak:.3g}: tested within {MAX_PEAK_RATIO:g}× of the fitted {span(low, high)}")
         if length > self.steps[1] * MAX_STEPS_RATIO:
             reasons.append(f"{length:g} steps: tested to {MAX_STEPS_RATIO:g}× the fitted {self.steps[1]:g}")
-        if depth < self.deepest / MAX_DEPTH_RATIO:
+        if max(depth, NO_RATE) < self.deepest / MAX_DEPTH_RATIO:
             reasons.append(
                 f"the rate falls to {depth:.3g} of its peak, but in the fitted curves only to {self.deepest:.3g}"
             )
@@ -281,11 +285,13 @@ class _Group:
 
     Attributes:
         log_loss, noise: the fitted losses and their standard errors, in the order of the curves, [rows].
+        rows: rows of each curve.
     """
 
     curves: list[ScheduleCurve]
     log_loss: Array
     noise: Array
+    rows: tuple[int, ...]
     runs: tuple[str, ...]
     steps: tuple[float, float]
     peaks: tuple[float, float]
@@ -313,6 +319,7 @@ class _Group:
             curves=prepared,
             log_loss=np.log(loss),
             noise=noise,
+            rows=tuple(len(part) for part in fitted),
             runs=tuple(sorted(curves["run"].unique())),
             steps=(float(curves["step"].min()), float(curves["step"].max())),
             peaks=(min(peaks), max(peaks)),
@@ -330,9 +337,23 @@ class _Group:
         return np.concatenate([loss for loss, _ in parts]), np.concatenate([jacobian for _, jacobian in parts])
 
     def rms(self, theta: Array) -> float:
-        """Root of the weighted mean square by which the log residuals exceed the noise."""
+        """Root of the weighted mean square by which the log residuals exceed their noise.
+
+        The noise is the given one or, if it is more, what neighbouring rows show. A curve that the law does not describe lies on one
+        side of it for many rows, so neighbouring residuals have a covariance: their mean square less half that of their differences.
+        It counts as far as independent rows would exceed it in 5 % of fits.
+        """
         residual = np.log(self.linearise(theta)[0]) - self.log_loss
-        return math.sqrt(max(0.0, float(np.average(residual**2 - self.noise**2, weights=self.weight**2))))
+        weight = self.weight**2
+        beyond = float(np.average(residual**2 - self.noise**2, weights=weight))
+        one_curve = np.diff(np.repeat(np.arange(len(self.rows)), self.rows)) == 0
+        pairs = np.sqrt(weight[1:] * weight[:-1])[one_curve]
+        if not len(pairs):
+            return math.sqrt(max(0.0, beyond))
+        independent = float(np.average(np.diff(residual)[one_curve] ** 2, weights=pairs)) / 2
+        by_chance = INDEPENDENT / math.sqrt(pairs.sum() ** 2 / (pairs**2).sum())
+        together = float(np.average(residual**2, weights=weight)) - independent * (1 + by_chance)
+        return math.sqrt(max(0.0, min(beyond, together)))
 
 
 def noise_of(curves: pd.DataFrame) -> Array:

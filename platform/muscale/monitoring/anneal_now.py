@@ -12,7 +12,7 @@ import pandas as pd
 from muscale.errors import StageError
 from muscale.formatting import format_duration
 from muscale.full_runs.amend.parent import begun_last, find_amendment
-from muscale.full_runs.amend.second_forecast import SoFar
+from muscale.full_runs.amend.so_far import SoFar
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import FULL_RUNS
 from muscale.plans.ladder_schedules import LadderSchedules
@@ -111,7 +111,7 @@ def anneal_now(
         raise StageError(f"watch: --anneal-now: run {key} has ended, after {tokens:,} tokens")
     try:
         found = schedules.law.anneal_now(
-            schedules.path(so_far.steps, length=plan.n_tokens),
+            schedules.path(so_far.curve, length=plan.n_tokens),
             shares=shares,
             n_params=float(plan.n_params),
             length=float(plan.n_tokens),

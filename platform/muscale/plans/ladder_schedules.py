@@ -24,6 +24,7 @@ from scaling import ScalingError, ScheduleFit, fit_schedules
 _WINDOWS = 50
 """Windows of a run: a fiftieth is short compared with a cooldown, and averages many steps."""
 _NORMAL_MEDIAN = 0.6745  # median of the absolute value of a standard normal draw
+_EARLY = 1 / 3  # first evaluations, between which the loss falls too steeply to show their noise
 _AHEAD = 200  # rows of a schedule that is not trained yet
 
 
@@ -88,7 +89,7 @@ class LadderSchedules:
         """A run for `ScheduleFit.forecast`: its measured rows after the warmup, then the rates of segments.
 
         Args:
-            so_far: Columns tokens, lr, loss and noise, as of `measured`.
+            so_far: Columns tokens, lr, loss and noise, as of `measured` or `evaluated`.
             ahead: Segments, counted from `begins` tokens of the run.
             length: Tokens that the run was to have before any change.
         """
@@ -117,9 +118,7 @@ def measured(positions: Floats, rates: Floats, train_loss: Floats, offset: float
         offset: Log of held-out over training loss.
     """
     parts = np.array_split(np.arange(len(positions)), min(_WINDOWS, max(1, len(positions))))
-    # The median is not moved by spikes and by the steep loss of the first steps.
-    differences = np.abs(np.diff(np.log(train_loss)))
-    of_step = float(np.median(differences)) / (_NORMAL_MEDIAN * math.sqrt(2)) if len(differences) else 0.0
+    of_step = _spread(np.diff(np.log(train_loss)), 2)
     return pd.DataFrame(
         {
             "tokens": [float(positions[part].mean()) for part in parts],
@@ -128,3 +127,18 @@ def measured(positions: Floats, rates: Floats, train_loss: Floats, offset: float
             "noise": [of_step / math.sqrt(max(1, len(part))) for part in parts],
         }
     )
+
+
+def evaluated(losses: pd.DataFrame) -> pd.DataFrame:
+    """Add the column noise to held-out losses, columns tokens, lr and loss: their spread around a line through both neighbours."""
+    logs = np.log(losses["loss"].to_numpy(np.float64))
+    bends = np.diff(logs[int(_EARLY * len(logs)) :], 2)
+    return losses[["tokens", "lr", "loss"]].assign(noise=_spread(bends, 6))
+
+
+def _spread(differences: Floats, variances: int) -> float:
+    """Standard deviation of values by differences, each with the variance of so many; 0 without differences.
+
+    The median gives it, since spikes and the steep loss of the first steps do not move it.
+    """
+    return float(np.median(np.abs(differences))) / (_NORMAL_MEDIAN * math.sqrt(variances)) if len(differences) else 0.0

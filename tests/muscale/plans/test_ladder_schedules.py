@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muscale import StageError
-from muscale.full_runs.amend.second_forecast import SoFar
+from muscale.full_runs.amend.so_far import SoFar
 from muscale.layout import METRICS
 from muscale.monitoring.anneal_now import anneal_now
 from muscale.plans.ladder_schedules import LadderSchedules, measured
@@ -83,7 +83,7 @@ def test_a_cooldown_that_would_begin_now_lowers_the_loss_and_its_cost_is_counted
     assert table["tokens"].to_list() == [round(tokens * 1.1), round(tokens * 1.5)]
     assert table["saved"].to_list() == [plan.n_tokens - end for end in table["tokens"]]
     np.testing.assert_allclose(table["seconds"], np.array([0.1, 0.5]) * tokens * 0.5 / BATCH)
-    now = SoFar.of([(plan.key, tokens)], ledger.directory, ledger, schedules.offset).steps["loss"].iloc[-1]
+    now = SoFar.of([(plan.key, tokens)], ledger.directory, ledger, schedules.offset).curve["loss"].dropna().iloc[-1]
     assert (table["loss"] < now).all()
     assert (table["low"] < table["loss"]).all()
     assert (table["loss"] < table["high"]).all()

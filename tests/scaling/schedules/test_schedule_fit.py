@@ -156,8 +156,10 @@ def test_annealing_now_gains_more_over_more_steps(fitted: ScheduleFit) -> None:
         assert one.loss == pytest.approx(truth, rel=4e-3)
     with pytest.raises(ValueError, match="shares .*got 0"):
         fitted.anneal_now(now, shares=[0.0])
-    with pytest.raises(ValueError, match="at step 12000"):
-        fitted.anneal_now(measured(run, 0.8, planted(run)))
+    later = now.assign(loss=now["loss"].where(now["step"] <= 8000))
+    for one, earlier in zip(made, fitted.anneal_now(later), strict=True):
+        assert (earlier.step, earlier.measured_to) == (one.step, 8000)
+        assert earlier.loss == pytest.approx(one.loss, rel=4e-3)
 
 
 @pytest.mark.parametrize("run", [late_cooldown(2 * LENGTH), schedule("cosine")], ids=["other", "fitted"])
@@ -253,11 +255,15 @@ def test_short_runs_forecast_a_longer_one(noise: float) -> None:
 
 
 def test_noise_is_no_misfit() -> None:
-    """Losses of 2 % noise, which is stated, leave next to nothing that the law misses; without it, 2 %."""
+    """Losses of 2 % noise leave next to nothing that the law misses, stated or not; a bend of .4 % is missed beside .5 % noise."""
     rows = curves(noise=0.02)
     stated, silent = (fit_schedule_law(table, warmup_steps=WARMUP) for table in (rows.assign(noise=0.02), rows))
     assert stated.rms < 0.006
-    assert silent.rms == pytest.approx(0.02, rel=0.15)
+    assert silent.rms < 0.006
+    bent = curves(noise=0.005)
+    bent["loss"] *= np.exp(0.004 * np.sin(bent["step"] / 300))
+    missed = fit_schedule_law(bent, warmup_steps=WARMUP).rms
+    assert 0.001 < missed < 0.004
     with pytest.raises(ValueError, match=r"noise.*-1"):
         fit_schedule_law(rows.assign(noise=-1.0), warmup_steps=WARMUP)
 

@@ -69,7 +69,7 @@ def test_with_noise_a_decay_that_was_not_seen_is_predicted_within_it() -> None:
     law = fit_schedule_law(curves(0.002), warmup_steps=WARMUP)
     off = law.predict(schedule("wsd")) / PLANTED.predict(schedule("wsd")) - 1
     assert np.abs(off).mean() < 0.001
-    assert law.rms == pytest.approx(0.002, rel=0.15)
+    assert law.rms < 0.0005
 
 
 def test_decay_lowers_the_loss_below_the_constant_rates() -> None:

@@ -5,6 +5,10 @@ as o, the mean log ratio of loss to band, with the variance v that the ladder's 
 
     e = o·s² / (s² + v),   var e = s²·v / (s² + v), and at least FLOOR².
 
+The run's own curve also forecasts the end of the parent's schedule (`ScheduleFit.forecast`), if the law of the ladder's schedules
+holds for it. Then e is the mean of both, weighted by their variances. If they lie farther apart than these allow, d² > v1 + v2, the
+variance of the mean grows by d² / (v1 + v2) (Birge, Phys. Rev. 40, 1932).
+
 A change of the schedule or the rate is worth what the law of the ladder's schedules (`scaling.fit_schedules`) says, anchored at the
 run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. The interval of this
 ratio (`ScheduleFit.effect`) is added as an independent error.
@@ -18,26 +22,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
-from muscale import json_lines
 from muscale.full_runs.amend.amendment import Amendment
-from muscale.full_runs.amend.parent import run_segments
-from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
+from muscale.full_runs.amend.so_far import SoFar
 from muscale.plans.band import Band, registered_band
-from muscale.plans.ladder_schedules import LadderSchedules, measured
+from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.planning import Plan
-from muscale.proxies.ladder_curves import rates_of
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.continued import amended
-from scaling import ScalingError, ScalingFit
+from scaling import ScalingError, ScalingFit, ScheduleEffect, ScheduleForecast
 from scaling.fits.forecast import FLOOR, interval_factor
 from scaling.schedules.schedule_fit import MAX_WIDENING
 
@@ -69,6 +68,7 @@ class SecondForecast(Recorded):
         n_tokens: Tokens of the lineage at the run's end.
         by_law: Loss that the law forecasts for these tokens.
         correction: Log of the loss over the law's, by what was measured so far; 0 if nothing was.
+        by_curve: Loss at the end of the parent's schedule by the run's own curve; None if no law of schedules holds for it.
         reweighting: Log ratio of the parent's loss under the new weights of its sources to its loss under the old ones.
         by_schedule: Log of the loss over that of the parent's schedule; 0 if the schedule is the parent's or no law covers it.
         widening: Log loss that the interval was widened by, for changes that no law covers.
@@ -82,13 +82,15 @@ class SecondForecast(Recorded):
     n_tokens: int
     by_law: float
     correction: float
+    by_curve: float | None = None
     reweighting: float
     by_schedule: float = 0.0
     widening: float
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = [f"{self.by_law:.4f} by the law", f"{math.expm1(self.correction):+.2%} by the losses so far"]
+        of_curve = "" if self.by_curve is None else f", whose curve alone gives {self.by_curve:.4f}"
+        parts = [f"{self.by_law:.4f} by the law", f"{math.expm1(self.correction):+.2%} by the losses so far{of_curve}"]
         if self.reweighting:
             parts.append(f"{math.expm1(self.reweighting):+.2%} by the new weights")
         if self.by_schedule:
@@ -153,11 +155,19 @@ def second_forecast(
         uncovered += [
             f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
         ]
-    effect, reach, doubts = 0.0, 0.0, list[str]()
+    curve = _by_own_curve(amendment, so_far, schedules(), plan, level)
+    by_curve, effect, reach, doubts = None, 0.0, 0.0, list[str]()
+    if not isinstance(curve, str) and not _unlike(curve[0]):
+        by_curve = curve[0].loss
+        of_curve = math.log(curve[0].high / by_curve) / interval_factor(level)
+        error, variance = _combined(error, variance, math.log(by_curve / law.loss), of_curve**2)
     if amendment.changes.keys() & {*OF_SCHEDULE}:
-        effect, reach, found, unlike = _schedule_effect(amendment, so_far, schedules(), plan, level)
-        doubts = [f"the schedule: {doubt}" for doubt in found[:_MOST_DOUBTS]]
-        uncovered += doubts if unlike else []
+        if isinstance(curve, str):
+            doubts = [f"the schedule: {curve}"]
+        else:
+            effect, reach = curve[1].log_ratio, curve[1].half_width
+            doubts = [f"the schedule: {doubt}" for doubt in curve[1].reasons[:_MOST_DOUBTS]]
+        uncovered += doubts if isinstance(curve, str) or _unlike(curve[1]) else []
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
@@ -174,6 +184,7 @@ def second_forecast(
         n_tokens=n_tokens,
         by_law=law.loss,
         correction=error,
+        by_curve=by_curve,
         reweighting=reweighting,
         by_schedule=effect,
         widening=widening,
@@ -181,84 +192,37 @@ def second_forecast(
     )
 
 
-def _schedule_effect(
+def _by_own_curve(
     amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, plan: Plan, level: float
-) -> tuple[float, float, tuple[str, ...], bool]:
-    """Log of the loss under the changed schedule over that under the parent's, and half its interval.
-
-    Returns:
-        Also why it is doubtful, and whether the interval does not contain that doubt.
-    """
+) -> tuple[ScheduleForecast, ScheduleEffect] | str:
+    """Forecast the end of the parent's schedule by the run's own curve, and what the changed schedule is worth; or say why not."""
     if isinstance(schedules, str):
-        return 0.0, 0.0, (schedules,), True
+        return schedules
     parent = amendment.parent
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
     longer = None if total == before + parent.segments[-1].end else total
+    group: dict[str, Any] = {"n_params": float(plan.n_params), "length": float(plan.n_tokens), "level": level}
     try:
         unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
         ours, theirs = (
-            schedules.path(so_far.steps, ahead, parent.tokens_before, length=plan.n_tokens)
+            schedules.path(so_far.curve, ahead, parent.tokens_before, length=plan.n_tokens)
             for ahead in (amendment.segments, unchanged)
         )
-        effect = schedules.law.effect(
-            ours, theirs, n_params=float(plan.n_params), length=float(plan.n_tokens), level=level
-        )
+        return schedules.law.forecast(theirs, **group), schedules.law.effect(ours, theirs, **group)
     except (ValueError, ScalingError) as error:
-        return 0.0, 0.0, (str(error),), True
-    # Errors beyond those of the tested curves are in the interval; schedules unlike the fitted ones are not.
-    unlike = len(effect.reasons) > (effect.widening > MAX_WIDENING)
-    return effect.log_ratio, effect.half_width, effect.reasons, unlike
+        return str(error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoFar:
-    """Losses that a lineage has measured up to a checkpoint; tokens count from the lineage's beginning.
+def _unlike(found: ScheduleForecast | ScheduleEffect) -> bool:
+    """Whether there is a doubt that the interval does not contain: errors beyond those of the tested curves are in it."""
+    return len(found.reasons) > (found.widening > MAX_WIDENING)
 
-    Attributes:
-        losses: Held-out losses: tokens, loss, and `sources` of a mixture. If the second half has none, these are means of the
-            training loss over windows of that half, times the ratio of held-out to training loss on the ladder.
-        steps: Means over windows of steps: columns tokens, lr (at the base shape), loss, noise (standard error of the log loss).
-    """
 
-    losses: list[dict[str, Any]]
-    steps: pd.DataFrame
-
-    @classmethod
-    def of(cls, lineage: Sequence[tuple[str, int]], directory: Path, ledger: Ledger, offset: float) -> Self:
-        """Read the metrics of a lineage's runs.
-
-        Args:
-            lineage: Key of each run, and its tokens at the next run's start, or now.
-            directory: The study's directory.
-            offset: Log of held-out over training loss.
-        """
-        found: list[dict[str, Any]] = []
-        parts, before = [], 0
-        for run, upto in lineage:
-            read = json_lines.read(directory / FULL_RUNS / run / METRICS)
-            rows = [row for row in read if row["tokens"] <= upto]
-            beside = json_lines.read(directory / FULL_RUNS / run / EVALUATIONS)
-            evaluated = {row["tokens"]: row for row in (*beside, *rows) if row.get("val_loss") is not None}
-            found += [
-                {"tokens": before + tokens, "loss": row["val_loss"], "sources": row.get("source_losses") or {}}
-                for tokens, row in sorted(evaluated.items())
-                if tokens <= upto
-            ]
-            steps = [(row["tokens"], row["train_loss"]) for row in rows if row.get("train_loss")]
-            if steps:
-                ends, losses = np.array(steps, dtype=float).T
-                positions = np.array([0.0, *ends[:-1]])
-                rates = rates_of(run_segments(run, ledger), positions)
-                part = measured(positions, rates, losses, offset)
-                parts.append(part.assign(tokens=part["tokens"] + before))
-            before += upto
-        table = (
-            pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["tokens", "lr", "loss", "noise"])
-        )
-        if not any(row["tokens"] > before / 2 for row in found):
-            late = table[table["tokens"] > before / 2]
-            found += [{"tokens": row["tokens"], "loss": row["loss"], "sources": {}} for row in late.to_dict("records")]
-        return cls(losses=found, steps=table)
+def _combined(one: float, variance: float, other: float, other_variance: float) -> tuple[float, float]:
+    """Mean of two values weighted by their variances, and its variance, by the formula at the head of this file."""
+    both = variance + other_variance
+    mean = (one * other_variance + other * variance) / both
+    return mean, max(variance * other_variance / both * max(1.0, (one - other) ** 2 / both), FLOOR**2)
 
 
 def _error(rows: Sequence[Mapping[str, Any]], band: Band | None, scale: float, tokens: int) -> tuple[float, float]:
