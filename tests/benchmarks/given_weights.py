@@ -23,6 +23,7 @@ from muscale import Study
 from muscale.actors.cluster import staying_cluster
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.importable import mend_torchvision
 
 WIDTH, LAYERS, CONTEXT, VOCABULARY = 48, 2, 64, 256
 BATCH, TARGET = 1024, 2_097_152
@@ -102,6 +103,7 @@ def opened(path: Path, text: str, seed: int) -> Study:
 
 def train_gpt2(folder: Path, seed: int) -> None:
     """Train a GPT-2 of transformers on the standard library's source, in bytes, and save it."""
+    mend_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
