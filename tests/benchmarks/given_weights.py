@@ -48,7 +48,7 @@ cooldown_fraction = 0.2
 
 [sweep]
 trials = 6
-n_tokens = 65_536
+n_tokens = 131_072
 searcher = "quasi_random"
 scheduler = "none"
 top_k = 1
@@ -59,7 +59,7 @@ n_seeds = 1
 learning_rate = {{ distribution = "log_uniform", low = 0.0005, high = 0.02 }}
 
 [transfer]
-widths = [48]
+widths = {widths}
 n_tokens = 65_536
 rates = 5
 horizons = [1.0, 2.0, 4.0]
@@ -126,7 +126,7 @@ def bundle_of(folder: Path, seed: int) -> Path:
     """The bundle of a full run of this seed, of one study on the standard library's source."""
     source = opened(
         folder / "source" / "study.toml",
-        STUDY.format(name="source", weights="", source="python-stdlib", model=""),
+        STUDY.format(name="source", weights="", source="python-stdlib", model="", widths=[32, 48]),
         seed,
     )
     source.run(force=True)
@@ -149,7 +149,7 @@ def main() -> None:
                     train_gpt2(given, seed)
                 for kind, weights, model in (("bundle", bundle_of(folder, seed), ""), ("GPT-2", given, GPT2)):
                     text = STUDY.format(
-                        name=kind, weights=f'initial_weights = "{weights}"', source=headers, model=model
+                        name=kind, weights=f'initial_weights = "{weights}"', source=headers, model=model, widths=[48]
                     )
                     opened(folder / f"{kind}-{seed}" / "study.toml", text, seed).run(force=True)
     table = pd.DataFrame([row for path in sorted(folder.glob("*-?/study.toml")) for row in scored(path)])
