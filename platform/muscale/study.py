@@ -137,7 +137,7 @@ class Study(Result):
                 from muscale import weights_folder  # slow to import: torch
 
                 weights_folder.check(config, path.parent)
-        except ValueError as error:
+        except (ValueError, StageError) as error:
             raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
         try:
