@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from proxy_models.architecture.cross_entropy import whole_cross_entropy
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.residual import change_stream
+from proxy_models.data.uncounted import shifted
 
 
 class CausalLM(nn.Module):
@@ -70,10 +71,11 @@ class CausalLM(nn.Module):
         )
 
 
-def loss_with_routers(model: nn.Module, sequences: Tensor) -> Tensor:
+def loss_with_routers(model: nn.Module, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return `sequence_loss` plus the auxiliary loss that balances experts, over these sequences (arXiv 2101.03961, eq. 4 to 6)."""
-    logits, of_routers = model(sequences[:, :-1], of_routers=True)
-    return cast(Tensor, whole_cross_entropy(logits, sequences[:, 1:]) + of_routers)
+    tokens, targets, weights = shifted(sequences, scale)
+    logits, of_routers = model(tokens, of_routers=True)
+    return cast(Tensor, whole_cross_entropy(logits, targets, weights) + of_routers)
 
 
 def embedding_name(model: CausalLM) -> str:

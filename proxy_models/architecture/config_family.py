@@ -284,6 +284,11 @@ class ConfigFamily(Family):
 
         return loss_with_routers
 
+    @property
+    def has_weighted_losses(self) -> bool:
+        """True."""
+        return True
+
     @cached_property
     def _has_experts(self) -> bool:
         return self.config_class.model_type in EXPERT_WIDTHS and has_experts(self._pattern)

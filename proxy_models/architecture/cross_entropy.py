@@ -29,28 +29,47 @@ from torch.utils.flop_counter import register_flop_formula
 from proxy_models.architecture import memory
 from proxy_models.architecture.products import multiply
 from proxy_models.architecture.sharded import first_row, is_sharded, own, within
+from proxy_models.data.uncounted import shifted
 
 
 def whole_cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Return the mean cross-entropy of (…, vocab_size) logits against (…) targets over the positions, nats, in fp32."""
+    """Return the mean over the positions of weight times cross-entropy of (…, vocab_size) logits against (…) targets, nats, in fp32.
+
+    `weights` (…) multiply all terms of a position; the mean divides by the number of positions, whatever their sum. None: all 1.
+    """
     rows = logits.float().flatten(0, -2)
+    if weights is not None:
+        losses = F.cross_entropy(rows, targets.flatten(), label_smoothing=label_smoothing, reduction="none")
+        if z_loss:
+            losses = losses + z_loss * torch.logsumexp(rows, dim=-1).square()
+        return (losses * weights.flatten()).mean()
     loss = F.cross_entropy(rows, targets.flatten(), label_smoothing=label_smoothing)
     if z_loss:
         loss = loss + z_loss * torch.logsumexp(rows, dim=-1).square().mean()
     return loss
 
 
-def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Return any model's mean cross-entropy on (batch, time + 1) tokens, each predicted from those before it, nats per token."""
-    return whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])
+def sequence_loss(model: nn.Module, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return any model's mean cross-entropy on (batch, time + 1) tokens, each predicted from those before it, nats per token.
+
+    `scale` is that of `proxy_models.architecture.family.Loss`.
+    """
+    tokens, targets, weights = shifted(sequences, scale)
+    return whole_cross_entropy(model(tokens), targets, weights)
 
 
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    weights: Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -62,15 +81,16 @@ def chunked_cross_entropy(
         hidden: (…, width), the same on every rank that has a part of the weight; the gradient covers only the rank's own logits.
         weight: (vocab_size, width), whole or sharded by rows, of the same dtype; its gradient is summed over the chunks in fp32.
         targets: (…), token ids.
+        weights: (…), as in `whole_cross_entropy`, fp32.
         label_smoothing, z_loss: Terms of the training loss.
         compiled: Whether the computation on a chunk's logits is compiled.
     """
     vocab_size, first, group = len(weight), None, None
     if is_sharded(weight):
         first, group = first_row(weight), weight.device_mesh.get_group()
-    rows = hidden.flatten(0, -2)
+    rows, of_rows = hidden.flatten(0, -2), None if weights is None else weights.flatten()
     loss = _Chunked.apply(  # type: ignore[no-untyped-call]
-        rows, own(weight), targets.flatten(), first, vocab_size, group, label_smoothing, z_loss, compiled
+        rows, own(weight), targets.flatten(), of_rows, first, vocab_size, group, label_smoothing, z_loss, compiled
     )
     return cast(Tensor, loss)
 
@@ -82,6 +102,7 @@ class _Chunked(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        weights: Tensor | None,
         first: int | None,
         vocab_size: int,
         group: Any,
@@ -98,19 +119,23 @@ class _Chunked(torch.autograd.Function):
             losses = losses - smoothing / vocab_size * statistics[2]
         if z_loss:
             losses = losses + z_loss * normalisers.square()
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        if weights is not None:
+            losses = losses * weights
+        ctx.save_for_backward(hidden, weight, targets, weights, normalisers)
         ctx.settings = (first, smoothing, smoothing / vocab_size, z_loss, compiled)
         return cast(Tensor, torch.ops.muscale.sum_by_chunk(losses, len(weight)) / len(hidden))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden, weight, targets, weights, normalisers = ctx.saved_tensors
         scale = gradient / len(hidden)  # includes fp16's loss scale before any value is rounded to fp16
+        if weights is not None:
+            scale = scale * weights[:, None]
         of_hidden, of_weight = torch.ops.muscale.logit_gradients(
             scale, hidden, weight, targets, normalisers, *ctx.settings
         )
-        return of_hidden, of_weight, *(None,) * 7
+        return of_hidden, of_weight, *(None,) * 8
 
 
 def _over_ranks(statistics: Tensor, group: Any) -> Tensor:
@@ -177,15 +202,19 @@ def _gradients(
     z_loss: float,
     compiled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of `scale` times the summed loss for hidden states and weight; `share` is smoothing / vocab_size."""
+    """Return gradients of `scale` times the summed loss for hidden states and weight; `share` is smoothing / vocab_size.
+
+    `scale` is one number, or one for each position, (positions, 1).
+    """
     of_hidden = hidden.new_empty(hidden.shape)
     of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     of_chunk = _compiled(_gradient_of_chunk) if compiled else _gradient_of_chunk
     for part in _chunks(len(hidden), len(weight)):
         states = hidden[part]
         index, absent = within(targets[part, None], first, len(weight))
+        of_part = scale[part] if scale.ndim else scale
         slope = of_chunk(
-            multiply(states, weight.t()), scale, normalisers[part, None], index, absent, smoothing, share, z_loss
+            multiply(states, weight.t()), of_part, normalisers[part, None], index, absent, smoothing, share, z_loss
         )
         of_hidden[part] = multiply(slope, weight)
         of_weight += multiply(slope.t(), states)

@@ -28,6 +28,7 @@ from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
+from proxy_models.data.uncounted import shifted
 
 if TYPE_CHECKING:
     from proxy_models.architecture.shared_sequences import SequenceShare
@@ -237,15 +238,25 @@ class Readout(Linear):
     compiled = False
 
     def forward(
-        self, input: Tensor, targets: Tensor | None = None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> Tensor:
-        """Map (…, width) to logits, or with targets (…) to the loss; too many or sharded logits are then not kept."""
+        """Map (…, width) to logits, or with targets (…) to the loss; too many or sharded logits are then not kept.
+
+        `weights` (…) of the positions are those of `whole_cross_entropy`.
+        """
         if targets is None:
             return super().forward(input)
         terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         if is_sharded(self.weight) or is_chunked(targets.numel(), self.out_features):
-            return chunked_cross_entropy(input, self.weight.to(input.dtype), targets, **terms, compiled=self.compiled)
-        return whole_cross_entropy(super().forward(input), targets, **terms)
+            low = self.weight.to(input.dtype)
+            return chunked_cross_entropy(input, low, targets, weights, **terms, compiled=self.compiled)
+        return whole_cross_entropy(super().forward(input), targets, weights, **terms)
 
 
 class Decoder(nn.Module):
@@ -317,17 +328,25 @@ class Decoder(nn.Module):
             router.balance_bias.zero_()
             router.routed.zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        regularized: bool = False,
+    ) -> Tensor:
         """Return the logits of the next token at every position; with targets, their mean cross-entropy in nats.
 
-        `regularized` adds the config's label smoothing and z-loss, and what routers add.
+        `weights` of the positions are those of `whole_cross_entropy`. `regularized` adds the config's label smoothing and z-loss,
+        and what routers add, which has no weights.
         """
         x = self._hidden(tokens, self.positions(tokens))
         if targets is None:
             return cast(Tensor, self.readout(x))
-        targets = self._own(targets)
+        targets, weights = self._own(targets), None if weights is None else self._own(weights)
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
-        loss = cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
+        loss = cast(Tensor, self.readout(x, targets, weights, label_smoothing=smoothing, z_loss=z_loss))
         if regularized and self.config.has_penalty:
             for block in (cast(Block, block) for block in self.blocks):
                 if block.penalty is not None:
@@ -405,11 +424,14 @@ class Decoder(nn.Module):
         return blocks, visible_blocks(documents, window, time, device, at) if is_local else blocks
 
 
-def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Return the mean cross-entropy on (batch, context_length + 1) tokens, each predicted from those before it, nats per token."""
-    return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:]))
+def next_token_loss(model: nn.Module, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy on (batch, context_length + 1) tokens, each predicted from those before it, nats per token.
+
+    `scale` is that of `proxy_models.architecture.family.Loss`.
+    """
+    return cast(Tensor, model(*shifted(sequences, scale)))
 
 
-def training_loss(model: nn.Module, sequences: Tensor) -> Tensor:
+def training_loss(model: nn.Module, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing, z-loss and routers' terms."""
-    return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:], regularized=True))
+    return cast(Tensor, model(*shifted(sequences, scale), regularized=True))

@@ -67,6 +67,11 @@ class DecoderFamily(Family):
 
         return next_token_loss
 
+    @property
+    def has_weighted_losses(self) -> bool:
+        """True."""
+        return True
+
     def write_constants(self, model: nn.Module, width: int, depth: int) -> None:
         """Write the constants of the config without building another decoder."""
         cast("Decoder", model).write_constants()

@@ -40,8 +40,18 @@ if TYPE_CHECKING:
 
 SIZE_STEP = 1.1
 """Factor in n_params between members that a plan looks at; the loss is flat over such steps near the best size (assumed)."""
-Loss: TypeAlias = "Callable[[Any, Tensor], Tensor]"
-"""Loss function of a model and sequences (batch, time + 1), in nats per token."""
+Loss: TypeAlias = "Callable[..., Tensor]"
+"""Loss function of a model and sequences (batch, time + 1), in nats per token.
+
+If some tokens do not count (`proxy_models.data.uncounted`), a third argument is the weight of those that do, fp32: the loss is then
+the sum of weight · cross-entropy over tokens that count, divided by the number of all predicted tokens, so that micro-batches and
+ranks add up whatever their shares of such tokens are.
+"""
+
+
+def weighted(loss: Loss, scale: Tensor | None) -> Loss:
+    """Return the loss of sequences in which a token that counts has the weight `scale`; None: every token counts."""
+    return loss if scale is None else lambda model, sequences: loss(model, sequences, scale)
 
 
 class FamilyError(ValueError):
@@ -125,6 +135,12 @@ class Family(ABC):
     def training_loss(self) -> Loss:
         """Loss that a step minimises."""
         return self.evaluation_loss
+
+    @property
+    def has_weighted_losses(self) -> bool:
+        """Whether both losses take the weight of tokens that count (`Loss`); override it where custom losses do."""
+        own = type(self)
+        return own.training_loss is Family.training_loss and own.evaluation_loss is Family.evaluation_loss
 
     @property
     def evaluation_loss(self) -> Loss:

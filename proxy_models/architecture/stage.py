@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proxy_models.architecture.families import build, family_of
-from proxy_models.architecture.family import Family, FamilyError
+from proxy_models.architecture.family import Family, FamilyError, weighted
 from proxy_models.architecture.member import Member
 
 if TYPE_CHECKING:
@@ -118,7 +118,10 @@ class Stage(nn.Module):
     Attributes:
         model: The model, with its names; parameters of other stages are no parameters here.
         blocks: Numbers of the blocks.
+        scale: Weight of tokens that count, as the family's losses take it; None: every token counts.
     """
+
+    scale: Tensor | None = None
 
     def __init__(self, model: nn.Module, family: Family, blocks: range, edges: Edges, *, device: torch.device) -> None:
         """Cut a model without values, which becomes part of the stage; `device` is where it will get its values."""
@@ -146,7 +149,7 @@ class Stage(nn.Module):
         self._entry.received = received
         try:
             loss = self._family.training_loss if self.training else self._family.evaluation_loss
-            return loss(self.model, sequences)[None]
+            return weighted(loss, self.scale)(self.model, sequences)[None]
         except _LeftError as left:
             return left.stream
         finally:

@@ -25,6 +25,7 @@ from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds,
 from proxy_models.coordinates.tensors import Norms, acting_multipliers
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.uncounted import sequence_ids
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
@@ -83,7 +84,7 @@ def coordinate_check(
     plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
     recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
     stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
-    sequences = stream.batch(0, n_sequences * family.base.context_length)
+    sequences = sequence_ids(stream.batch(0, n_sequences * family.base.context_length))
     narrowest = family.at(width=min(widths))
     model = build(narrowest).eval()
     initialize(model, table(narrowest, family.base), replace(recipe, zero_readout=False), seed=seeds[0])

@@ -22,6 +22,7 @@ from proxy_models.data.documents import pieces
 from proxy_models.data.sources import Source
 from proxy_models.data.token_files import STATED, TokenFiles
 from proxy_models.data.tokenizer import Tokenizer
+from proxy_models.data.uncounted import ids
 
 _BLOCK_TOKENS = 1 << 20
 _ONE_FILE = ("jsonl", "parquet")  # kinds whose files can be read alone
@@ -80,7 +81,7 @@ class _TrainingTokens:
 
     def parts(self, start: int, end: int) -> Iterator[dict[str, Any]]:
         """Yield the parts of documents between two tokens."""
-        tokens = np.asarray(self.files.train[start:end])
+        tokens = ids(np.asarray(self.files.train[start:end]))
         ends = np.flatnonzero(tokens == self.tokenizer.end_of_document) + 1 if self.tokenizer else np.zeros(0, int)
         borders = {*ends.tolist(), *(first - start for first in self._starts if start < first < end)}
         inner = sorted(border for border in borders if 0 < border < len(tokens))
@@ -122,7 +123,7 @@ class _TrainingTokens:
         counts, count = [], 0
         for position in positions:
             for first in range(start, position, _BLOCK_TOKENS):
-                block = np.asarray(self.files.train[first : min(position, first + _BLOCK_TOKENS)])
+                block = ids(np.asarray(self.files.train[first : min(position, first + _BLOCK_TOKENS)]))
                 count += self._n_in(block, lines=lines)
             counts.append(count)
             start = position

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from proxy_models.data.corpus import ONE_SOURCE, Corpus
 from proxy_models.data.mixture import Interleaving, Mixture
+from proxy_models.data.packing import Packing
 from proxy_models.data.tokenizer import Tokens
+from proxy_models.data.uncounted import n_counted
 
 _ROUNDS = 4  # rounds of the Feistel network; four suffice (Luby and Rackoff, SIAM J. Comput. 17, 1988)
 _BLOCK = 1024  # sequences located at once; step by step this would take as long as the update of a small model
@@ -80,6 +82,8 @@ class Stream(Protocol):
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
         """Return the sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
 
+        A token that does not count in the loss is the complement of its id (`uncounted`).
+
         Args:
             tokens_seen: Position in the run, a multiple of the context length.
             batch_tokens: Tokens of the step over all shares; a multiple of the context length.
@@ -109,11 +113,13 @@ class TokenStream:
         tokens: The training split, one dimension, possibly memory-mapped.
         context_length: Tokens that a sequence predicts; a sequence holds one more.
         seed: Seed of the order.
+        packing: Sequences of whole records, if the source has prompts; None: sequences of equal distance.
     """
 
     tokens: Tokens
     context_length: int
     seed: int
+    packing: Packing | None = None
     _kept: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +131,12 @@ class TokenStream:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences in one pass; one sequence is held back, so that each epoch can cut the corpus at another offset."""
+        """Sequences in one pass; one sequence is held back, so that each epoch can cut the corpus at another offset.
+
+        Packed sequences are the same in every epoch.
+        """
+        if self.packing:
+            return len(self.packing.starts)
         sequences = (len(self.tokens) - 1) // self.context_length
         return sequences - 1 if sequences > 1 else sequences
 
@@ -157,6 +168,8 @@ class TokenStream:
 
     def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
         starts = self._starts_of(numbers)
+        if self.packing:
+            return self.packing.sequences(self.tokens, starts, self.context_length)
         sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
             np.int64
         )
@@ -185,6 +198,9 @@ class TokenStream:
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             key = _key("epoch", self.seed, int(epoch))
+            if self.packing:
+                starts[chosen] = self.packing.starts[permute(within[chosen], size, key).astype(np.int64)]
+                continue
             slack = len(self.tokens) - 1 - size * self.context_length
             offset = key % (min(slack, self.context_length - 1) + 1)
             starts[chosen] = permute(within[chosen], size, key).astype(np.int64) * self.context_length + offset
@@ -200,19 +216,24 @@ class MixtureStream:
         mixture: Proportions of the sources, with every end in tokens.
         context_length: Tokens that a sequence predicts; a sequence holds one more.
         seed: Seed of the order.
+        packings: Sequences of the sources that have prompts.
     """
 
     tokens: Mapping[str, Tokens]
     mixture: Mixture
     context_length: int
     seed: int
+    packings: Mapping[str, Packing] = field(default_factory=dict)
 
     @cached_property
     def streams(self) -> tuple[TokenStream, ...]:
         """A stream for each of `mixture.names`; the seeds differ, so that sources of equal length have different orders."""
         return tuple(
             TokenStream(
-                tokens=self.tokens[name], context_length=self.context_length, seed=_key("source", self.seed, name)
+                tokens=self.tokens[name],
+                context_length=self.context_length,
+                seed=_key("source", self.seed, name),
+                packing=self.packings.get(name),
             )
             for name in self.mixture.names
         )
@@ -299,8 +320,14 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
         ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
     """
     mixture = corpus.mixture
+    packings = {
+        name: Packing.of(files.train, context_length, end)
+        for name, files in corpus.sources.items()
+        if (end := _packed_by(corpus, name)) is not None
+    }
     if mixture is None:
-        return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed)
+        packing = packings.get(ONE_SOURCE)
+        return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed, packing=packing)
     if corpus.stages_by_fraction and run_tokens is None:
         raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
     stream = MixtureStream(
@@ -308,9 +335,15 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
         mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,
         context_length=context_length,
         seed=seed,
+        packings=packings,
     )
     _ = stream.streams, stream.interleaving  # raises errors here instead of in the first step
     return stream
+
+
+def _packed_by(corpus: Corpus, source: str) -> int | None:
+    """Return the id that closes the records of a source with prompts, by which its sequences are packed; None without prompts."""
+    return None if corpus.sources[source].all_count else corpus.end_of_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,12 +351,31 @@ class EvaluationSet:
     """Held-out sequences of one source.
 
     Attributes:
-        sequences: int64 (sequences, context_length + 1).
+        sequences: int64 (sequences, context_length + 1), as `Stream.batch` returns them.
         weight: Weight of this source's loss in the corpus's loss; the weights of a corpus sum to 1.
+        all_count: Whether every token counts.
     """
 
     sequences: Tensor
     weight: float
+    all_count: bool = True
+
+    @property
+    def size(self) -> int:
+        """Number of sequences; if some tokens do not count, number of predicted tokens that do."""
+        return len(self.sequences) if self.all_count else int(n_counted(self.sequences))
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Weight of a token that counts, by which `Loss` gives the mean over these sequences; None if every token counts."""
+        if self.all_count:
+            return None
+        targets = self.sequences[:, 1:]
+        return torch.tensor(targets.numel() / max(1, self.size), device=targets.device)
+
+    def to(self, device: torch.device) -> EvaluationSet:
+        """Return the set with its sequences on a device."""
+        return replace(self, sequences=self.sequences.to(device))
 
 
 def corpus_loss(sets: Mapping[str, EvaluationSet], source_losses: Mapping[str, float]) -> float:
@@ -338,32 +390,44 @@ def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[
     the last stage, which the finished model is for. `corpus.held_out`, if set, provides the sequences.
 
     Raises:
-        ValueError: If a source's validation split is shorter than requested.
+        ValueError: If a source's validation split is shorter than requested, or none of the tokens counts.
     """
     corpus = corpus.held_out or corpus
     n_each = n_tokens // len(corpus.sources)
     sets = {}
     for name, weight in corpus.evaluation_weights.items():
+        files, end = corpus.sources[name], _packed_by(corpus, name)
+        packing = None if end is None else Packing.of(files.validation, context_length, end)
         try:
-            sequences = evaluation_sequences(corpus.sources[name].validation, context_length, n_each)
+            sequences = evaluation_sequences(files.validation, context_length, n_each, packing)
+            sets[name] = EvaluationSet(sequences=sequences, weight=weight, all_count=files.all_count)
+            if not sets[name].size:
+                raise ValueError(
+                    f"none of the {n_each} tokens of the evaluation counts in the loss; evaluate more tokens"
+                )
         except ValueError as error:
             raise ValueError(f"source {name}: {error}" if corpus.mixture else str(error)) from error
-        sets[name] = EvaluationSet(sequences=sequences, weight=weight)
     return sets
 
 
-def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int) -> Tensor:
+def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int, packing: Packing | None = None) -> Tensor:
     """Return fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
+
+    Args:
+        packing: Sequences of whole records, as for `TokenStream`.
 
     Raises:
         ValueError: If the split is shorter than requested.
     """
     count = max(1, n_tokens // context_length)
-    available = (len(tokens) - 1) // context_length
+    available = len(packing.starts) if packing else (len(tokens) - 1) // context_length
     if count > available:
         raise ValueError(
             f"an evaluation of {n_tokens} tokens needs {count} sequences of {context_length}, "
             f"the validation split of {len(tokens)} tokens has {available}"
         )
-    starts = (np.arange(count, dtype=np.int64) * available // count) * context_length
+    numbers = np.arange(count, dtype=np.int64) * available // count
+    if packing:
+        return torch.from_numpy(packing.sequences(tokens, packing.starts[numbers], context_length))
+    starts = numbers * context_length
     return torch.from_numpy(tokens[starts[:, None] + np.arange(context_length + 1)].astype(np.int64))

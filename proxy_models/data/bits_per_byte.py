@@ -11,8 +11,13 @@ UNIT = "bits per byte"
 
 
 def held_out_bytes(corpus: Corpus) -> dict[str, int]:
-    """Return the bytes of held-out text of each source; a corpus that was written before they were counted has none."""
-    texts = {name: files.manifest["text"] or {} for name, files in corpus.sources.items()}
+    """Return the bytes of held-out text of each source; a corpus that was written before they were counted has none.
+
+    Of a source with prompts, they are the bytes of the text that counts.
+    """
+    texts = {
+        name: files.manifest.get("counted") or files.manifest["text"] or {} for name, files in corpus.sources.items()
+    }
     return {name: text["held_out_bytes"] for name, text in texts.items() if "held_out_bytes" in text}
 
 
@@ -29,7 +34,7 @@ def bits_per_byte(losses: Mapping[str, float], evaluated: Corpus, study: Corpus,
     """
     nats = n_bytes_seen = 0.0
     for name, weight in study.evaluation_weights.items():
-        per_study_token = weight / study.sources[name].n_validation_tokens
-        nats += per_study_token * evaluated.sources[name].n_validation_tokens * losses[name]
+        per_study_token = weight / study.sources[name].n_validation_counted
+        nats += per_study_token * evaluated.sources[name].n_validation_counted * losses[name]
         n_bytes_seen += per_study_token * n_bytes[name]
     return nats / (math.log(2) * n_bytes_seen)

@@ -97,6 +97,11 @@ class Corpus:
         return OWN_DATA in self.manifest
 
     @property
+    def all_count(self) -> bool:
+        """True if every token of every source counts in the loss; False if a source has prompts."""
+        return all(files.all_count for files in self.sources.values())
+
+    @property
     def n_tokens(self) -> int:
         """Tokens in the training splits of all sources."""
         return sum(files.n_tokens for files in self.sources.values())

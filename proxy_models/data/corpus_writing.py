@@ -23,7 +23,7 @@ from proxy_models.data.kept_tokenizer import (
     tokenizer_name,
 )
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import CorpusError, Source
+from proxy_models.data.sources import READ_BY, CorpusError, Source
 from proxy_models.data.token_files import (
     FORMAT,
     MANIFEST,
@@ -225,7 +225,7 @@ class _Request:
         changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))
         differences = [
             f"{key} is {source.to_dict().get(key)!r} here but {there.to_dict().get(key)!r} there"
-            for key in ("kind", "field", "dtype", "vocab_size", "encoding", "on_error")
+            for key in READ_BY
             if source.to_dict().get(key) != there.to_dict().get(key)
         ]
         if manifest["validation_fraction"] != self.validation_fraction:

@@ -36,6 +36,7 @@ class Piece:
         closes: True if the document ends here.
         done_bytes: Bytes of `read_from` that have been read.
         read_from: File that was read; it differs from `file` for cleaned text only.
+        counts: Whether the piece counts in the loss; prompts do not.
     """
 
     file: str
@@ -45,6 +46,7 @@ class Piece:
     closes: bool
     done_bytes: int
     read_from: str
+    counts: bool = True
 
 
 @dataclass(kw_only=True)
@@ -179,16 +181,20 @@ def _of_records(path: Path, name: str, found: Iterator[TextRecord], fraction: fl
         split = record.split or ("validation" if in_validation(text, fraction) else "train")
         where = f"{path}: {unit} {record.line}"
         _check_no_zero(text, where, 0)
-        for content, closes in [(text, True)] if len(text) <= PIECE_BYTES else _cut(io.BytesIO(text), len(text), where):
-            yield Piece(
-                file=record.file or name,
-                split=split,
-                content=content,
-                line=record.line,
-                closes=closes,
-                done_bytes=record.done_bytes,
-                read_from=name,
-            )
+        parts = record.parts or ((text, True),)
+        for number, (part, counts) in enumerate(parts, start=1):
+            is_short = len(part) <= PIECE_BYTES
+            for content, ends in [(part, True)] if is_short else _cut(io.BytesIO(part), len(part), where):
+                yield Piece(
+                    file=record.file or name,
+                    split=split,
+                    content=content,
+                    line=record.line,
+                    closes=ends and number == len(parts),
+                    done_bytes=record.done_bytes,
+                    read_from=name,
+                    counts=counts,
+                )
     if is_empty:
         raise CorpusError(f"{path}: the file is empty; it must hold at least one document")
     if n_blank:

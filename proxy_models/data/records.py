@@ -6,12 +6,13 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from proxy_models.data.file_contents import UTF8, Content, open_content
-from proxy_models.data.sources import CorpusError, Source, Split, plain_suffix
+from proxy_models.data.prompts import completed, of_chat
+from proxy_models.data.sources import ROWS, CorpusError, Source, Split, plain_suffix
 
 _ROWS = 256  # rows of a table that are held at once
 _BLOCK = 1 << 20  # bytes of JSON that are read at once, or more if a value is longer
@@ -31,6 +32,7 @@ class TextRecord(NamedTuple):
         done_bytes: Bytes of the file that have been read.
         file: File that the document came from; only cleaned text states it, and its line in that file.
         split: Side that the document is on; only cleaned text states it.
+        parts: The text in parts, each with whether it counts in the loss; empty if all of it does.
     """
 
     line: int
@@ -38,6 +40,11 @@ class TextRecord(NamedTuple):
     done_bytes: int
     file: str = ""
     split: Split | None = None
+    parts: tuple[tuple[bytes, bool], ...] = ()
+
+
+Row = tuple[int, Sequence[Any] | None, int]
+"""Line, values of the source's fields or None for a blank line, and bytes of the file that have been read."""
 
 
 def records(path: Path, source: Source, encoding: str = UTF8) -> Iterator[TextRecord]:
@@ -50,20 +57,49 @@ def records(path: Path, source: Source, encoding: str = UTF8) -> Iterator[TextRe
         CorpusError: If the file is broken, or has no text where the source says.
     """
     if source.kind == "parquet":
-        yield from _parquet_rows(path, source.field)
+        yield from _records(path, source, _parquet_rows(path, source))
     elif source.kind == "huggingface":
-        yield from _arrow_rows(path, source.field)
+        yield from _records(path, source, _arrow_rows(path, source))
     elif source.kind == "csv":
-        yield from _csv_rows(path, source.field, encoding)
+        yield from _records(path, source, _csv_rows(path, source.fields, encoding))
+    elif source.kind == "jsonl":
+        yield from _records(path, source, _json_rows(path, source.fields))
     else:
-        read = _json_values if plain_suffix(path) == ".json" else _json_lines
-        with open_content(path) as content:
-            for line, value, done_bytes in read(content, path):
-                if value is None:
-                    yield TextRecord(line, None, done_bytes)
-                    continue
-                record = TextRecord(line, _field(value, source.field, f"{path}: line {line}"), done_bytes)
-                yield record if source.kind == "jsonl" else _with_origin(record, value, path)
+        for line, value, done_bytes in _json(path):
+            if value is None:
+                yield TextRecord(line, None, done_bytes)
+                continue
+            where = f"{path}: line {line}"
+            text = _encoded(_field(value, source.field, where), where, f"field {source.field!r}")
+            yield _with_origin(TextRecord(line, text, done_bytes), value, path)
+
+
+def _records(path: Path, source: Source, rows: Iterator[Row]) -> Iterator[TextRecord]:
+    unit, noun = "row" if source.kind in ROWS else "line", "field" if source.kind == "jsonl" else "column"
+    names = tuple(f"{noun} {field!r}" for field in source.fields)
+    for line, values, done_bytes in rows:
+        where = f"{path}: {unit} {line}"
+        if values is None:
+            yield TextRecord(line, None, done_bytes)
+        elif source.has_prompts:
+            found = of_chat(values, where, *names) if source.messages_field else completed(values, where, names)
+            encoded = ((_encoded(text, where, " and ".join(names)), counts) for text, counts in found)
+            parts = tuple((text, counts) for text, counts in encoded if text)
+            yield TextRecord(line, b"".join(text for text, _ in parts), done_bytes, parts=parts)
+        else:
+            yield TextRecord(line, _encoded(values[0], where, names[0]), done_bytes)
+
+
+def _json(path: Path) -> Iterator[tuple[int, _Object | None, int]]:
+    read = _json_values if plain_suffix(path) == ".json" else _json_lines
+    with open_content(path) as content:
+        yield from read(content, path)
+
+
+def _json_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
+    for line, value, done_bytes in _json(path):
+        where = f"{path}: line {line}"
+        yield line, None if value is None else [_field(value, field, where) for field in fields], done_bytes
 
 
 def _with_origin(record: TextRecord, value: _Object, path: Path) -> TextRecord:
@@ -76,14 +112,14 @@ def _with_origin(record: TextRecord, value: _Object, path: Path) -> TextRecord:
     return record._replace(line=line, file=file, split=split)
 
 
-def _field(record: _Object, field: str, where: str) -> bytes | None:
-    """Return the text of a field; `content.text` is the field `text` of `content` unless a field has the whole name."""
+def _field(record: _Object, field: str, where: str) -> Any:
+    """Return the value of a field; `content.text` is the field `text` of `content` unless a field has the whole name."""
     value: Any = record
     for part in (field,) if field in record else field.split("."):
         if not isinstance(value, dict) or part not in value:
             raise CorpusError(f"{where}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
         value = value[part]
-    return _encoded(value, where, f"field {field!r}")
+    return value
 
 
 # JSON: (line, object or None for a blank line, bytes of the file that have been read)
@@ -191,30 +227,26 @@ class _JsonReader:
 # Tables
 
 
-def _csv_rows(path: Path, field: str, encoding: str) -> Iterator[TextRecord]:
+def _csv_rows(path: Path, fields: Sequence[str], encoding: str) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_FIELD)  # a limit of the whole process; the default is 128 KiB
     with open_content(path, encoding) as content:
         line = 1
         try:
             header = content.readline().decode("utf-8-sig")
-            delimiter = next((d for d in _DELIMITERS if field in next(csv.reader([header], delimiter=d), [])), ",")
+            delimiter = next((d for d in _DELIMITERS if fields[0] in next(csv.reader([header], delimiter=d), [])), ",")
             names = next(csv.reader([header], delimiter=delimiter), [])
             if not names:
                 return
-            if field not in names:
-                raise CorpusError(f"{path}: no column {field!r}, only {', '.join(map(repr, names))}")
-            column, rows = (
-                names.index(field),
-                csv.reader((text.decode() for text in content), delimiter=delimiter, strict=True),
-            )
+            _require_columns(names, fields, path)
+            columns = [names.index(field) for field in fields]
+            rows = csv.reader((text.decode() for text in content), delimiter=delimiter, strict=True)
             line = 2
             for row in rows:
                 if row and len(row) != len(names):
                     raise CorpusError(
                         f"{path}: line {line}: must have the {len(names)} columns of the header, got {len(row)}"
                     )
-                text = _encoded(row[column], f"{path}: line {line}", f"column {field!r}") if row else None
-                yield TextRecord(line, text, content.done_bytes())
+                yield line, [row[column] for column in columns] if row else None, content.done_bytes()
                 line = rows.line_num + 2
         except csv.Error as error:
             raise CorpusError(f"{path}: line {line}: not CSV ({error})") from error
@@ -222,57 +254,71 @@ def _csv_rows(path: Path, field: str, encoding: str) -> Iterator[TextRecord]:
             raise CorpusError(f"{path}: after line {line}: {error}; state the source's `encoding`") from error
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[TextRecord]:
+def _parquet_rows(path: Path, source: Source) -> Iterator[Row]:
     import pyarrow as pa
     from pyarrow import parquet
 
     size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(file.schema_arrow, field, path)
-            batches = file.iter_batches(batch_size=_ROWS, columns=[field])
+            _check_columns(file.schema_arrow, source, path)
+            batches = file.iter_batches(batch_size=_ROWS, columns=list(source.fields))
             row, total = 0, max(1, file.metadata.num_rows)
             for batch in batches:
-                for text in _texts(batch.column(0), row, f"{path}", field):
-                    yield TextRecord(row, text, size * (row + 1) // total)
+                for values in _values(batch, row, source, path):
+                    yield row, values, size * (row + 1) // total
                     row += 1
     except pa.ArrowException as error:
         raise CorpusError(f"{path}: can't be read as Parquet ({error})") from error
 
 
-def _arrow_rows(path: Path, field: str) -> Iterator[TextRecord]:
+def _arrow_rows(path: Path, source: Source) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
         with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as reader:
-            _check_column(reader.schema, field, path)
+            _check_columns(reader.schema, source, path)
             row = 0
             for batch in reader:
                 for start in range(0, len(batch), _ROWS):
-                    for text in _texts(batch.column(field).slice(start, _ROWS), row, f"{path}", field):
-                        yield TextRecord(row, text, mapped.tell())
+                    for values in _values(batch.slice(start, _ROWS), row, source, path):
+                        yield row, values, mapped.tell()
                         row += 1
     except pa.ArrowException as error:
         raise CorpusError(f"{path}: can't be read as an Arrow stream ({error})") from error
 
 
-def _check_column(schema: Any, field: str, path: Path) -> None:
+def _require_columns(names: Sequence[str], fields: Sequence[str], path: Path) -> None:
+    for field in fields:
+        if field not in names:
+            raise CorpusError(f"{path}: no column {field!r}, only {', '.join(map(repr, names)) or 'none'}")
+
+
+def _check_columns(schema: Any, source: Source, path: Path) -> None:
     from pyarrow import types
 
-    if field not in schema.names:
-        raise CorpusError(f"{path}: no column {field!r}, only {', '.join(map(repr, schema.names)) or 'none'}")
-    kind = schema.field(field).type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise CorpusError(f"{path}: column {field!r} must hold strings, got {kind}")
+    _require_columns(schema.names, source.fields, path)
+    for field in source.fields:
+        kind = schema.field(field).type
+        if source.messages_field:
+            if not (types.is_list(kind) or types.is_large_list(kind)):
+                raise CorpusError(f"{path}: column {field!r} must hold lists of messages, got {kind}")
+        elif not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise CorpusError(f"{path}: column {field!r} must hold strings, got {kind}")
 
 
-def _texts(column: Any, first_row: int, where: str, field: str) -> Iterator[bytes | None]:
-    for row, scalar in enumerate(column, start=first_row):
-        try:
-            value = scalar.as_py()
-        except UnicodeDecodeError as error:
-            raise CorpusError(f"{where}: row {row}: column {field!r} must be UTF-8 ({error})") from error
-        yield _encoded(value, f"{where}: row {row}", f"column {field!r}")
+def _values(batch: Any, first_row: int, source: Source, path: Path) -> Iterator[list[Any]]:
+    """Yield the values of the source's fields for each row of a batch."""
+    columns = {field: batch.column(field) for field in source.fields}
+    for row in range(len(batch)):
+        values = []
+        for field, column in columns.items():
+            try:
+                values.append(column[row].as_py())
+            except UnicodeDecodeError as error:
+                where = f"{path}: row {first_row + row}"
+                raise CorpusError(f"{where}: column {field!r} must be UTF-8 ({error})") from error
+        yield values
 
 
 def _encoded(value: Any, where: str, field: str) -> bytes | None:

@@ -35,10 +35,15 @@ _SUFFIXES: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "cleaned": ((".jsonl",),),
 }
 OPTIONAL = (
+    "prompt_field",
+    "messages_field",
     "encoding",
     "on_error",
     "language",
 )  # fields that a record of the source names only where they are not the default
+READ_BY = ("kind", "field", "prompt_field", "messages_field", "dtype", "vocab_size", "encoding", "on_error")
+"""Fields that determine what is read of the files."""
+WITH_PROMPTS = ("jsonl", "csv", *ROWS)  # kinds whose records may have prompts
 _COMPRESSIBLE = ("jsonl", "csv", "cleaned")
 _DECOMPRESSORS = {
     b"\x1f\x8b": "gunzip",
@@ -111,6 +116,8 @@ class Source:
             or `*.npy` files; see `token_ids`. "cleaned": a folder of JSON Lines that cleaning wrote, each with text, file, line
             and split.
         field: Field or column that holds the text; `content.text` is the field `text` within `content` in JSON.
+        prompt_field: Field or column whose text comes before that of `field`; only the text of `field` counts in the loss.
+        messages_field: Field or column with the messages of a chat, of which the assistant's count in the loss, instead of `field`.
         dtype: Type of the little-endian ids, for tokens; None if each file states it (a `.npy` header, or an index of Megatron).
         vocab_size: Upper limit of ids, exclusive; required for tokens.
         encoding: Encoding of text and CSV, as Python names it; None: UTF-8, or detected.
@@ -122,6 +129,8 @@ class Source:
     path: str
     kind: Kind = "text"
     field: str = "text"
+    prompt_field: str | None = None
+    messages_field: str | None = None
     dtype: TokenDtype | None = None
     vocab_size: int | None = None
     encoding: str | None = None
@@ -137,6 +146,7 @@ class Source:
             raise ValueError(f'the source {EMBEDDED} is of kind "text", got {self.kind!r}')
         if not self.field:
             raise ValueError("field must be a name, got ''")
+        self._check_prompts()
         if self.kind == "tokens":
             if self.dtype not in (None, *get_args(TokenDtype)):
                 raise ValueError(f"dtype must be one of {', '.join(get_args(TokenDtype))}, got {self.dtype!r}")
@@ -152,9 +162,42 @@ class Source:
             except LookupError as error:
                 raise ValueError(f"encoding must be an encoding that Python knows, got {self.encoding!r}") from error
 
+    def _check_prompts(self) -> None:
+        for name in ("prompt_field", "messages_field"):
+            value = getattr(self, name)
+            if value is not None and self.kind not in WITH_PROMPTS:
+                raise ValueError(f"{name} is for kinds {', '.join(WITH_PROMPTS)}, got {value!r} for {self.kind!r}")
+            if value == "":
+                raise ValueError(f"{name} must be a name, got ''")
+        if self.messages_field is not None:
+            if self.kind == "csv":
+                raise ValueError(
+                    f'messages_field must name a list, which "csv" can\'t hold, got {self.messages_field!r}'
+                )
+            if self.prompt_field is not None or self.field != Source.field:
+                raise ValueError(
+                    f"messages_field = {self.messages_field!r} can't be combined with field = {self.field!r} and prompt_field = "
+                    f"{self.prompt_field!r}"
+                )
+        elif self.prompt_field == self.field:
+            raise ValueError(f"prompt_field and field must differ, got {self.field!r} for both")
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if some of the text does not count in the loss."""
+        return self.prompt_field is not None or self.messages_field is not None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields or columns that are read of a record."""
+        if self.messages_field is not None:
+            return (self.messages_field,)
+        return (self.field,) if self.prompt_field is None else (self.prompt_field, self.field)
+
     def __str__(self) -> str:
-        settings = dict.fromkeys(("jsonl", "cleaned"), f", field {self.field}")
-        settings |= dict.fromkeys(("csv", *ROWS), f", column {self.field}")
+        named = " and ".join(self.fields)
+        settings = dict.fromkeys(("jsonl", "cleaned"), f", field {named}")
+        settings |= dict.fromkeys(("csv", *ROWS), f", column {named}")
         settings["tokens"] = f" of {self.dtype}" if self.dtype else ""
         return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"
 

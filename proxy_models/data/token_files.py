@@ -23,12 +23,14 @@ from proxy_models.data.documents import ReadReport
 from proxy_models.data.sources import CorpusError, Source, SourceFile, Split, TokenDtype
 from proxy_models.data.tokenization import TokenBlock, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
+from proxy_models.data.uncounted import SIGNED, signed
 from proxy_models.files import atomic_write, named
 from proxy_models.hashing import content_key
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("train", "validation")
+COUNTED = "counted"  # key of the numbers of tokens and bytes that count in the loss, for a source with prompts only
 STATED = "stated"  # name of the tokenizer of a source of tokens
 UNFINISHED = ".unfinished"
 OnProgress = Callable[[int, int], None]
@@ -80,6 +82,25 @@ class TokenFiles:
         return int(self.manifest["tokens"]["validation"])
 
     @property
+    def all_count(self) -> bool:
+        """True if every token counts in the loss; False if the source has prompts, whose tokens are stored as in `uncounted`."""
+        return COUNTED not in self.manifest
+
+    @property
+    def n_validation_counted(self) -> int:
+        """Number of tokens in the validation split that count."""
+        return self.n_validation_tokens if self.all_count else int(self.manifest[COUNTED]["validation"])
+
+    @property
+    def counted_share(self) -> float:
+        """Share of the tokens of both splits that count."""
+        return self._n_counted / self._n_in_both
+
+    @property
+    def _n_counted(self) -> int:
+        return self._n_in_both if self.all_count else sum(self.manifest[COUNTED][split] for split in SPLITS)
+
+    @property
     def fertility(self) -> float | None:
         """Tokens per word without the closing tokens; words are separated by ASCII white space. None without text."""
         text = self.manifest["text"]
@@ -87,9 +108,12 @@ class TokenFiles:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, including closing tokens, over which a loss is a mean too. None without text."""
-        text = self.manifest["text"]
-        return text["bytes"] / self._n_in_both if text else None
+        """Bytes of text per token, including closing tokens, over which a loss is a mean too. None without text.
+
+        With prompts, bytes and tokens that count.
+        """
+        text = self.manifest.get(COUNTED) or self.manifest["text"]
+        return text["bytes"] / self._n_counted if text else None
 
     @property
     def n_left_out(self) -> int:
@@ -141,7 +165,9 @@ def write_token_files(
         CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; no files are left then.
     """
     vocab_size = source.vocab_size or tokenizer.vocab_size
-    dtype = smallest_dtype(vocab_size)
+    dtype: str = smallest_dtype(vocab_size)
+    if source.has_prompts:
+        dtype = signed(dtype)
     unfinished = {split: folder / f"{split}.bin{UNFINISHED}" for split in SPLITS}
     try:
         tally, report = _Tally(files), ReadReport()
@@ -192,6 +218,8 @@ def write_token_files(
         ],
         "hidden_files": source.n_hidden(),
     }
+    if source.has_prompts:
+        manifest[COUNTED] = {name: tally.counted[name] for name in (*SPLITS, "bytes", "held_out_bytes")}
     if (removed := source.cleaning()) is not None:
         manifest["cleaned"] = removed
     write_manifest(folder, manifest)
@@ -234,7 +262,7 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
         CorpusError: Naming the file, the key, the rule and the value.
     """
     rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in get_args(TokenDtype)),
+        "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in (*get_args(TokenDtype), *SIGNED)),
         "tokens": ("counts of train and validation", lambda v: _are_counts(v, SPLITS)),
         "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and v >= 1),
         "key": ("a hash", lambda v: isinstance(v, str) and bool(v)),
@@ -246,8 +274,10 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
         "empty_files": ("a list of files", _are_files),
         "skipped_files": ("a list of files", _are_files),
         "hidden_files": ("a count", lambda v: type(v) is int and v >= 0),
+        COUNTED: ("null or counts", lambda v: v is None or _are_counts(v, (*SPLITS, "bytes", "held_out_bytes"))),
     }
-    manifest = {"skipped_files": [], "hidden_files": 0, **manifest}  # corpora written before such files were counted
+    # Corpora written before such files were counted, or without prompts.
+    manifest = {"skipped_files": [], "hidden_files": 0, COUNTED: None, **manifest}
     for key, (rule, holds) in rules.items():
         if key not in manifest:
             raise CorpusError(f"{path}: {key}: missing, must be {rule}")
@@ -309,17 +339,21 @@ class _Tally:
         self.hashes = {split: hashlib.sha256() for split in SPLITS}
         self.tokens: Counter[str] = Counter()
         self.text: Counter[str] = Counter()
+        self.counted: Counter[str] = Counter()
         self.of_file: dict[str, dict[str, Any]] = {}
 
     def count(self, block: TokenBlock, dtype: str) -> bytes:
         """Count a block and return its bytes for the file."""
-        stored = block.tokens.astype(stored_dtype(dtype), copy=False).tobytes()
+        tokens = block.tokens.astype(stored_dtype(dtype), copy=False)
+        stored = (tokens if block.counts else ~tokens).tobytes()
         self.hashes[block.split].update(stored)
         self.tokens[block.split] += len(block.tokens)
         held_out_bytes = block.n_bytes if block.split == "validation" else 0
         self.text.update(
             documents=block.n_documents, bytes=block.n_bytes, words=block.n_words, held_out_bytes=held_out_bytes
         )
+        if block.counts:
+            self.counted.update({block.split: len(tokens), "bytes": block.n_bytes, "held_out_bytes": held_out_bytes})
         counts = self.of_file.setdefault(block.file, {"tokens": 0, "training_tokens": 0, "split": block.split})
         counts["tokens"] += len(block.tokens)
         counts["training_tokens"] += len(block.tokens) if block.split == "train" else 0

@@ -30,6 +30,7 @@ class TokenBlock:
         done_bytes: Bytes of the file that have been read.
         n_bytes: Bytes of text that the block encodes.
         n_words: Words in the text: runs of characters without ASCII white space.
+        counts: Whether the tokens count in the loss.
     """
 
     file: str
@@ -39,6 +40,7 @@ class TokenBlock:
     n_documents: int = 0
     n_bytes: int = 0
     n_words: int = 0
+    counts: bool = True
 
 
 def blocks(
@@ -68,6 +70,7 @@ def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[Toke
                 n_documents=int(piece.closes),
                 n_bytes=len(piece.content),
                 n_words=_count_words(piece.content),
+                counts=piece.counts,
             )
 
 

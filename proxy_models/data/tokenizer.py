@@ -180,7 +180,7 @@ def smallest_dtype(vocab_size: int) -> TokenDtype:
 
 
 def stored_dtype(name: str) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the type of ids in a file: little-endian on every machine."""
+    """Return the type of ids in a file: little-endian on every machine; signed if some tokens do not count (`uncounted`)."""
     return np.dtype(name).newbyteorder("<")
 
 

@@ -15,11 +15,11 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from proxy_models.architecture.families import family_of
+from proxy_models.architecture.family import weighted
 from proxy_models.architecture.member import NATS
-from proxy_models.data.batches import evaluation_sets
+from proxy_models.data.batches import EvaluationSet, evaluation_sets
 from proxy_models.data.bits_per_byte import bits_per_byte, held_out_bytes
 from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.hashing import content_key
@@ -36,7 +36,7 @@ class HeldOutLosses:
 
     Attributes:
         weights: Weight of each source in the corpus's loss.
-        sizes: Sequences of each pass, by source.
+        sizes: Sequences of each pass, by source, or its tokens that count where others don't.
         means: Mean loss of each pass, by source, nats per token.
     """
 
@@ -84,13 +84,14 @@ class HeldOutSequences:
         model, device, sizes, means = self._subject.model, self._subject.device, {}, {}
         for name, held_out in self._sets.items():
             batch = min(self._batch, -(-len(held_out.sequences) // PASSES))
-            passes = torch.split(held_out.sequences, batch)
+            passes = [replace(held_out, sequences=part) for part in torch.split(held_out.sequences, batch)]
 
-            def mean_loss(part: Tensor) -> float:
-                ((mean, _),) = pass_losses(model, self._loss, part, device=device, batch=len(part))
+            def mean_loss(part: EvaluationSet) -> float:
+                loss, n = weighted(self._loss, part.scale), len(part.sequences)
+                ((mean, _),) = pass_losses(model, loss, part.sequences, device=device, batch=n)
                 return float(mean)
 
-            sizes[name] = np.array([len(part) for part in passes], dtype=np.float64)
+            sizes[name] = np.array([part.size for part in passes], dtype=np.float64)
             means[name] = np.array([*self._subject.ranks.map(mean_loss, passes)])
         settle(model)  # the next pass gathers the weights again, as a measure may change them
         return HeldOutLosses(
@@ -125,6 +126,6 @@ class HeldOutLoss:
             of_corpus = {source: bits_per_byte(only[source], corpus, corpus, n_bytes) for source in n_bytes}
             scores.append(losses.score(self.name, "", "bits_per_byte", of_corpus))
             for name in named:
-                bits = corpus.sources[name].n_validation_tokens / (math.log(2) * n_bytes[name])
+                bits = corpus.sources[name].n_validation_counted / (math.log(2) * n_bytes[name])
                 scores.append(losses.score(self.name, name, "bits_per_byte", {name: bits}))
         return Measured(scores=tuple(scores))

@@ -72,6 +72,10 @@ class Memorisation:
             raise ValueError(
                 f"prefix_tokens + continuation_tokens must be at most context_length + 1 = {context + 1}, got {length}"
             )
+        if not corpus.all_count:
+            raise ValueError(
+                "memorisation is measured on text that counts as a whole, but a source of the corpus has prompts"
+            )
         stream = training_stream(corpus, context, numerics.seed, run_tokens=numerics.run_tokens)
         read = stream.starts_before(subject.tokens)
         held_out = (corpus.held_out or corpus).sources.values()

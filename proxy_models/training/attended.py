@@ -12,6 +12,7 @@ from proxy_models.architecture.member import Member
 from proxy_models.architecture.sparse_attention import number_documents
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.uncounted import sequence_ids
 
 _PLACES, _SEQUENCES = 64, 8
 """Positions in the run at which sequences are sampled, and sequences at each: 512 in all, 4 million tokens at a context of 8,192."""
@@ -35,7 +36,7 @@ def attended_length(model: Member, corpus: Corpus, n_tokens: int) -> float | Non
     some = min(_SEQUENCES, n_sequences)
     places = range(0, n_sequences - some + 1, max(some, n_sequences // _PLACES))
     found = [stream.batch(place * length, some * length)[:, :-1] for place in places]
-    return mean_attended(torch.cat(found), model)
+    return mean_attended(sequence_ids(torch.cat(found)), model)
 
 
 def mean_attended(tokens: Tensor, model: ModelConfig) -> float:

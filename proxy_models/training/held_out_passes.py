@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.family import Loss
+from proxy_models.architecture.family import Loss, weighted
 from proxy_models.data.batches import EvaluationSet
 from proxy_models.training.device import EVALUATION_BATCH, evaluation_batch, fitting_on
 from proxy_models.training.numerics import Numerics
@@ -40,7 +40,7 @@ def pass_losses(
 
     Args:
         model: Model on the device; if sharded, all its ranks call this function together.
-        loss: `Family.evaluation_loss`.
+        loss: `Family.evaluation_loss`, with the weight of tokens that count if others don't (`weighted`).
         sequences: Held-out sequences, (sequences, context_length + 1).
         batch: Sequences per pass on each rank.
         rank, ranks: Index and number of the shares of the sequences.
@@ -74,8 +74,8 @@ def source_losses(
     """
     sums = torch.zeros(len(sets), device=device)
     for source, held_out in enumerate(sets.values()):
-        n_sequences = len(held_out.sequences)
-        passes = pass_losses(model, loss, held_out.sequences, device=device, batch=batch, rank=rank, ranks=ranks)
+        n_sequences, of_source = len(held_out.sequences), weighted(loss, held_out.scale)
+        passes = pass_losses(model, of_source, held_out.sequences, device=device, batch=batch, rank=rank, ranks=ranks)
         for mean, size in passes:
             sums[source] += size / n_sequences * mean
     return sums

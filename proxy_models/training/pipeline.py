@@ -86,8 +86,10 @@ class Pipeline:
     def _has_last(self) -> bool:
         return any(stage.is_last for stage in self.stages.values())
 
-    def accumulate(self, sequences: Tensor) -> Tensor:
+    def accumulate(self, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
         """Add the gradients of the mean training loss of a share's sequences; return that loss, or 0 on ranks without the last stage.
+
+        `scale` is the weight of a token that counts; None: every token counts.
 
         Raises:
             ValueError: If the schedule takes no equal micro-batches of so many sequences.
@@ -95,14 +97,19 @@ class Pipeline:
         share = PipelineShare(schedule=self._schedule, ranks=self._group.size(), sequences=len(sequences))
         number = share.micro_batches(self._micro_batch or share.sizes[-1])
         losses: list[Tensor] = []
+        self._weigh(scale)
         self._run(sequences, number, trains=True).step(
             *self._inputs(sequences), **self._named(sequences), losses=losses, return_outputs=False
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
     @torch.no_grad()
-    def held_out_loss(self, sequences: Tensor) -> Tensor:
-        """Return the mean evaluation loss of some sequences, or 0 on ranks without the last stage; all ranks call this."""
+    def held_out_loss(self, sequences: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the mean evaluation loss of some sequences, or 0 on ranks without the last stage; all ranks call this.
+
+        `scale` is that of `accumulate`.
+        """
+        self._weigh(scale)
         n, fitting = len(sequences), partial(micro_batches, self._schedule, self._group.size())
         most = self._micro_batch or max(1, n // self._group.size())
         if (number := fitting(n, most=most)) is None:  # one sequence each, and some more that do not count
@@ -127,6 +134,10 @@ class Pipeline:
         norm = square.sqrt()
         clip_grads_with_norm_(self._parameters, max_norm, norm, foreach=True)
         return norm
+
+    def _weigh(self, scale: Tensor | None) -> None:
+        for stage in self.stages.values():
+            stage.scale = scale
 
     def _inputs(self, sequences: Tensor) -> Iterable[Tensor]:
         return (sequences,) if self._has_first else ()

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from proxy_models.architecture.families import family_of
-from proxy_models.architecture.family import Loss
+from proxy_models.architecture.family import Loss, weighted
 from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.data.uncounted import n_counted
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.guard import Divergence, Guard, Spike, Verdict
 from proxy_models.training.numerics import Numerics
@@ -63,6 +64,7 @@ class Stepper:
         mean: Callable[[Tensor], Tensor] = lambda loss: loss,
         before_part: Callable[[bool], None] = lambda last: None,
         pipeline: Pipeline | None = None,
+        all_count: bool = True,
     ) -> None:
         """Prepare for the steps of a training.
 
@@ -76,6 +78,7 @@ class Stepper:
             mean: Function that averages a loss over ranks.
             before_part: Called before each of several micro-batches with True for the step's last.
             pipeline: Pipeline whose stages the module has; it takes the passes, by its own micro-batches.
+            all_count: Whether every token of every batch counts in the loss (`proxy_models.data.uncounted`).
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
@@ -85,6 +88,7 @@ class Stepper:
         self.micro_batch, self._mean = micro_batch, mean
         self._loss = loss or self._family.training_loss
         self._rank, self._ranks, self._before_part, self._pipeline = rank, ranks, before_part, pipeline
+        self._all_count = all_count
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed
         self._random = numerics.model.is_random
@@ -118,6 +122,7 @@ class Stepper:
     ) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; return its loss and its gradient norm before clipping.
 
+        The loss is the mean over the tokens of the global batch that count, on however many ranks and micro-batches they lie.
         `of` is the number of sequences in the global batch; None: every rank has as many as this rank. A refused step leaves
         weights, moments and the optimizer's step count unchanged.
         """
@@ -129,7 +134,8 @@ class Stepper:
             torch.manual_seed(step_seed(self._seed, tokens, self._rank + self._ranks * stage))
         is_first = self._check_buffers is None
         self._check_buffers = self._check_buffers or buffer_check(self.module, self._family.state_buffers)
-        loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
+        of = of or len(sequences) * self._ranks
+        loss = self._mean(self._accumulate(sequences, of, None if self._all_count else self._scale(sequences, of)))
         if is_first:  # `memory` checks again; each step would be too often, since the check waits for the device
             self._check_buffers()
         if self._scaler:
@@ -157,9 +163,18 @@ class Stepper:
         """Write back what `capture` returned."""
         restore(self.module, self.optimizer, tensors, self._family.state_buffers)
 
-    def _accumulate(self, sequences: Tensor, of: int) -> Tensor:
+    def _scale(self, sequences: Tensor, of: int) -> Tensor:
+        """Return the predicted tokens of the global batch of `of` sequences over those that count; 0 if none counts."""
+        counted = n_counted(sequences).double()
+        if self._pipeline and self._pipeline.rank:
+            counted.zero_()  # each of the pipeline's ranks has these sequences
+        total = self._mean(counted) * self._ranks
+        return torch.where(total > 0, of * (sequences.shape[1] - 1) / total, 0.0).float()
+
+    def _accumulate(self, sequences: Tensor, of: int, scale: Tensor | None) -> Tensor:
         """Add the gradients of this rank's part of the mean over `of` sequences, and return that part of the loss.
 
+        `scale` is the weight of a token that counts.
         If shares differ by a sequence, a rank may have fewer passes; it then runs a pass of weight 0, as all ranks gather weights.
         """
         if self._pipeline:
@@ -167,25 +182,25 @@ class Stepper:
                 raise ValueError(
                     f"a pipeline needs equal shares of a batch, got {len(sequences)} of {of} sequences for {self._ranks}"
                 )
-            return self._pipeline.accumulate(sequences)
-        largest = -(-of // self._ranks)
+            return self._pipeline.accumulate(sequences, scale)
+        largest, loss = -(-of // self._ranks), weighted(self._loss, scale)
         if not self.micro_batch or largest <= self.micro_batch:
-            return self._backward(sequences, len(sequences) * self._ranks / of)
+            return self._backward(loss, sequences, len(sequences) * self._ranks / of)
         passes, parts = -(-largest // self.micro_batch), torch.split(sequences, self.micro_batch)
         shares = []
         for number in range(passes):
             self._before_part(number == passes - 1)
             if number < len(parts):
-                shares.append(self._backward(parts[number], len(parts[number]) * self._ranks / of))
+                shares.append(self._backward(loss, parts[number], len(parts[number]) * self._ranks / of))
                 continue
             counted = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-            shares.append(self._backward(sequences[:1], 0.0))
+            shares.append(self._backward(loss, sequences[:1], 0.0))
             for buffer, before in counted:
                 buffer.copy_(before)  # what a family counts in a pass, such as loads of experts
         return torch.stack(shares).sum()
 
-    def _backward(self, sequences: Tensor, share: float) -> Tensor:
-        loss = self._loss(self.module, sequences)
+    def _backward(self, function: Loss, sequences: Tensor, share: float) -> Tensor:
+        loss: Tensor = function(self.module, sequences)
         if share != 1:
             loss = loss * share
         (self._scaler.scaled(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ overhead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +218,7 @@ class Trainer:
 
             together = {"rank": self._rank, "ranks": self._ranks, "mean": rank_mean}
             together["before_part"] = lambda last: between_parts(module, last=last)
+        together["all_count"] = self.corpus.all_count
         stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=micro_batch, **together)
         if state:
             same = state.parametrization.optimizer == recipe.optimizer
@@ -315,14 +316,13 @@ class Trainer:
             )
 
     def _source_losses(self, warm: WarmModel, numerics: Numerics, batch: int) -> dict[str, float]:
-        return {name: warm.evaluate(held_out.sequences, batch) for name, held_out in self._held_out(numerics).items()}
+        return {name: warm.evaluate(held_out, batch) for name, held_out in self._held_out(numerics).items()}
 
     def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
         if size not in self._evaluation:
             self._evaluation[size] = {
-                name: replace(held_out, sequences=held_out.sequences.to(self.device))
-                for name, held_out in evaluation_sets(self.corpus, *size).items()
+                name: held_out.to(self.device) for name, held_out in evaluation_sets(self.corpus, *size).items()
             }
         return self._evaluation[size]
 

@@ -9,12 +9,13 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from proxy_models.architecture.families import build, family_of
-from proxy_models.architecture.family import Loss
+from proxy_models.architecture.family import Loss, weighted
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
+from proxy_models.data.batches import EvaluationSet
 from proxy_models.training.device import CPU
 from proxy_models.training.held_out_passes import pass_losses
 from proxy_models.training.precision import DTYPES
@@ -59,12 +60,13 @@ class WarmModel:
         loss = self.family.training_loss
         self.loss: Loss = torch.compile(_own_code(loss), dynamic=False) if compiled and not mesh else loss
 
-    def evaluate(self, sequences: Tensor, batch: int) -> float:
-        """Return the mean loss over the sequences, nats per token, in passes of `batch` per rank, in the training's precision.
+    def evaluate(self, held_out: EvaluationSet, batch: int) -> float:
+        """Return the mean loss over held-out sequences, nats per token, in passes of `batch` per rank, in the training's precision.
 
         The evaluation is eager and without dropout; all ranks return the same value.
         """
-        module, loss, device = self.module, self.family.evaluation_loss, sequences.device
+        module, sequences = self.module, held_out.sequences
+        loss, device = weighted(self.family.evaluation_loss, held_out.scale), sequences.device
         rank, ranks = (self._mesh.get_local_rank(), self._mesh.size()) if self._mesh else (0, 1)
         with torch.compiler.set_stance("force_eager") if self._compiles_blocks else nullcontext():
             passes = pass_losses(module, loss, sequences, device=device, batch=batch, rank=rank, ranks=ranks)

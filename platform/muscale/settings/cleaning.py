@@ -112,7 +112,9 @@ class CleanSettings(StrictTable):
         except ValueError as error:
             return [f"corpus.clean.quality: {error}"]
         given = [name for name, source in sources.items() if source.kind == "tokens"]
-        return [f'corpus.clean: needs text, but {name} is of kind "tokens"' for name in given]
+        problems = [f'corpus.clean: needs text, but {name} is of kind "tokens"' for name in given]
+        prompted = [name for name, source in sources.items() if source.has_prompts]
+        return problems + [f"corpus.clean: {name} has prompts, which cleaned text does not keep" for name in prompted]
 
     def write(
         self,

@@ -12,13 +12,14 @@ from muscale.errors import StageError
 from muscale.layout import CLEANED
 from muscale.settings.cleaning import CleanSettings
 from muscale.settings.strict import StrictTable
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.cleaning.shard_passes import Map
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
-from proxy_models.data.sources import EMBEDDED, OPTIONAL, Kind, OnError, Source, TokenDtype, at_home
+from proxy_models.data.sources import EMBEDDED, OPTIONAL, READ_BY, Kind, OnError, Source, TokenDtype, at_home
 from proxy_models.data.tokenizer import (
     BYTE_ALPHABET,
     MIN_TRAINED_VOCAB,
@@ -35,6 +36,8 @@ class FileSettings(StrictTable):
 
     kind: Kind = "text"
     field: str = "text"  # key of JSON, or column of a table, that holds the text
+    prompt_field: str | None = None  # text before that of `field`, which alone then counts in the loss
+    messages_field: str | None = None  # a chat instead of `field`; the assistant's messages count in the loss
     dtype: TokenDtype | None = None  # for kind "tokens"; none: the files or their indices state it
     vocab_size: PositiveInt | None = None  # for kind "tokens"
     encoding: str | None = None  # for text and CSV; none: UTF-8, or detected
@@ -88,7 +91,7 @@ class CorpusSettings(FileSettings):
             for name in OPTIONAL:  # keys that are newer than the identities of finished corpora
                 if name == "language" or source[name] == _DEFAULTS[name]:
                     del source[name]
-        named = ("kind", "field", "dtype", "vocab_size", "encoding", "on_error", "sources", "stages", "end_of_document")
+        named = (*READ_BY, "sources", "stages", "end_of_document")
         given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
         if self.clean and self.clean.is_on:
             given["clean"] = self.clean.identity()
@@ -315,6 +318,11 @@ def require_fitting_model(corpus: Corpus, model: Member) -> None:
     if corpus.vocab_size > model.vocab_size:
         raise StageError(
             f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {model.vocab_size}"
+        )
+    if not (corpus.all_count or family_of(model).has_weighted_losses):
+        raise StageError(
+            "corpus: has prompts, which do not count in the loss, but the custom losses of the model's family count every token; take "
+            "the weight of tokens that count (proxy_models.architecture.family.Loss), and set has_weighted_losses"
         )
     separator, end = getattr(model, "document_separator", None), corpus.end_of_document
     if separator is not None and end is not None and separator != end:

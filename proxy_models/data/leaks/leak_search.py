@@ -127,12 +127,14 @@ def search_texts(
 
 
 def source_texts(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
-    """Yield the pieces of a source, with the bytes read."""
+    """Yield the pieces of a source that count in the loss, with the bytes read."""
     sizes = {
         path.relative_to(root).as_posix(): path.stat().st_size for root, paths in [source.files()] for path in paths
     }
     before, file = 0, ""
     for piece in pieces(source, fraction):
+        if not piece.counts:
+            continue  # prompts are often the same, and no loss is too low for that
         if piece.read_from != file:
             before, file = before + sizes.get(file, 0), piece.read_from
         text = Text(

@@ -50,7 +50,7 @@ def test_loss_and_gradients_equal_the_unchunked_ones(
     [(torch.float32, 1e-6, {}), (torch.bfloat16, 1e-3, {"label_smoothing": 0.1, "z_loss": 1e-2})],
 )
 def test_compiled_chunks_have_the_same_loss_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, terms: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, terms: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 7 * 50)  # 24 positions in chunks of 7, 7, 7 and 3
     generator = torch.Generator().manual_seed(0)

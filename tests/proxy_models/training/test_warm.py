@@ -12,6 +12,7 @@ import torch._dynamo
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
+from proxy_models.data.batches import EvaluationSet
 from proxy_models.training.warm import WarmModel, WarmModels
 
 MODEL = ModelConfig(d_model=16, n_layers=1, context_length=16)
@@ -20,9 +21,10 @@ MODEL = ModelConfig(d_model=16, n_layers=1, context_length=16)
 def test_evaluation_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
     dropping = WarmModel(replace(MODEL, mlp_dropout=0.5, label_smoothing=0.3), compiled=False)
     sequences = torch.randint(256, (70, 17))
+    held_out = EvaluationSet(sequences=sequences, weight=1.0)
     for training in (True, False):
         dropping.module.train(training)
-        losses = {dropping.evaluate(sequences, batch) for _, batch in product(range(2), (7, 64))}
+        losses = {dropping.evaluate(held_out, batch) for _, batch in product(range(2), (7, 64))}
         assert max(losses) == pytest.approx(min(losses), rel=1e-6)
         assert dropping.module.training == training
     with torch.no_grad():

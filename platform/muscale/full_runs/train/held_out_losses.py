@@ -61,7 +61,7 @@ class Evaluation:
         self, model: nn.Module, pipeline: Pipeline | None, batch: int, sets: Mapping[str, EvaluationSet]
     ) -> dict[str, float]:
         """Mean loss of each set, independent of the number of ranks; in the run's precision, not compiled, without dropout."""
-        loss: Loss = (lambda _model, sequences: pipeline.held_out_loss(sequences)) if pipeline else self._loss
+        loss: Loss = (lambda _model, *sequences: pipeline.held_out_loss(*sequences)) if pipeline else self._loss
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
             losses = source_losses(
                 model, loss, sets, device=self._device, batch=batch, rank=self._rank, ranks=self._ranks

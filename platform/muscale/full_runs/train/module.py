@@ -161,6 +161,7 @@ class FullRunModule(L.LightningModule):
                 "promote: fp16 needs a single process, because each process would scale its own loss; use bf16"
             )
         corpus, numerics = Corpus.open(run.corpus), run.numerics
+        self._all_count = corpus.all_count
         self._stream = training_stream(
             corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens
         )
@@ -203,6 +204,7 @@ class FullRunModule(L.LightningModule):
             mean=partial(rank_mean, stages=run.parallelism.pipeline_parallel),
             before_part=lambda last: between_parts(self.configured, run.parallelism.sharding, last=last),
             pipeline=self._pipeline,
+            all_count=self._all_count,
         )
         if checkpoint:
             # A guard with losses of another corpus would take the first losses here for spikes.

@@ -21,6 +21,7 @@ from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.uncounted import sequence_ids
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
@@ -40,7 +41,9 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
     n_tokens, context = 10_000 * hyperparameters.batch_tokens, numerics.model.context_length
     plain_values = replace(hyperparameters, batch_doublings=0, batch_ramp_tokens=0, warmup_floor_tokens=0)
     recipe = plain_values.resolve(n_tokens)
-    sequences = training_stream(corpus, context, seed=0, run_tokens=n_tokens).batch(0, _SEQUENCES * context)
+    sequences = sequence_ids(
+        training_stream(corpus, context, seed=0, run_tokens=n_tokens).batch(0, _SEQUENCES * context)
+    )
     # fp16 needs a single process without FSDP2, and a guard needs more steps.
     precision: Precision = "fp32" if numerics.precision == "fp16" else numerics.precision
     numerics = replace(numerics, precision=precision, guard=None)
