@@ -178,6 +178,8 @@ class Study(Result):
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
         data.require_fitting_model(corpus, config.model)
+        for warning in data.cut_records(corpus, config.model.context_length):
+            self._display.line(f"warning: {warning}")
         if config.initial_weights:
             from muscale import weights_folder  # slow to import: torch
 

@@ -14,10 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.cross_entropy import whole_cross_entropy
+from proxy_models.architecture.cross_entropy import shifted, whole_cross_entropy
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.residual import change_stream
-from proxy_models.data.uncounted import shifted
 
 
 class CausalLM(nn.Module):

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from proxy_models.architecture import memory
 from proxy_models.architecture.products import multiply
 from proxy_models.architecture.sharded import first_row, is_sharded, own, within
-from proxy_models.data.uncounted import shifted
+from proxy_models.data.uncounted import sequence_ids
 
 
 def whole_cross_entropy(
@@ -54,6 +54,22 @@ def whole_cross_entropy(
     if z_loss:
         loss = loss + z_loss * torch.logsumexp(rows, dim=-1).square().mean()
     return loss
+
+
+def shifted(sequences: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Split sequences (batch, time + 1) into what a model reads, what it predicts, and the weight of each prediction.
+
+    Args:
+        scale: Weight of a token that counts; None: every token counts, and no sequence has to be checked.
+
+    Returns:
+        Ids (batch, time); ids (batch, time); and weights (batch, time) in fp32, 0 for tokens that do not count, or None.
+    """
+    if scale is None:
+        return sequences[:, :-1], sequences[:, 1:], None
+    tokens, targets = sequence_ids(sequences[:, :-1]), sequences[:, 1:]
+    weight = torch.as_tensor(scale, dtype=torch.float32, device=sequences.device)
+    return tokens, sequence_ids(targets), torch.where(targets < 0, 0.0, weight)
 
 
 def sequence_loss(model: nn.Module, sequences: Tensor, scale: Tensor | None = None) -> Tensor:

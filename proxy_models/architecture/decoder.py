@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.cross_entropy import chunked_cross_entropy, shifted, whole_cross_entropy
 from proxy_models.architecture.experts import BALANCE_BIAS, RoutedMLP, Router
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
@@ -28,7 +28,6 @@ from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
-from proxy_models.data.uncounted import shifted
 
 if TYPE_CHECKING:
     from proxy_models.architecture.shared_sequences import SequenceShare

@@ -223,7 +223,7 @@ class MixtureStream:
     mixture: Mixture
     context_length: int
     seed: int
-    packings: Mapping[str, Packing] = field(default_factory=dict)
+    packings: Mapping[str, Packing | None] = field(default_factory=dict)
 
     @cached_property
     def streams(self) -> tuple[TokenStream, ...]:
@@ -320,13 +320,8 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
         ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
     """
     mixture = corpus.mixture
-    packings = {
-        name: Packing.of(files.train, context_length, end)
-        for name, files in corpus.sources.items()
-        if (end := _packed_by(corpus, name)) is not None
-    }
     if mixture is None:
-        packing = packings.get(ONE_SOURCE)
+        packing = corpus.packing(ONE_SOURCE, "train", context_length)
         return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed, packing=packing)
     if corpus.stages_by_fraction and run_tokens is None:
         raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
@@ -335,15 +330,10 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
         mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,
         context_length=context_length,
         seed=seed,
-        packings=packings,
+        packings={name: corpus.packing(name, "train", context_length) for name in corpus.sources},
     )
     _ = stream.streams, stream.interleaving  # raises errors here instead of in the first step
     return stream
-
-
-def _packed_by(corpus: Corpus, source: str) -> int | None:
-    """Return the id that closes the records of a source with prompts, by which its sequences are packed; None without prompts."""
-    return None if corpus.sources[source].all_count else corpus.end_of_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,8 +386,7 @@ def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[
     n_each = n_tokens // len(corpus.sources)
     sets = {}
     for name, weight in corpus.evaluation_weights.items():
-        files, end = corpus.sources[name], _packed_by(corpus, name)
-        packing = None if end is None else Packing.of(files.validation, context_length, end)
+        files, packing = corpus.sources[name], corpus.packing(name, "validation", context_length)
         try:
             sequences = evaluation_sequences(files.validation, context_length, n_each, packing)
             sets[name] = EvaluationSet(sequences=sequences, weight=weight, all_count=files.all_count)

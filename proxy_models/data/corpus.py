@@ -19,7 +19,8 @@ import pandas as pd
 
 from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.mixture import MAX_EPOCHS, Mixture
-from proxy_models.data.sources import CorpusError
+from proxy_models.data.packing import Packing
+from proxy_models.data.sources import CorpusError, Split
 from proxy_models.data.token_files import MANIFEST, STATED, TokenFiles, read_manifest
 from proxy_models.data.tokenizer import Tokenizer, Tokens
 from proxy_models.hashing import content_key
@@ -100,6 +101,14 @@ class Corpus:
     def all_count(self) -> bool:
         """True if every token of every source counts in the loss; False if a source has prompts."""
         return all(files.all_count for files in self.sources.values())
+
+    def packing(self, source: str, split: Split, context_length: int) -> Packing | None:
+        """Return the sequences of a source with prompts, which begin with a record; None for other sources."""
+        files = self.sources[source]
+        if files.all_count:
+            return None
+        tokens = files.train if split == "train" else files.validation
+        return Packing.of(tokens, context_length, self.tokenizer().end_of_document)
 
     @property
     def n_tokens(self) -> int:
@@ -191,6 +200,7 @@ class Corpus:
     def table(self) -> pd.DataFrame:
         """Return one row per source: tokens, fertility (tokens per word), bytes per token, share at the end of a run, unread files.
 
+        If a source has prompts, a column has the share of the tokens that count in the loss.
         Sources that state their language have it in a column, so that fertilities of languages stand next to each other.
         """
         rows = [
@@ -207,6 +217,8 @@ class Corpus:
         ]
         columns = ["source", "training", "validation", "tokens/word", "bytes/token", "share", "files left out"]
         table = pd.DataFrame(rows, columns=columns).astype({"tokens/word": float, "bytes/token": float})
+        if not self.all_count:
+            table.insert(3, "counts", [f"{files.counted_share:.1%}" for files in self.sources.values()])
         languages = [files.manifest["source"].get("language") for files in self.sources.values()]
         if any(languages):
             table.insert(1, "language", languages)

@@ -6,14 +6,15 @@ ranks and micro-batches of signed ids carry it along.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from proxy_models.data.sources import TokenDtype
+
+if TYPE_CHECKING:
+    from torch import Tensor  # slow to import
 
 SIGNED = ("int16", "int32", "int64")
 
@@ -30,23 +31,7 @@ def ids(tokens: NDArray[Any]) -> NDArray[Any]:
 
 def sequence_ids(sequences: Tensor) -> Tensor:
     """Return the ids of sequences, whether they count or not."""
-    return torch.maximum(sequences, ~sequences)
-
-
-def shifted(sequences: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Split sequences (batch, time + 1) into what a model reads, what it predicts, and the weight of each prediction.
-
-    Args:
-        scale: Weight of a token that counts; None: every token counts, and no sequence has to be checked.
-
-    Returns:
-        Ids (batch, time); ids (batch, time); and weights (batch, time) in fp32, 0 for tokens that do not count, or None.
-    """
-    if scale is None:
-        return sequences[:, :-1], sequences[:, 1:], None
-    tokens, targets = sequence_ids(sequences[:, :-1]), sequences[:, 1:]
-    weight = torch.as_tensor(scale, dtype=torch.float32, device=sequences.device)
-    return tokens, sequence_ids(targets), torch.where(targets < 0, 0.0, weight)
+    return sequences.maximum(~sequences)
 
 
 def n_counted(sequences: Tensor) -> Tensor:

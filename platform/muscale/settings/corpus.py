@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -327,3 +327,14 @@ def require_fitting_model(corpus: Corpus, model: Member) -> None:
     separator, end = getattr(model, "document_separator", None), corpus.end_of_document
     if separator is not None and end is not None and separator != end:
         raise StageError(f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}")
+
+
+def cut_records(corpus: Corpus, context_length: int) -> Iterator[str]:
+    """Yield a line for each source with training records that are longer than the context, which are cut at its end."""
+    for name in corpus.sources:
+        packing = corpus.packing(name, "train", context_length)
+        if packing and packing.n_cut:
+            yield (
+                f"{name}: {packing.n_cut:,} of {packing.n_records:,} training records are longer than model.context_length = "
+                f"{context_length} tokens; what is beyond is not read"
+            )

@@ -283,6 +283,13 @@ class StudyTables(StrictTable):
                     f"corpus.evaluation_tokens: the held-out split{of} has only {files.n_validation_tokens} tokens, "
                     f"got {wanted}{shared}"
                 )
+        if not corpus.all_count:
+            from proxy_models.data.batches import evaluation_sets  # slow to import: torch
+
+            try:
+                evaluation_sets(corpus, self.model.context_length, wanted)
+            except ValueError as error:
+                raise StageError(f"corpus.evaluation_tokens: {error}") from error
         weights = key_of_weights(directory / INITIAL_WEIGHTS) if self.initial_weights else None
         if self.initial_weights and weights is None:
             raise StageError(

@@ -109,6 +109,12 @@ def test_the_auxiliary_loss_is_transformers_own_and_only_trains(each: ConfigFami
     gradient = cast(Any, model).network.model.layers[0].mlp.gate.weight.grad
     assert gradient.abs().max() > 0
     torch.testing.assert_close(each.training_loss(model, TOKENS), plain)
+    masked = torch.where(torch.arange(33) > 20, TOKENS, ~TOKENS)
+    logits, targets = model(TOKENS[:, :-1])[:, 20:], TOKENS[:, 21:]
+    over_counted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    weighted = asked.training_loss(model, masked, torch.tensor(32 / 12))
+    torch.testing.assert_close(weighted, over_counted + 0.5 * theirs)
+    torch.testing.assert_close(asked.evaluation_loss(model, masked, torch.tensor(32 / 12)), over_counted)
 
 
 def test_a_step_is_one_graph_and_rounds_to_bf16(each: ConfigFamily) -> None:

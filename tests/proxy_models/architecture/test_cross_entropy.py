@@ -13,7 +13,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from proxy_models.architecture import decoder, memory
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.cross_entropy import chunked_cross_entropy, sequence_loss, whole_cross_entropy
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.precision import DTYPES
@@ -42,12 +42,52 @@ def test_loss_and_gradients_equal_the_unchunked_ones(
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+def test_the_loss_of_tokens_that_count_is_the_mean_over_them(
+    monkeypatch: pytest.MonkeyPatch, is_chunked: bool, smoothing: float, z_loss: float
+) -> None:
+    """Against the terms written out over the positions that count alone."""
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 7 * 256 if is_chunked else 1 << 20)
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=16, n_layers=1, context_length=16, label_smoothing=smoothing, z_loss=z_loss)
+    model = Decoder(config)
+    plain = torch.randint(256, (3, 17))
+    counts = torch.rand(3, 17) < torch.tensor([0.1, 0.5, 0.9])[:, None]
+    scale = torch.tensor(3 * 16 / counts[:, 1:].sum().item())
+    masked = torch.where(counts, plain, ~plain)
+    logits = model(plain[:, :-1])[counts[:, 1:]]
+    log_normaliser = logits.logsumexp(-1)
+    at_target = logits.gather(1, plain[:, 1:][counts[:, 1:]][:, None]).squeeze(1)
+    entropy = log_normaliser - at_target
+    terms = (1 - smoothing) * entropy + smoothing * (log_normaliser - logits.mean(-1)) + z_loss * log_normaliser**2
+    for found, expected in (
+        (training_loss(model, masked, scale), terms.mean()),
+        (next_token_loss(model, masked, scale), entropy.mean()),
+        (sequence_loss(model, masked, scale), entropy.mean()),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        parameters = list(model.parameters())
+        for here, there in zip(
+            torch.autograd.grad(found, parameters),
+            torch.autograd.grad(expected, parameters, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
+    assert torch.equal(training_loss(model, plain), training_loss(model, plain, None))
+    everything = training_loss(model, plain, torch.ones(()))
+    torch.testing.assert_close(everything, training_loss(model, plain), rtol=1e-6, atol=0)
+
+
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "terms"),
-    [(torch.float32, 1e-6, {}), (torch.bfloat16, 1e-3, {"label_smoothing": 0.1, "z_loss": 1e-2})],
+    [
+        (torch.float32, 1e-6, {}),
+        (torch.bfloat16, 1e-3, {"label_smoothing": 0.1, "z_loss": 1e-2, "weights": torch.arange(24) % 3.0}),
+    ],
 )
 def test_compiled_chunks_have_the_same_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, terms: dict[str, Any]

@@ -166,6 +166,13 @@ def test_losses_of_the_router_are_in_the_loss_of_training_only() -> None:
     torch.testing.assert_close(penalised - plain, expected)
     with torch.no_grad():
         assert model(x[:, :-1], x[:, 1:]) == plain.detach()
+    masked, scale = torch.where(torch.arange(x.shape[1]) % 3 > 0, x, ~x), torch.tensor(1.5)
+    penalties = [
+        training_loss(with_config(model, config), masked, weight)
+        - training_loss(with_config(model, CONFIG), masked, weight)
+        for weight in (scale, 2 * scale)
+    ]
+    torch.testing.assert_close(penalties, [expected, expected])  # routers see tokens that do not count, too
 
 
 def with_config(model: Decoder, config: ModelConfig) -> Decoder:

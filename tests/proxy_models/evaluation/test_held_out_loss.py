@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ import torch
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
-from proxy_models.data.batches import evaluation_sequences
+from proxy_models.data.batches import evaluation_sequences, evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.evaluation.held_out_loss import HeldOutLoss, HeldOutLosses
 from proxy_models.evaluation.measure import Score, Subject
+from proxy_models.evaluation.memorisation import Memorisation
 from proxy_models.training.trainer import SegmentResult
 from tests.proxy_models.evaluation.conftest import numerics_of, trained
 from tests.proxy_models.families import Recurrent
+from tests.proxy_models.prompted import prompted_corpus
 
 
 def by_name(scores: tuple[Score, ...]) -> dict[tuple[str, str], Score]:
@@ -92,3 +95,27 @@ def test_the_measure_is_picklable_and_has_a_key() -> None:
     measure = HeldOutLoss()
     assert pickle.loads(pickle.dumps(measure)) == measure
     assert measure.key == replace(measure).key
+
+
+def test_with_prompts_it_is_over_the_tokens_and_bytes_that_count(tmp_path: Path) -> None:
+    corpus = prompted_corpus(tmp_path, 600)
+    numerics = numerics_of(ModelConfig(d_model=16, n_layers=1, context_length=16, head_dim=8), corpus)
+    subject, result = trained(numerics, corpus, 10)
+    found = by_name(HeldOutLoss().measure(subject).scores)
+    loss, bits = found["", "loss"], found["", "bits_per_byte"]
+    (held_out,) = evaluation_sets(corpus, 16, 40 * 16).values()
+    sequences, counts = held_out.sequences, held_out.sequences[:, 1:] >= 0
+    plain = torch.where(sequences < 0, -1 - sequences, sequences)
+    with torch.no_grad():
+        logits = subject.model(plain[:, :-1])[counts]
+    expected = torch.nn.functional.cross_entropy(logits, plain[:, 1:][counts]).item()
+    assert loss.value == pytest.approx(expected, rel=1e-5)
+    assert loss.value == pytest.approx(result.loss, rel=1e-5)
+    assert loss.n == int(counts.sum())
+    assert (loss.standard_error or 0) > 0
+    counted = corpus.manifest["counted"]
+    assert bits.value == pytest.approx(
+        loss.value * counted["validation"] / (math.log(2) * counted["held_out_bytes"]), rel=1e-6
+    )
+    with pytest.raises(ValueError, match="prompts"):
+        Memorisation(prefix_tokens=4, continuation_tokens=4).measure(subject)

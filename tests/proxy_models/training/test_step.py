@@ -238,3 +238,47 @@ def test_shares_that_differ_by_a_sequence_sum_to_the_whole_batch_in_equally_many
         counts.add(passes)
     assert sum(parts) / 3 == pytest.approx(expected, rel=1e-6)
     assert len(counts) == 1, "all gather weights in each pass"
+
+
+def masked(number: int = 0) -> Tensor:
+    """A batch of sequences of which between none and all of the tokens count."""
+    counts = torch.rand(7, 17, generator=torch.Generator().manual_seed(number)) < torch.arange(7)[:, None] / 6
+    return torch.where(counts, batch(number), ~batch(number))
+
+
+@MODELS
+@pytest.mark.parametrize(("micro_batch", "ranks"), [(None, 1), (1, 1), (2, 1), (3, 1), (None, 3), (2, 3)])
+def test_the_loss_is_the_mean_over_the_counted_tokens_of_the_global_batch(
+    model: ModelConfig, micro_batch: int | None, ranks: int
+) -> None:
+    """Micro-batches and ranks have very different shares of them, so a mean of means would be far off."""
+    numerics, sequences = replace(NUMERICS, model=model, base=model), masked()
+    counts = (sequences[:, 1:] >= 0).flatten()
+    n_counted = counts.sum().double()
+
+    def mean(value: Tensor) -> Tensor:
+        is_count = value.dtype == torch.float64 and value.ndim == 0
+        return n_counted / ranks if is_count else value  # of the loss, this rank's part
+
+    losses, moments = [], []
+    for rank, share in enumerate(torch.tensor_split(sequences, ranks)):
+        one = stepper(numerics, micro_batch=micro_batch, rank=rank, ranks=ranks, mean=mean, all_count=False)
+        one.recipe = replace(RECIPE, clip_norm=1e9)
+        losses.append(float(one.step(share, number=0, tokens=0, rate_factor=1.0, of=7)[0]))
+        moments.append(weights(one))
+    module, plain = stepper(numerics).module, batch()
+    logits = module(plain[:, :-1]).flatten(0, 1)[counts]
+    targets = plain[:, 1:].flatten()[counts]
+    loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=model.label_smoothing)
+    loss = loss + model.z_loss * logits.logsumexp(-1).square().mean()
+    assert sum(losses) / ranks == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in module.named_parameters():
+        gradient = sum(each[f"exp_avg/{name}"] for each in moments) / ranks / (1 - RECIPE.beta1)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-7)
+
+
+def test_a_batch_without_a_counted_token_has_no_loss_and_moves_nothing_but_decay() -> None:
+    one = stepper(all_count=False)
+    loss, norm = take(one, 0, ~batch())
+    assert (loss, norm) == (0.0, 0.0)
