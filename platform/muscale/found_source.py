@@ -26,6 +26,11 @@ _ALSO_IN_TEXT = (".json", ".csv", ".tsv", ".bin")
 _DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|dataset_infos?)\b.*", re.IGNORECASE)
 _SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`
 _FIELDS = ("text", "content", "raw_content", "body", "document")  # usual names of the text, the most usual first
+_WITH_PROMPTS: tuple[dict[str, str], ...] = (  # names in records with prompts
+    {"prompt_field": "prompt", "field": "completion"},
+    {"prompt_field": "prompt", "field": "response"},
+    {"messages_field": "messages"},
+)
 _SAMPLE_BYTES = 65536
 _SHOWN_FILES = 10
 
@@ -103,7 +108,7 @@ def _n_ids(path: Path, files: Sequence[Path]) -> int:
 
 
 def _with_field(source: Source, first: Path) -> Source:
-    """Return the source with the first usual field that holds text in its first record."""
+    """Return the source with the first usual field, or fields of prompts, that holds text in its first record."""
     from dataclasses import replace
 
     from proxy_models.data.file_contents import encoding_of
@@ -111,8 +116,10 @@ def _with_field(source: Source, first: Path) -> Source:
     from proxy_models.data.sources import CorpusError
 
     errors = []
-    for field in _FIELDS:
-        named = replace(source, field=field)
+    for names in (*({"field": field} for field in _FIELDS), *_WITH_PROMPTS):
+        if source.kind == "csv" and "messages_field" in names:
+            continue
+        named = replace(source, **names)  # type: ignore[arg-type]
         try:
             encoding = encoding_of(first, None) if source.kind == "csv" else "utf-8"
             next(records(first, named, encoding), None)
@@ -120,7 +127,8 @@ def _with_field(source: Source, first: Path) -> Source:
             errors.append(error)
         else:
             return named
-    raise StageError(f"--source: {errors[0]} (also tried: {', '.join(_FIELDS[1:])})") from errors[0]
+    tried = ", ".join([*_FIELDS[1:], *(" with ".join(names.values()) for names in _WITH_PROMPTS)])
+    raise StageError(f"--source: {errors[0]} (also tried: {tried})") from errors[0]
 
 
 def _require_no_records(files: Sequence[Path]) -> None:

@@ -21,7 +21,7 @@ _BLOCK_TOKENS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the sequences of a split begin, and where their last record ends.
+    """First and last positions of a split's sequences.
 
     Attributes:
         starts: First token of each sequence, ascending.

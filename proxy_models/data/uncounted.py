@@ -1,7 +1,7 @@
 """Tokens that a model reads without being trained to predict them, such as prompts.
 
-Token files and sequences hold such a token as ~id = -1 - id, so that a mask needs no file and no tensor of its own: slices, shares of
-ranks and micro-batches of signed ids carry it along.
+Token files and sequences hold such a token as ~id = -1 - id. The mask then needs no separate file or tensor: slices, shares of ranks
+and micro-batches carry it along.
 """
 
 from __future__ import annotations

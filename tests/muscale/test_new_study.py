@@ -1,11 +1,13 @@
 """`muscale init`: a study file with one's own text in it, and whether that is enough."""
 
 import gzip
+import json
 import struct
 import tomllib
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -198,6 +200,27 @@ def test_data_is_recognized_with_the_field_of_its_text(tmp_path: Path, name: str
         assert config.corpus.field == field
     named = sources(config.corpus, tmp_path / "mine")["corpus"]
     assert named.files()[1] == [folder / name]
+
+
+@pytest.mark.parametrize(
+    ("record", "stated"),
+    [
+        ({"prompt": "a", "completion": "b"}, {"prompt_field": "prompt", "field": "completion", "messages_field": None}),
+        ({"prompt": "a", "response": "b"}, {"prompt_field": "prompt", "field": "response", "messages_field": None}),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"prompt_field": None, "field": "text", "messages_field": "messages"},
+        ),
+        ({"prompt": "a", "text": "b"}, {"prompt_field": None, "field": "text", "messages_field": None}),
+    ],
+)
+def test_records_with_prompts_are_recognized(
+    tmp_path: Path, record: dict[str, Any], stated: dict[str, str | None]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 100)
+    study = write_study(tmp_path / "study", tmp_path / "a.jsonl")
+    corpus = StudyConfig.read(Path(study.path)).corpus
+    assert {name: getattr(corpus, name) for name in stated} == stated
 
 
 def test_text_in_other_encodings_and_compressed_is_text(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_study_trains_and_evaluates_the_completions_alone(
         ({"corpus.messages_field": "messages"}, StudyFileError, ["corpus:", "messages_field"]),
         ({"corpus.kind": "text"}, StudyFileError, ["corpus:", "prompt_field", "'text'"]),
         ({"corpus.clean": {"exact_duplicates": "global"}}, StudyFileError, ["corpus.clean:", "prompts"]),
+        ({"scores.memorisation": True}, StudyFileError, ["scores.memorisation:", "prompts"]),
         ({"corpus.evaluation_tokens": 10_000_000}, StageError, ["corpus.evaluation_tokens", "10000000"]),
     ],
 )

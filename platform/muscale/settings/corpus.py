@@ -80,6 +80,12 @@ class CorpusSettings(FileSettings):
     clean: CleanSettings | None = None  # what is removed from the text before it is tokenized
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether some of the text does not count in the loss."""
+        stated: tuple[FileSettings, ...] = (self, *self.sources.values())
+        return any(one.prompt_field is not None or one.messages_field is not None for one in stated)
+
+    @property
     def stages_by_fraction(self) -> bool:
         """Whether stages end at fractions of a run."""
         return any(stage.until_fraction is not None for stage in self.stages)
@@ -313,20 +319,30 @@ def require_fitting_model(corpus: Corpus, model: Member) -> None:
     """Refuse a model that can't read the written corpus.
 
     Raises:
-        StageError: If the model's vocabulary is too small, or the model separates documents by another id than the corpus.
+        StageError: If the model's vocabulary is too small, its losses can't leave out prompts, or it separates documents by another id
+            than the corpus.
     """
     if corpus.vocab_size > model.vocab_size:
         raise StageError(
             f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {model.vocab_size}"
         )
+    require_weighted_losses(corpus, model)
+    separator, end = getattr(model, "document_separator", None), corpus.end_of_document
+    if separator is not None and end is not None and separator != end:
+        raise StageError(f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}")
+
+
+def require_weighted_losses(corpus: Corpus, model: Member) -> None:
+    """Refuse a corpus with prompts for a custom family whose losses count every token.
+
+    Raises:
+        StageError: If so.
+    """
     if not (corpus.all_count or family_of(model).has_weighted_losses):
         raise StageError(
             "corpus: has prompts, which do not count in the loss, but the custom losses of the model's family count every token; take "
             "the weight of tokens that count (proxy_models.architecture.family.Loss), and set has_weighted_losses"
         )
-    separator, end = getattr(model, "document_separator", None), corpus.end_of_document
-    if separator is not None and end is not None and separator != end:
-        raise StageError(f"model.document_separator: documents of the corpus are closed by id {end}, got {separator}")
 
 
 def cut_records(corpus: Corpus, context_length: int) -> Iterator[str]:

@@ -63,8 +63,10 @@ def _use_case_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _scores_errors(config: StudyTables) -> Iterator[str]:
-    """Workers of [scores] for which [promote] has no GPU each."""
+    """Workers of [scores] for which [promote] has no GPU each, and memorisation of a corpus with prompts."""
     promote = config.promote
+    if config.scores and config.scores.memorisation and config.corpus.has_prompts:
+        yield "scores.memorisation: is measured on text that counts as a whole, but a source of [corpus] has prompts; got true"
     if config.scores and promote.evaluation == "async" and config.scores.workers > 1 and 0 < promote.evaluator_gpus < 1:
         yield (
             f"scores.workers: must be 1 with promote.evaluator_gpus = {promote.evaluator_gpus:g}, because workers that share weights "

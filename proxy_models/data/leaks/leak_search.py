@@ -76,7 +76,9 @@ def find_leaks(
                 done = before + read
                 if on_progress:
                     on_progress(done, total)
-                if text.split == split and (split == "train" or indexed == 1 or in_validation(text.content, indexed)):
+                if not text.counts or text.split != split:
+                    continue  # prompts are often the same, and no loss is too low for that
+                if split == "train" or indexed == 1 or in_validation(text.content, indexed):
                     yield text
 
     skipped: Counter[str] = Counter()
@@ -127,14 +129,12 @@ def search_texts(
 
 
 def source_texts(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
-    """Yield the pieces of a source that count in the loss, with the bytes read."""
+    """Yield the pieces of a source, with the bytes read."""
     sizes = {
         path.relative_to(root).as_posix(): path.stat().st_size for root, paths in [source.files()] for path in paths
     }
     before, file = 0, ""
     for piece in pieces(source, fraction):
-        if not piece.counts:
-            continue  # prompts are often the same, and no loss is too low for that
         if piece.read_from != file:
             before, file = before + sizes.get(file, 0), piece.read_from
         text = Text(
@@ -144,6 +144,7 @@ def source_texts(name: str, source: Source, fraction: float) -> Iterator[tuple[T
             split=piece.split,
             has_lines=source.kind == "text",
             content=piece.content,
+            counts=piece.counts,
         )
         yield text, before + piece.done_bytes
 

@@ -61,6 +61,7 @@ class Text:
         line: First line of the text; row of a table; or number of the first token in the file, from 0.
         has_lines: True if later lines of the text are later lines of the file.
         content: UTF-8 without byte 0; or token ids as uint32.
+        counts: Whether the text counts in the loss; prompts do not.
     """
 
     source: str
@@ -69,6 +70,7 @@ class Text:
     split: Split
     has_lines: bool
     content: bytes
+    counts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,11 +83,9 @@ def test_prompts_do_not_count_and_close_no_document_in_any_format(tmp_path: Path
 def test_of_a_chat_the_assistant_s_messages_count(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, [{"chat": CHAT}, {"chat": CHAT[:4]}])
     source = Source(path=str(tmp_path), kind=name.split(".")[1], messages_field="chat")  # type: ignore[arg-type]
-    first, second = [], []
-    for piece in pieces(source, 0.5):
-        (first if len(first) < len(CHAT_PARTS) else second).append((piece.content.decode(), piece.counts))
-    assert first == CHAT_PARTS
-    assert second == [*CHAT_PARTS[:2], ("\n<|im_start|>user\nBye<|im_end|>", False)]
+    found = [(piece.content.decode(), piece.counts) for piece in pieces(source, 0.5)]
+    assert found[:4] == CHAT_PARTS
+    assert found[4:] == [*CHAT_PARTS[:2], ("\n<|im_start|>user\nBye<|im_end|>", False)]
 
 
 def messages(*given: Any) -> dict[str, Any]:

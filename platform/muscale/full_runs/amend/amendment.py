@@ -18,6 +18,7 @@ from muscale.full_runs.amend.parent import (
 from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.layout import FULL_RUNS
 from muscale.settings.config import StudyConfig
+from muscale.settings.corpus import cut_records
 from muscale.settings.promote import SpikePolicy
 from muscale.store.lineage import input_key
 from proxy_models.data.corpus import Corpus
@@ -149,6 +150,7 @@ class Amendment(Result):
             *read_again(self.corpus, self.parent.lineage, self.position),
             *self._other_order,
             *(f"warning: {line}" for line in self.corpus.warnings(self.position + self.n_tokens)),
+            *(f"warning: {line}" for line in cut_records(self.corpus, self.numerics.model.context_length)),
         ]
 
     @property

@@ -22,7 +22,7 @@ from muscale.layout import CORPORA
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
-from muscale.settings.corpus import CorpusSettings
+from muscale.settings.corpus import CorpusSettings, require_weighted_losses
 from muscale.settings.further_corpus import write_corpus
 from muscale.settings.own_model import require_same_family
 from muscale.store.ledger import Ledger
@@ -276,6 +276,7 @@ def _require_trainable(planned: Amendment, config: StudyConfig) -> None:
     }.items():
         if tokens % context:
             raise StageError(f"{key}: must be a multiple of the context length, {context} tokens, got {tokens}")
+    require_weighted_losses(planned.corpus, numerics.model)
     try:
         evaluation_sets(planned.corpus, context, numerics.evaluation_tokens)
     except ValueError as error:
