@@ -21,7 +21,7 @@ from torch import Tensor
 
 from proxy_models.data.corpus import ONE_SOURCE, Corpus
 from proxy_models.data.mixture import Interleaving, Mixture
-from proxy_models.data.packing import Packing
+from proxy_models.data.record_packing import Packing
 from proxy_models.data.tokenizer import Tokens
 from proxy_models.data.uncounted import n_counted
 

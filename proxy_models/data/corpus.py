@@ -19,7 +19,7 @@ import pandas as pd
 
 from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.mixture import MAX_EPOCHS, Mixture
-from proxy_models.data.packing import Packing
+from proxy_models.data.record_packing import Packing
 from proxy_models.data.sources import CorpusError, Split
 from proxy_models.data.token_files import MANIFEST, STATED, TokenFiles, read_manifest
 from proxy_models.data.tokenizer import Tokenizer, Tokens

@@ -20,7 +20,7 @@ from proxy_models.data.corpus_writing import OtherCorpusError, write_corpus, wri
 from proxy_models.data.documents import pieces
 from proxy_models.data.leaks.leak_search import find_leaks
 from proxy_models.data.mixture import Mixture
-from proxy_models.data.packing import Packing
+from proxy_models.data.record_packing import Packing
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.data.uncounted import ids

@@ -272,7 +272,7 @@ def test_the_loss_is_the_mean_over_the_counted_tokens_of_the_global_batch(
     loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=model.label_smoothing)
     loss = loss + model.z_loss * logits.logsumexp(-1).square().mean()
     assert sum(losses) / ranks == pytest.approx(loss.item(), rel=1e-5)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     for name, parameter in module.named_parameters():
         gradient = sum(each[f"exp_avg/{name}"] for each in moments) / ranks / (1 - RECIPE.beta1)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-7)
