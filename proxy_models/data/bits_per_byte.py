@@ -15,9 +15,7 @@ def held_out_bytes(corpus: Corpus) -> dict[str, int]:
 
     Of a source with prompts, they are the bytes of the text that counts.
     """
-    texts = {
-        name: files.manifest.get("counted") or files.manifest["text"] or {} for name, files in corpus.sources.items()
-    }
+    texts = {name: files.counted_text or {} for name, files in corpus.sources.items()}
     return {name: text["held_out_bytes"] for name, text in texts.items() if "held_out_bytes" in text}
 
 

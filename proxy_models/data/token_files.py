@@ -84,7 +84,13 @@ class TokenFiles:
     @property
     def all_count(self) -> bool:
         """True if every token counts in the loss; False if the source has prompts, whose tokens are stored as in `uncounted`."""
-        return COUNTED not in self.manifest
+        return self.manifest["dtype"] not in SIGNED
+
+    @property
+    def counted_text(self) -> dict[str, int] | None:
+        """Numbers of bytes, and of held-out bytes, of the text that counts; None without text."""
+        found: dict[str, int] | None = self.manifest["text" if self.all_count else COUNTED]
+        return found
 
     @property
     def n_validation_counted(self) -> int:
@@ -112,7 +118,7 @@ class TokenFiles:
 
         With prompts, bytes and tokens that count.
         """
-        text = self.manifest.get(COUNTED) or self.manifest["text"]
+        text = self.counted_text
         return text["bytes"] / self._n_counted if text else None
 
     @property
@@ -274,10 +280,11 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
         "empty_files": ("a list of files", _are_files),
         "skipped_files": ("a list of files", _are_files),
         "hidden_files": ("a count", lambda v: type(v) is int and v >= 0),
-        COUNTED: ("null or counts", lambda v: v is None or _are_counts(v, (*SPLITS, "bytes", "held_out_bytes"))),
     }
-    # Corpora written before such files were counted, or without prompts.
-    manifest = {"skipped_files": [], "hidden_files": 0, COUNTED: None, **manifest}
+    if manifest.get("dtype") in SIGNED:
+        counts = (*SPLITS, "bytes", "held_out_bytes")
+        rules[COUNTED] = ("counts of at least 1", lambda v: _are_counts(v, counts) and all(v[name] for name in counts))
+    manifest = {"skipped_files": [], "hidden_files": 0, **manifest}  # corpora written before such files were counted
     for key, (rule, holds) in rules.items():
         if key not in manifest:
             raise CorpusError(f"{path}: {key}: missing, must be {rule}")

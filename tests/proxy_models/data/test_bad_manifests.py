@@ -11,6 +11,7 @@ from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import MANIFEST
+from tests.proxy_models.prompted import prompted_corpus
 
 
 @pytest.fixture
@@ -48,6 +49,20 @@ def test_an_invalid_manifest_is_reported_with_its_key(folder: Path, key: str, va
         (folder / MANIFEST).write_text(json.dumps(manifest))
         with pytest.raises(CorpusError, match=f"{key}: missing"):
             Corpus.open(folder)
+
+
+@pytest.mark.parametrize("value", [None, [], {"train": 1, "validation": 1}, 0])
+def test_a_mask_needs_its_counts(tmp_path: Path, value: Any) -> None:
+    folder = prompted_corpus(tmp_path).folder
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for counted in (value, manifest["counted"] | {"validation": 0}):
+        (folder / MANIFEST).write_text(json.dumps({**manifest, "counted": counted}))
+        with pytest.raises(CorpusError, match="counted: must be"):
+            Corpus.open(folder)
+    del manifest["counted"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CorpusError, match="counted: missing"):
+        Corpus.open(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'"x"', b"null", b"\xff"])
