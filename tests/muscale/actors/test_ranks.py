@@ -28,6 +28,7 @@ from tests.muscale.conftest import write_text
 from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Recurrent
+from tests.proxy_models.prompted import prompted_corpus
 
 BATCH = 8 * 32
 
@@ -127,6 +128,17 @@ def test_rungs_and_branches_have_the_losses_of_one_rank_from_states_of_any_numbe
     assert {name: t.shape for name, t in kept.tensors.items()} == {n: t.shape for n, t in rung.state.tensors.items()}
     resumed = alone.train(numerics, second, kept)
     assert resumed.loss == pytest.approx(expected[1].loss, rel=tolerance)
+
+
+def test_ranks_of_a_trial_share_the_mean_over_the_tokens_that_count(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    prompted = prompted_corpus(tmp_path, 1000)
+    numerics, (first, *_) = numerics_of(prompted, None), segments("adamw")
+    alone = Trainer(prompted, compile=False).train(numerics, first, averaged=True)
+    together, _, _ = gloo_ranks.call(train, prompted.folder, numerics, [(first, None)], 1, world_size=3)
+    assert together[0].curve.train_loss == pytest.approx(alone.curve.train_loss, rel=1e-3)
+    assert together[0].curve.train_loss[0] == pytest.approx(alone.curve.train_loss[0], rel=1e-6)
+    assert together[0].loss == pytest.approx(alone.loss, rel=1e-3)
+    assert together[0].averaged_loss == pytest.approx(alone.averaged_loss, rel=1e-3)
 
 
 @pytest.mark.compiler
