@@ -20,7 +20,7 @@ from muscale.proxies import transfer
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 RANKS = ["resources.workers=1", "resources.ranks_per_trial=2", "resources.cpus_per_worker=0.5"]
 
@@ -52,7 +52,6 @@ def test_a_population_that_copies_and_diverges_has_the_losses_of_one_rank(make_s
     assert len(losses) < len(record.results)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("fault", ["cancel", "kill"])
 def test_a_sweep_outlasts_a_cancel_and_the_loss_of_a_rank_in_the_middle_of_a_trial(
     make_study: Callable[[str], Path], fault: str
@@ -85,7 +84,6 @@ def test_a_sweep_outlasts_a_cancel_and_the_loss_of_a_rank_in_the_middle_of_a_tri
     assert study.ledger.retrained() == []
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("loses_a_rank", [False, True])
 def test_a_grid_has_the_losses_of_one_rank_also_after_a_rank_was_lost(
     make_study: Callable[[str], Path], loses_a_rank: bool

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from muscale.pages.report import write_report
-from tests.muscale.browsers import NARROW, WIDE, Opened, chromium, opened
+from tests.muscale.browsers import NARROW, Opened, chromium, opened
 from tests.muscale.planted_report import planted_contents
 
 EVIL = "<script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
@@ -31,6 +31,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 def shown(browser: Browser, report: str) -> Iterator[Opened]:
     """The page on a desk, for tests that leave it as it is."""
     with opened(browser, report) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def narrow(browser: Browser, report: str) -> Iterator[Opened]:
+    """The page on a telephone, for tests that leave it as it is."""
+    with opened(browser, report, size=NARROW) as page:
         yield page
 
 
@@ -96,38 +103,35 @@ def test_the_keyboard_reaches_the_contents_and_what_is_scrolled(shown: Opened) -
     assert all(shown.page.locator(link).count() == 1 for link in links)
 
 
-def test_nothing_overflows_a_telephone_and_its_inks_can_be_read(browser: Browser, report: str) -> None:
-    with opened(browser, report, size=NARROW) as narrow:
-        assert narrow.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
-        assert (
-            narrow.page.eval_on_selector_all(
-                ".wide, .panel, pre",
-                "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth).map(box => box.closest('section').id)",
-            )
-            == []
-        ), "no table, figure or text is scrolled sideways"
-        titles = '#coordinate-check g[class^="g-x"][class$="title"]'
-        middles = narrow.page.eval_on_selector_all(
-            titles,
-            "titles => titles.map(title => title.getBoundingClientRect()).map(({x, width}) => Math.round(x + width / 2))",
+def test_nothing_overflows_a_telephone_and_its_inks_can_be_read(narrow: Opened) -> None:
+    assert narrow.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
+    assert (
+        narrow.page.eval_on_selector_all(
+            ".wide, .panel, pre",
+            "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth).map(box => box.closest('section').id)",
         )
-        assert len(middles) == 2
-        assert len(set(middles)) == 1, "panels stand below each other"
-        assert (
-            narrow.page.eval_on_selector(
-                "#every-run td:nth-child(4)", "cell => getComputedStyle(cell, '::before').content"
-            )
-            == '"n_tokens"'
+        == []
+    ), "no table, figure or text is scrolled sideways"
+    titles = '#coordinate-check g[class^="g-x"][class$="title"]'
+    middles = narrow.page.eval_on_selector_all(
+        titles,
+        "titles => titles.map(title => title.getBoundingClientRect()).map(({x, width}) => Math.round(x + width / 2))",
+    )
+    assert len(middles) == 2
+    assert len(set(middles)) == 1, "panels stand below each other"
+    assert (
+        narrow.page.eval_on_selector("#every-run td:nth-child(4)", "cell => getComputedStyle(cell, '::before').content")
+        == '"n_tokens"'
+    )
+    for scheme in ("light", "dark"):
+        narrow.page.emulate_media(color_scheme=scheme)
+        page, ink = narrow.page.evaluate(
+            "[document.body, document.querySelector('.xtick text')].map((element, i) =>"
+            " getComputedStyle(element)[i ? 'fill' : 'backgroundColor'].match(/\\d+/g).slice(0, 3).map(Number))"
         )
-        for scheme in ("light", "dark"):
-            narrow.page.emulate_media(color_scheme=scheme)
-            page, ink = narrow.page.evaluate(
-                "[document.body, document.querySelector('.xtick text')].map((element, i) =>"
-                " getComputedStyle(element)[i ? 'fill' : 'backgroundColor'].match(/\\d+/g).slice(0, 3).map(Number))"
-            )
-            darker, lighter = sorted((_luminance(page), _luminance(ink)))
-            assert (lighter + 0.05) / (darker + 0.05) > 4.5, "WCAG 2.2, 1.4.3"
-            assert (sum(page) < 384) == (scheme == "dark")
+        darker, lighter = sorted((_luminance(page), _luminance(ink)))
+        assert (lighter + 0.05) / (darker + 0.05) > 4.5, "WCAG 2.2, 1.4.3"
+        assert (sum(page) < 384) == (scheme == "dark")
 
 
 def _luminance(colour: list[int]) -> float:
@@ -136,14 +140,14 @@ def _luminance(colour: list[int]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("size", [NARROW, WIDE])
-def test_a_short_table_is_shown_whole(browser: Browser, report: str, size: tuple[int, int]) -> None:
-    with opened(browser, report, size=size) as page:
-        hidden = page.page.eval_on_selector_all(
-            ".wide",
-            "boxes => boxes.filter(box => box.scrollHeight > box.clientHeight + 1).map(box => box.querySelector('tbody').rows.length)",
-        )
-        assert min(hidden) > 20, "what is scrolled within its box is long"
+@pytest.mark.parametrize("size", ["narrow", "shown"])
+def test_a_short_table_is_shown_whole(request: pytest.FixtureRequest, size: str) -> None:
+    opened_page: Opened = request.getfixturevalue(size)
+    hidden = opened_page.page.eval_on_selector_all(
+        ".wide",
+        "boxes => boxes.filter(box => box.scrollHeight > box.clientHeight + 1).map(box => box.querySelector('tbody').rows.length)",
+    )
+    assert min(hidden) > 20, "what is scrolled within its box is long"
 
 
 def test_it_prints_whole_tables_and_no_navigation(shown: Opened) -> None:

@@ -222,6 +222,7 @@ def test_one_size_without_a_horizon_law_is_trained_at_the_best_rate_of_the_grids
     assert min(tried) <= rate <= max(tried)
 
 
+@pytest.mark.soak
 def test_two_variants_from_end_to_end(
     make_study: MakeStudy, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

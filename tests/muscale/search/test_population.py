@@ -15,6 +15,7 @@ from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger
 from search_spaces import Choice, LogUniform, Ordinal, Space
+from tests.quick import quick_and_soak
 
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
@@ -107,7 +108,7 @@ def test_a_cancelled_member_is_copied_by_nobody_and_holds_nobody_up(
     assert all(record.last_rung(trial) == 3 for trial in record.configs if trial not in (best, on_its_way))
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
+@pytest.mark.parametrize("scheduler", quick_and_soak(("pbt", "tune:PB2"), "pbt"))
 def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, drive: Drive, scheduler: str) -> None:
     """Members of the first have configurations outside the narrower space."""
     drive(engine := make_engine(settings(scheduler)), gain)
@@ -121,7 +122,7 @@ def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, driv
     assert all(narrower.contains(config) for trial in range(8, 16) for _, config in record.paths[trial])
 
 
-@pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
+@pytest.mark.parametrize("scheduler", quick_and_soak(("pbt", "tune:PB2"), "pbt"))
 @pytest.mark.parametrize("narrower", [True, False])
 def test_more_members_in_a_record_that_was_finished_come_to_the_end(
     make_engine: MakeEngine, drive: Drive, scheduler: str, *, narrower: bool

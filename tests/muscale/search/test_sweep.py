@@ -25,6 +25,7 @@ from muscale.search.sweep import Sweep
 from muscale.settings.sweep import POPULATIONS, SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
+from tests.quick import quick_and_soak
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -32,10 +33,10 @@ MakeStudy = Callable[..., Path]
 QUICK = ["sweep.n_seeds=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
 COVERING = [
     ("across_scales", "asha"),
-    pytest.param("gp", "none", marks=pytest.mark.soak),
+    ("gp", "none"),
     ("tune:OptunaSearch", "tune:HyperBandScheduler"),
-    pytest.param("cma_es", "tune:MedianStoppingRule", marks=pytest.mark.soak),
-    pytest.param("quasi_random", "pbt", marks=pytest.mark.soak),
+    ("cma_es", "tune:MedianStoppingRule"),
+    ("quasi_random", "pbt"),
     ("random", "tune:PB2"),
 ]
 
@@ -46,7 +47,10 @@ def sweep(path: Path, *settings: str) -> Study:
     return study
 
 
-@pytest.mark.parametrize(("searcher", "scheduler"), COVERING)
+@pytest.mark.parametrize(
+    ("searcher", "scheduler"),
+    quick_and_soak(COVERING, ("across_scales", "asha"), ("tune:OptunaSearch", "tune:HyperBandScheduler")),
+)
 def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     check_pair(make_study(), searcher, scheduler)
 
@@ -89,25 +93,28 @@ def check_pair(path: Path, searcher: str, scheduler: str) -> None:
 
 def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_study: MakeStudy) -> None:
     path = make_study()
-    settings = ["sweep.trials=12", "sweep.scheduler=none", "sweep.searcher=random", "sweep.rungs=1"]
+    settings = [
+        *("sweep.trials=6", "sweep.scheduler=none", "sweep.searcher=random"),
+        *("sweep.rungs=1", "sweep.n_tokens=4096"),
+    ]
     first = sweep(path, *settings).sweep()
     study = Study.open(path, [*QUICK, *settings], quiet=True)
     narrower = study.sweep(narrower=True)
-    assert len(narrower.trials) == 24
+    assert len(narrower.trials) == 12
     pd.testing.assert_series_equal(
         narrower.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"],
         first.trials.set_index("trial")["learning_rate"],
     )
     rounds = study.ledger.rounds(Sweep.of(study.config, study.ledger, study.corpus).key)
-    assert [row["first_trial"] for row in rounds] == [0, 12]
+    assert [row["first_trial"] for row in rounds] == [0, 6]
     space = Space.from_dict(rounds[1]["space"])
-    added = narrower.trials[narrower.trials["trial"] >= 12]
+    added = narrower.trials[narrower.trials["trial"] >= 6]
     assert all(space.contains({name: row[name] for name in space}) for row in added.to_dict("records"))
-    assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 24
+    assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 12
     where = "a narrower" if space != study.config.sweep.space else "the same"
-    assert f"round 1, from trial 12 on, in {where} space" in str(narrower)
+    assert f"round 1, from trial 6 on, in {where} space" in str(narrower)
     with pytest.raises(StageError, match="sweep.max_tokens"):
-        Study.open(path, [*QUICK, *settings, "sweep.max_tokens=20000"], quiet=True).sweep(narrower=True)
+        Study.open(path, [*QUICK, *settings, "sweep.max_tokens=5000"], quiet=True).sweep(narrower=True)
     assert len(study.ledger.rounds(Sweep.of(study.config, study.ledger, study.corpus).key)) == 2, (
         "a round that can't begin is not noted"
     )
@@ -160,6 +167,7 @@ def test_a_sweep_names_a_table_of_results_that_disagrees_with_its_own(make_study
     )
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeStudy) -> None:
     path = make_study()
     settings = [
@@ -237,7 +245,8 @@ def to_group(driver: subprocess.Popen[bytes]) -> None:
     os.killpg(driver.pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_driver, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("interrupt", [to_group, to_driver])
 def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(
     make_study: MakeStudy, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:

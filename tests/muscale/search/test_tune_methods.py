@@ -18,6 +18,7 @@ from muscale.search.sweep_jobs import TrialSegment
 from muscale.search.tune_methods import require_known_arguments, tune_scheduler, tune_searcher
 from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, Config, LogUniform, Simplex, Space, Uniform
+from tests.quick import quick_and_soak
 
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
@@ -120,7 +121,7 @@ def by_tune(folder: Path, chosen: SweepSettings, configs: list[Config]) -> Seen:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("searcher", "scheduler", "arguments"), COMPARED)
+@pytest.mark.parametrize(("searcher", "scheduler", "arguments"), quick_and_soak(COMPARED, *COMPARED[1:4:2]))
 def test_a_sweep_decides_as_a_real_tuner_does(
     make_engine: MakeEngine,
     drive: Drive,
@@ -139,7 +140,10 @@ def test_a_sweep_decides_as_a_real_tuner_does(
     assert seen.configs == {number: pytest.approx(record.configs[number]) for number in range(TRIALS)}
 
 
-@pytest.mark.parametrize(("searcher", "scheduler", "arguments"), METHODS)
+@pytest.mark.parametrize(
+    ("searcher", "scheduler", "arguments"),
+    quick_and_soak(METHODS, *(method for method in METHODS if method[1] != "tune:PB2")),
+)
 def test_a_sweep_that_is_begun_again_after_each_job_is_the_same(
     make_engine: MakeEngine, drive: Drive, searcher: str, scheduler: str, arguments: dict[str, Any]
 ) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from ray.tune import Callback
 
 from muscale.actors.cluster import Cluster
@@ -31,6 +30,7 @@ from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 from muscale.store.outcome import Outcome
 from search_spaces import Ordinal, Space
+from tests.quick import quick_and_soak
 
 MakeEngine = Callable[..., Engine]
 Run = Callable[..., Engine]
@@ -92,6 +92,8 @@ class PlantedWorker:
             case "is full":
                 raise OSError(errno.ENOSPC, "No space left on device", "states/it.pt")
             case "asks for too much memory":
+                import torch  # slow, and each of the processes imports this file
+
                 torch.empty(2**60, dtype=torch.uint8)
             case "hangs":
                 with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
@@ -209,11 +211,14 @@ def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_p
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
+    quick_and_soak(
+        [
+            ("raises", "OSError: the tape is torn"),
+            ("asks for too much memory", "1152921504606846976"),
+            ("hangs", "its worker was lost 3 times"),
+        ],
         ("raises", "OSError: the tape is torn"),
-        ("asks for too much memory", "1152921504606846976"),
-        ("hangs", "its worker was lost 3 times"),
-    ],
+    ),
 )
 def test_a_trial_that_fails_blocks_no_other(run: Run, make_engine: MakeEngine, fault: str, reason: str) -> None:
     assert not run(fault).failures
@@ -230,7 +235,8 @@ FULL = r"states/it\.pt: no space left on device; check the disk and run the same
 
 
 @pytest.mark.parametrize(
-    ("fault", "begun", "why"), [("can't start", 1, OTHER), ("refuses", 2, OTHER), ("is full", 2, FULL)]
+    ("fault", "begun", "why"),
+    quick_and_soak([("can't start", 1, OTHER), ("refuses", 2, OTHER), ("is full", 2, FULL)], ("can't start", 1, OTHER)),
 )
 def test_workers_that_cannot_train_end_the_sweep_at_once(
     run: Run, make_engine: MakeEngine, fault: str, begun: int, why: str

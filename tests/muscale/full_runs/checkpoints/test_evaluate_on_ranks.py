@@ -37,6 +37,7 @@ from proxy_models.evaluation.tasks import Tasks
 from proxy_models.training.fsdp import shard
 from tests.muscale.forked_ranks import small_run
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.quick import quick_and_soak
 
 SUMS = """
 task: sums
@@ -119,7 +120,7 @@ def assert_same(found: dict[str, Any], alone: CheckpointEvaluation) -> None:
         assert ours.standard_error == pytest.approx(theirs.standard_error, abs=1e-4), theirs
 
 
-@pytest.mark.parametrize(("world_size", "small_units"), [(2, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("world_size", "small_units"), quick_and_soak([(2, True), (2, False), (3, True)], (3, True)))
 def test_every_measure_is_that_of_one_process(
     trained: FullRun, tasks: Tasks, gloo_ranks: GlooRanks, world_size: int, small_units: bool
 ) -> None:
@@ -156,6 +157,7 @@ def test_answers_are_kept_once_and_read_by_all_ranks(trained: FullRun, tasks: Ta
     assert len({key for line in kept[0] for key in json.loads(line)}) == len(kept[0])
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_of_ray_find_the_same(trained: FullRun) -> None:

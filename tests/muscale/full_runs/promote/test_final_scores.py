@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.evaluation.ablation import Ablation
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from tests.muscale.forked_ranks import result, small_run
+from tests.quick import quick_and_soak
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 MEASURES = (HeldOutLoss(), Ablation())
@@ -61,8 +63,7 @@ def test_workers_that_share_the_weights_find_the_scores_of_one(trained: FullRun,
     assert values[0][0] == pytest.approx(result(trained)["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize(("gone", "workers"), quick_and_soak(product((True, False), (1, 2)), (False, 1)))
 def test_a_last_checkpoint_that_is_gone_or_damaged_is_named_and_nothing_is_scored_in_its_place(
     trained: FullRun, ledger: Ledger, tmp_path: Path, gone: bool, workers: int
 ) -> None:

@@ -37,6 +37,7 @@ from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import write_text
 from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.quick import quick_and_soak
 
 STEPS = 6
 EXPERTS = {"n_experts": 4, "experts_per_token": 2, "expert_ratio": 1.0, "balance_rate": 0.02}
@@ -155,10 +156,9 @@ LAYOUTS |= {
         {"n_experts": 6, "values": {"optimizer": "muon"}},  # each rank of a pair has two of three, or one
     ),
 }
-QUICK = {"experts", "experts, recomputed", "uneven", "context", "pipeline"}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else pytest.mark.soak) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", quick_and_soak(LAYOUTS, "experts, recomputed", "uneven", "pipeline"))
 def test_a_layout_has_the_steps_and_the_balance_of_one_process_which_continues_them(
     make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
 ) -> None:

@@ -37,6 +37,7 @@ from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 from tests.muscale.forked_ranks import BATCH, interrupt, result, small_corpus
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.quick import quick_and_soak
 
 RANKS, STEPS, WITHIN = 4, 6, 2e-4
 LAYOUTS = {
@@ -139,12 +140,16 @@ def check(losses_of: Losses, layout: str, checkpointing: Checkpointing, *, group
 
 @pytest.mark.parametrize(
     ("layout", "checkpointing", "grouped"),
-    [
+    quick_and_soak(
+        [
+            ("full", "selective", False),
+            ("hybrid", "none", True),
+            ("tensor 2", "selective", True),
+            ("tensor 4", "full", False),
+        ],
         ("full", "selective", False),
-        ("hybrid", "none", True),
         ("tensor 2", "selective", True),
-        ("tensor 4", "full", False),
-    ],
+    ),
 )
 def test_a_layout_has_the_losses_of_one_process(
     losses_of: Losses, layout: str, checkpointing: Checkpointing, grouped: bool
@@ -152,6 +157,7 @@ def test_a_layout_has_the_losses_of_one_process(
     check(losses_of, layout, checkpointing, grouped=grouped, compile=False)
 
 
+@pytest.mark.soak
 def test_a_tensor_parallel_run_resumes_to_its_own_losses_and_in_other_layouts_to_within_rounding(
     make_run: MakeRun, gloo_ranks: GlooRanks
 ) -> None:

@@ -33,6 +33,7 @@ from proxy_models.training.trainer import Trainer
 from tests.muscale.forked_ranks import BATCH, LETTERS, STEPS, interrupt, losses, result, rows, small_mixture, small_run
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import TRANSFORMERS
+from tests.quick import quick_and_soak
 
 
 @pytest.fixture
@@ -92,18 +93,22 @@ def train_beside(folder: Path, run: FullRun) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "tests.proxy_models.families:Recurrent",
-        "tests.proxy_models.families:Stacked",
+    quick_and_soak(
+        (
+            "tests.proxy_models.families:Recurrent",
+            "tests.proxy_models.families:Stacked",
+            "my_family:Convolutions",
+            "transformers:Qwen3Config",
+            "transformers:GPT2Config",
+            "transformers:Qwen3MoeConfig",
+            "tests.muscale.full_runs.train.test_one_rank:WithSharedLayer",
+            "transformers:XGLMConfig",  # its positions are a buffer of the width
+            "transformers:LlamaConfig",
+            "transformers:MixtralConfig",
+        ),
         "my_family:Convolutions",
         "transformers:Qwen3Config",
-        "transformers:GPT2Config",
-        "transformers:Qwen3MoeConfig",
-        pytest.param("tests.muscale.full_runs.train.test_one_rank:WithSharedLayer", marks=pytest.mark.soak),
-        pytest.param("transformers:XGLMConfig", marks=pytest.mark.soak),  # its positions are a buffer of the width
-        pytest.param("transformers:LlamaConfig", marks=pytest.mark.soak),
-        pytest.param("transformers:MixtralConfig", marks=pytest.mark.soak),
-    ],
+    ),
 )
 @pytest.mark.usefixtures("transformers")
 def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and_on_two_sharded_ranks(
@@ -131,7 +136,7 @@ def test_a_family_of_one_s_own_trains_alike_in_the_lean_loop_under_lightning_and
     np.testing.assert_allclose(losses(run), curve, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("world_size", "tolerance"), [(1, 0.0), (2, 1e-3)])
+@pytest.mark.parametrize(("world_size", "tolerance"), quick_and_soak([(1, 0.0), (2, 1e-3)], (2, 1e-3)))
 def test_sharded_ranks_round_to_bf16_where_the_lean_loop_does(
     run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, world_size: int, tolerance: float
 ) -> None:
@@ -171,7 +176,7 @@ def varied(run: FullRun, **numerics: Any) -> FullRun:
     return replace(run, numerics=replace(run.numerics, **numerics), segments=chain(values, BATCH * STEPS))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", quick_and_soak(("fp32", "bf16", "fp16"), "fp32", "fp16"))
 def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus, precision: str) -> None:
     run = replace(varied(run, precision=precision), evaluate_every_tokens=BATCH * 3)
     train_twice_as_lean(run, corpus)
@@ -190,7 +195,7 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     assert True in left_out[12:]
 
 
-@pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
+@pytest.mark.parametrize(("optimizer", "world_size"), quick_and_soak([("adamw", 2), ("muon", 1)], ("muon", 1)))
 def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_one_begins(
     run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, optimizer: OptimizerName, world_size: int
 ) -> None:
@@ -230,7 +235,9 @@ def swapped(run: FullRun, optimizer: OptimizerName, fraction: float) -> FullRun:
     return replace(run, segments=chain(values, BATCH * STEPS))
 
 
-@pytest.mark.parametrize(("optimizer", "at_step"), [("muon", 8), ("lion", 12), ("muon", 13)])
+@pytest.mark.parametrize(
+    ("optimizer", "at_step"), quick_and_soak([("muon", 8), ("lion", 12), ("muon", 13)], ("muon", 8), ("muon", 13))
+)
 def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_before_it(
     run: FullRun, corpus: Corpus, optimizer: OptimizerName, at_step: int
 ) -> None:

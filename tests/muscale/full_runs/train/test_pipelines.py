@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -38,6 +39,7 @@ from tests.muscale.conftest import write_text
 from tests.muscale.forked_ranks import BATCH, ended, interrupt, result, rows, small_corpus, small_run, start
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Stacked
+from tests.quick import quick_and_soak
 
 STEPS = 4
 MakeRun = Callable[..., FullRun]
@@ -101,19 +103,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (4, {"tensor_parallel": 2}),
     "full, tensor": (8, {"sharding": "full", "tensor_parallel": 2}),
 }
-QUICK = {("1f1b", "zero2"), ("1f1b", "tensor"), ("interleaved", "full")} | {
-    (schedule, "plain") for schedule in ("looped_bfs", "zero_bubble_v")
-}
+SCHEDULES = [
+    (schedule, spread)
+    for schedule in get_args(PipelineSchedule)
+    for spread in LAYOUTS
+    if schedule not in SPLIT_BACKWARD or "full" not in spread
+]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "spread"),
-    [
-        pytest.param(schedule, spread, marks=() if (schedule, spread) in QUICK else pytest.mark.soak)
-        for schedule in get_args(PipelineSchedule)
-        for spread in LAYOUTS
-        if schedule not in SPLIT_BACKWARD or "full" not in spread
-    ],
+    ("schedule", "spread"), quick_and_soak(SCHEDULES, ("interleaved", "full"), ("zero_bubble_v", "plain"))
 )
 def test_a_schedule_has_the_figures_of_one_process_and_its_checkpoints(
     make_run: MakeRun, gloo_ranks: GlooRanks, schedule: PipelineSchedule, spread: str
@@ -149,7 +148,9 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", quick_and_soak(VARIANTS, "learned positions, documents, recomputed", "rewinding guard")
+)
 def test_what_a_run_may_have_is_the_same_in_stages(make_run: MakeRun, gloo_ranks: GlooRanks, variant: str) -> None:
     parallelism, ranks, settings = VARIANTS[variant]
     whole = make_run(**settings)
@@ -170,7 +171,8 @@ def train_compiled(run: FullRun) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_compiled_blocks_have_the_figures_of_one_process(
     make_run: MakeRun, gloo_ranks: GlooRanks, schedule: PipelineSchedule
 ) -> None:
@@ -201,14 +203,26 @@ def test_a_family_that_knows_no_stages_has_them(make_run: MakeRun, gloo_ranks: G
     np.testing.assert_allclose(figures(run), figures(whole), rtol=5e-6)
 
 
+@pytest.mark.parametrize(
+    ("first", "hops"),
+    [
+        ((layout(), 2), [(Parallelism(), 2), (layout("zero_bubble_v"), 2)]),
+        pytest.param(
+            (layout(sharding="zero2"), 4),
+            [(Parallelism(), 4), (Parallelism(), 1), (layout("zero_bubble_v"), 2), (layout(), 2)],
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["two ranks", "four ranks"],
+)
 def test_a_run_goes_from_a_pipeline_to_shards_to_one_process_and_to_another_pipeline(
-    make_run: MakeRun, gloo_ranks: GlooRanks
+    make_run: MakeRun, gloo_ranks: GlooRanks, first: tuple[Parallelism, int], hops: list[tuple[Parallelism, int]]
 ) -> None:
     whole = make_run(biases=True)
     train(whole)
-    run = staged(whole, layout(sharding="zero2"))
-    gloo_ranks.train(run, 4)
-    for parallelism, ranks in ((Parallelism(), 4), (Parallelism(), 1), (layout("zero_bubble_v"), 2), (layout(), 2)):
+    run = staged(whole, first[0])
+    gloo_ranks.train(run, first[1])
+    for parallelism, ranks in hops:
         interrupt(run, after=2)
         hop = replace(run, parallelism=parallelism)
         if ranks == 1:
@@ -267,11 +281,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # eight micro-batches of a step
 
 @pytest.mark.parametrize(
     ("rank", "phase"),
-    [
-        pytest.param(rank, phase, marks=() if (rank, phase) in {(1, "forward"), (0, "save")} else pytest.mark.soak)
-        for rank in (0, 1)
-        for phase in PHASES
-    ],
+    quick_and_soak(product((0, 1), PHASES), (1, "forward")),
 )
 def test_a_killed_rank_of_any_stage_in_any_phase_leaves_a_run_that_goes_on(
     tmp_path: Path, gloo_ranks: GlooRanks, rank: int, phase: str

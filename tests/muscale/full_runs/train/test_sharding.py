@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +37,7 @@ from tests.muscale.fake_ranks import rank_of
 from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Network, Recurrent, Stacked
+from tests.quick import quick_and_soak
 
 STEPS = 6
 MakeRun = Callable[..., FullRun]
@@ -145,10 +147,7 @@ SHARED_SEQUENCES: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.soak if SHARED_SEQUENCES[name][1] > 2 else ()) for name in SHARED_SEQUENCES],
-)
+@pytest.mark.parametrize("layout", quick_and_soak(SHARED_SEQUENCES, "masks"))
 def test_ranks_that_share_a_sequence_have_the_steps_of_one_process_which_continues_them(
     make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
 ) -> None:
@@ -168,7 +167,7 @@ def test_ranks_that_share_a_sequence_have_the_steps_of_one_process_which_continu
     np.testing.assert_allclose(losses(alone), losses(whole), rtol=rtol)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_and_soak(LAYOUTS, "full, uneven", "tensor"))
 def test_a_layout_has_the_losses_of_one_process_and_resumes(
     make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
 ) -> None:
@@ -200,26 +199,16 @@ SPREADS: dict[str, tuple[Parallelism, int]] = {
 }
 ROUNDING = {"soap": 5e-3}
 """Tolerances above 1e-5. A first gradient of low rank leaves SOAP's eigenbasis undetermined in the null space: rounding decides."""
-QUICK = {
-    ("adafactor", "none"),
-    ("adafactor", "hybrid"),
-    ("adafactor", "tensor, full"),
-    ("lion", "hybrid"),
-    ("lamb", "hybrid"),
-    ("lamb", "tensor, full"),
-    ("soap", "none"),
-    ("soap", "hybrid"),
-    ("soap", "tensor, full"),
-}
 
 
 @pytest.mark.parametrize(
     ("optimizer", "spread"),
-    [
-        pytest.param(optimizer, spread, marks=() if (optimizer, spread) in QUICK else pytest.mark.soak)
-        for optimizer in get_args(OptimizerName)
-        for spread in SPREADS
-    ],
+    quick_and_soak(
+        product(get_args(OptimizerName), SPREADS),
+        ("adafactor", "hybrid"),
+        ("lamb", "hybrid"),
+        ("soap", "none"),
+    ),
 )
 def test_copies_and_parts_of_parameters_move_as_those_of_one_process(
     make_run: MakeRun, gloo_ranks: GlooRanks, optimizer: OptimizerName, spread: str
@@ -235,7 +224,7 @@ def test_copies_and_parts_of_parameters_move_as_those_of_one_process(
     np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
 
 
-@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+@pytest.mark.parametrize("optimizer", quick_and_soak(get_args(OptimizerName), "muon"))
 def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
     make_run: MakeRun, gloo_ranks: GlooRanks, optimizer: OptimizerName
 ) -> None:
@@ -259,7 +248,7 @@ def test_convolutions_and_stacks_of_matrices_move_on_ranks_as_in_one_process(
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+@pytest.mark.parametrize("optimizer", quick_and_soak(("adamw", "soap"), "adamw"))
 def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(
     make_run: MakeRun, gloo_ranks: GlooRanks, optimizer: OptimizerName
 ) -> None:
@@ -282,7 +271,7 @@ def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", quick_and_soak((1, 2), 2))
 def test_logits_in_chunks_are_those_of_one_process_with_a_tied_table(
     make_run: MakeRun, gloo_ranks: GlooRanks, tensor_parallel: int
 ) -> None:
